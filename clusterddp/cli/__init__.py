@@ -1,0 +1,1 @@
+"""The command: what people type and see."""

@@ -1,0 +1,84 @@
+"""Every error that clusterddp raises on purpose, and the exit code that the command ends with.
+
+ClusterddpError            1  our own error, or the machine's (disk full, directory not writable)
+|-- UsageError             2  the command line asks for something that makes no sense
+|-- SpecError              2  the spec, an override or a profile is wrong; carries every problem found
+|-- PreflightError         3  the machines are not ready: too few GPUs, a host that does not answer
+|-- RunNotFoundError       4  no run of that name
+|-- RunFailedError         5  the run that was waited for failed
+`-- RunCancelledError      6  the run that was waited for was cancelled
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ClusterddpError(Exception):
+    """An error whose message is for the user: where, what was found, what was expected; `hint` says what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(ClusterddpError):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong in a spec.
+
+    `line` and `column` count from 1 and are None for a value that did not come from a file; `source` is then the
+    origin, for example `train.lr=x (command line)`.
+    """
+
+    source: str
+    message: str
+    key: str = ""
+    line: int | None = None
+    column: int | None = None
+    source_line: str | None = None
+    hint: str | None = None
+
+
+class SpecError(ClusterddpError):
+    """The spec is wrong; `problems` holds every problem that was found, in the order of the file."""
+
+    exit_code = 2
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        sources = ", ".join(dict.fromkeys(problem.source for problem in problems))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{sources} has {count}, nothing was submitted")
+        self.problems = problems
+
+
+class PreflightError(ClusterddpError):
+    """The machines are not ready for what the spec asks."""
+
+    exit_code = 3
+
+
+class RunNotFoundError(ClusterddpError):
+    """No run of that name in the runs directory."""
+
+    exit_code = 4
+
+
+class RunFailedError(ClusterddpError):
+    """The run that was waited for failed."""
+
+    exit_code = 5
+
+
+class RunCancelledError(ClusterddpError):
+    """The run that was waited for was cancelled."""
+
+    exit_code = 6

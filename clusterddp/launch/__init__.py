@@ -1,0 +1,1 @@
+"""Start and stop a run: the plan, its carrying out, the launchers."""

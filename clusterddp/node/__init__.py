@@ -1,0 +1,1 @@
+"""On the machines: the supervisor of a node, the start-up of a rank, the guard; no torch here."""

@@ -1,0 +1,1 @@
+"""A run on disk: its directory, record, states, events, and the snapshot of the code."""

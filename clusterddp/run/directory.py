@@ -1,0 +1,256 @@
+"""The run directory: where each file of a run lies, and how a file is written so that no crash leaves half of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
+
+STAGING_PREFIX = ".staging-"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptDir:
+    """The files of one attempt: one start of the run's ranks."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def start(self) -> Path:
+        return self.path / "start.json"
+
+    @property
+    def end(self) -> Path:
+        return self.path / "end.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """Whoever creates this file asks the ranks to checkpoint and end (the stop contract)."""
+        return self.path / "STOP"
+
+    @property
+    def stopped(self) -> Path:
+        """Written by the ranks' program when it ended because of a stop: how far it came."""
+        return self.path / "stopped.json"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank_record(self, rank: int) -> Path:
+        return self.ranks / f"{rank:03d}.json"
+
+    def error_file(self, rank: int) -> Path:
+        """What TORCHELASTIC_ERROR_FILE names: the rank's traceback, in torchelastic's own form."""
+        return self.ranks / f"{rank:03d}.error.json"
+
+    def stdout(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:03d}.out"
+
+    def stderr(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:03d}.err"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def launcher_dir(self) -> Path:
+        """What the launcher itself keeps: submitit's folder, supervisors' own logs."""
+        return self.path / "launcher"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Whoever creates this file asks the supervisors to end the run at once."""
+        return self.path / "CANCEL"
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.path / "attempts" / str(number))
+
+    def attempts(self) -> list[AttemptDir]:
+        """List the attempts so far, oldest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self.path / "attempts") if entry.name.isdigit()]
+        except FileNotFoundError:
+            return []
+        return [self.attempt(number) for number in sorted(map(int, names))]
+
+
+def list_runs(runs_dir: Path) -> list[RunDir]:
+    """List the runs in `runs_dir`, oldest first; a directory without a record is no run."""
+    try:
+        paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    runs = [run for run in map(RunDir, paths) if run.record.is_file()]
+    return sorted(runs, key=lambda run: (read_json(run.record) or {}).get("created_ns", 0))
+
+
+def find_run(runs_dir: Path, name: str) -> RunDir:
+    """Find a run by its name, an unambiguous beginning of it, `@last`, or the path of its directory.
+
+    Raises: RunNotFoundError: there is none. UsageError: several runs begin so.
+    """
+    if os.sep in name and RunDir(Path(name)).record.is_file():
+        return RunDir(Path(name).resolve())
+    runs = list_runs(runs_dir)
+    if name == "@last" and runs:
+        return runs[-1]
+    exact = [run for run in runs if run.name == name]
+    matches = exact or [run for run in runs if name and run.name.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UsageError(f"{name}: {len(matches)} runs begin so: {', '.join(run.name for run in matches[:8])}")
+    raise RunNotFoundError(
+        f"{name}: no such run in {runs_dir}",
+        hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
+    )
+
+
+def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
+    """Write `text` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
+
+    With `exclusive`, an existing file is left as it is and False is returned: of several writers the first one wins.
+    Files are created with mode 0600.
+    Raises: ClusterddpError: the file system refuses (full, read-only, quota); nothing is left behind.
+    """
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if exclusive:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        else:
+            os.replace(temporary, path)
+            temporary = None
+        sync_directory(path.parent)
+        return True
+    except OSError as error:
+        raise ClusterddpError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
+    """Write `value` as JSON; see `write_text`."""
+    return write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", exclusive=exclusive)
+
+
+def read_json(path: Path) -> Any | None:
+    """Read a JSON file; None when there is none.
+
+    Raises: ClusterddpError: it is there and is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ClusterddpError(f"{path}: not JSON: {error}") from error
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """Append one row in a single write, so that rows of several writers never mix."""
+    line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Read rows; a last line that is still being written, or was cut by a crash, is left out."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename in `path` survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""The gang: which ranks run on which nodes, and what each of them executes.
+
+The submission side computes a `Gang`, writes it into `plan.json`, and hands it to each node's supervisor as JSON;
+the supervisor starts exactly that. Nothing here touches the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What a rank runs: a Python module or a script, with its arguments."""
+
+    kind: Literal["module", "script"]
+    target: str
+    args: tuple[str, ...] = ()
+    working_dir: str
+    import_paths: tuple[str, ...] = ()
+    """Directories put at the head of `sys.path`, the snapshot of the code among them."""
+    stop_aware: bool = False
+    """True when the entry confirms a stop itself (the built-in trainer does)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One node of the gang: a slot for a supervisor and its ranks."""
+
+    node_rank: int
+    host: str
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of their local ranks."""
+    gpus: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES of this node's ranks holds; empty: the ranks see no GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gang:
+    """All ranks of one run, and the rules that they live and die by."""
+
+    run: str
+    token: str
+    """Secret of the run: every process carries it, a sweep goes by it, the supervisors' link is signed with it."""
+    nodes: tuple[Node, ...]
+    entry: Entry
+    threads_per_rank: int
+    backend: Literal["gloo", "nccl"]
+    master_addr: str
+    master_port: int | None = None
+    """None: node 0's supervisor finds a free one."""
+    interface: str | None = None
+    """The interface that carries the gang's traffic; None: the library's own choice."""
+    env: dict[str, str] = field(default_factory=dict)
+    """The user's own variables for every rank; they beat everything that clusterddp would set."""
+    restarts: int = 0
+    time_limit_s: float | None = None
+    """Seconds that one attempt may last."""
+    stop_lead_s: float = 60.0
+    """How long before the time limit the ranks are asked to stop."""
+    stop_grace_s: float = 120.0
+    """How long ranks may take from the request to stop until they have ended."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(node.ranks) for node in self.nodes)
+
+    def node_of(self, rank: int) -> Node:
+        """Return the node that `rank` belongs to."""
+        return next(node for node in self.nodes if rank in node.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Gang:
+        """Rebuild a gang from what `to_json` gave (lists become tuples again)."""
+        entry = data["entry"] | {
+            "args": tuple(data["entry"]["args"]),
+            "import_paths": tuple(data["entry"]["import_paths"]),
+        }
+        nodes = tuple(
+            Node(**(node | {"ranks": tuple(node["ranks"]), "gpus": tuple(node["gpus"])})) for node in data["nodes"]
+        )
+        return cls(**(data | {"entry": Entry(**entry), "nodes": nodes}))

@@ -1,0 +1,177 @@
+"""The record of a run: who it is (`run.json`), how an attempt began and ended, what became of each rank.
+
+Each file has one writer, or several of whom the first wins (`end.json`), so no lock is needed and a crash at any point
+leaves files that can be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
+
+_T = TypeVar("_T")
+AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessIdentity:
+    """A process that cannot be confused with a later one of the same pid.
+
+    `started` is the process's start time (seconds since the epoch) as the kernel of `host` tells it.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> ProcessIdentity:
+        process = psutil.Process(pid)
+        return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.create_time())
+
+    def alive(self) -> bool | None:
+        """Say whether the process lives; None when it belongs to another machine, which cannot be asked from here."""
+        if self.host != socket.gethostname():
+            return None
+        if self.boot != boot_id():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """`run.json`: written by the submitting side alone."""
+
+    run: str
+    token: str
+    name: str
+    launcher: str
+    created_ns: int
+    parent: str | None = None
+    """The run that this one repeats (`rerun`)."""
+    job_id: str | None = None
+    """What the launcher answered; None: not started, or the answer was lost."""
+    submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The `ProcessIdentity` of the process that submits, to tell a submit under way from one that died."""
+    keeper: dict[str, Any] | None = None
+    """The `ProcessIdentity` of the process that carries the run; None where a scheduler does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootCause:
+    """Why an attempt failed: the first failure, not the ones that followed from it."""
+
+    rank: int | None
+    """The rank that failed first; for a lost node the lowest of its ranks; None when it failed before any started."""
+    host: str
+    exit_code: int | None
+    """As a shell would say it: 128 + signal for a rank that a signal ended."""
+    error: str
+    log: str | None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnd:
+    """`end.json`: how an attempt ended. The first to write it is right."""
+
+    outcome: AttemptOutcome
+    reason: str
+    root_cause: RootCause | None = None
+    will_restart: bool = False
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """`ranks/003.json`: one rank of one attempt, written when it starts and once more when it has ended."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    pid: int
+    interface: str | None
+    master_addr: str
+    master_port: int
+    started: float
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    error: str | None = None
+
+
+def write_run(directory: RunDir, record: RunRecord) -> None:
+    write_json(directory.record, dataclasses.asdict(record))
+
+
+def read_run(directory: RunDir) -> RunRecord:
+    return _read(RunRecord, directory.record)
+
+
+def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
+    """Record how the attempt ended; False when somebody already did (their word stands)."""
+    return write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
+
+
+def read_end(attempt: AttemptDir) -> AttemptEnd | None:
+    data = read_json(attempt.end)
+    if data is None:
+        return None
+    cause = data.get("root_cause")
+    return AttemptEnd(
+        **_known(AttemptEnd, data) | {"root_cause": RootCause(**_known(RootCause, cause)) if cause else None}
+    )
+
+
+def write_rank(attempt: AttemptDir, record: RankRecord) -> None:
+    write_json(attempt.rank_record(record.rank), dataclasses.asdict(record))
+
+
+def read_ranks(attempt: AttemptDir) -> list[RankRecord]:
+    """Read the records of the ranks that were started, by rank."""
+    try:
+        names = sorted(name for name in os.listdir(attempt.ranks) if name.endswith(".json") and ".error" not in name)
+    except FileNotFoundError:
+        return []
+    return [_read(RankRecord, attempt.ranks / name) for name in names if not name.startswith(".")]
+
+
+def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
+    """Append to the run's history: what happened, when, in the words of the one who saw it."""
+    append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
+
+
+def boot_id() -> str:
+    """Tell this boot of this machine from the next one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return str(int(psutil.boot_time()))
+
+
+def _read(kind: type[_T], path: Path) -> _T:
+    data = read_json(path)
+    if data is None:
+        raise FileNotFoundError(path)
+    return kind(**_known(kind, data))
+
+
+def _known(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Drop keys that a newer version wrote and this one does not know."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {key: value for key, value in data.items() if key in names}

@@ -1,0 +1,47 @@
+"""The stop contract: how a run is asked to checkpoint and end, and how its program says that it did.
+
+USR2, SIGTERM, the file CLUSTERDDP_STOP_FILE, or the approaching time limit ask for a stop. Any rank may see it first;
+the program agrees on one step over all ranks, writes a checkpoint there, confirms, and every rank exits with 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from clusterddp.run.directory import AttemptDir, write_json
+
+
+def request_stop(stop_file: Path, reason: str) -> None:
+    """Ask for a stop; the first reason given stays.
+
+    Safe in a signal handler: two system calls, no lock.
+    """
+    try:
+        descriptor = os.open(stop_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    os.write(descriptor, json.dumps({"reason": reason, "time": time.time()}).encode())
+    os.close(descriptor)
+
+
+def stop_requested(stop_file: Path) -> bool:
+    """Say whether a stop was asked for (one stat call)."""
+    return stop_file.exists()
+
+
+def stop_reason(stop_file: Path) -> str:
+    """Return why the stop was asked for; a file that somebody made by hand has no reason of its own."""
+    try:
+        data = json.loads(stop_file.read_text(encoding="utf-8"))
+        return str(data["reason"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return f"the file {stop_file.name}"
+
+
+def confirm_stop(attempt: AttemptDir, progress: dict[str, Any]) -> None:
+    """Record that the program ended because of the stop; `progress` says how far it came, e.g. `{"step": 120}`."""
+    write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True)

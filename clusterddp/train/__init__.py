@@ -1,0 +1,1 @@
+"""The DDP trainer: the only room with torch."""
