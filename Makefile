@@ -1,0 +1,49 @@
+# Every target works on a machine that has Python 3.10+, make and a network; .venv/ is all that it leaves behind.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check unit wheel clean
+
+help:
+	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
+	@echo "make test    what CI runs: linters, types, import contracts, all tests"
+	@echo "make check   linters, types and import contracts only"
+	@echo "make unit    tests that take no longer than ten seconds each"
+	@echo "make wheel   build the wheel into dist/"
+	@echo "make clean   remove .venv/ and what the tools left"
+
+demo: $(VENV)/.train
+	$(BIN)/clusterddp demo
+
+test: check
+	$(BIN)/pytest
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+wheel: $(VENV)/.dev
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/.pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"clusterddp needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}; try: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.pip pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	@touch $@
