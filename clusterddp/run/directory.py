@@ -145,7 +145,7 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     except FileNotFoundError:
         return []
     runs = [run for run in map(RunDir, paths) if run.record.is_file()]
-    return sorted(runs, key=lambda run: (read_json(run.record) or {}).get("created_ns", 0))
+    return sorted(runs, key=lambda run: (_created_ns(run), run.name))
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:
@@ -170,8 +170,8 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
-def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
-    """Write `text` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
+def write_bytes(path: Path, data: bytes, *, exclusive: bool = False) -> bool:
+    """Write `data` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
 
     With `exclusive`, an existing file is left as it is and False is returned: of several writers the first one wins.
     Files are created with mode 0600.
@@ -180,8 +180,8 @@ def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if exclusive:
@@ -202,6 +202,11 @@ def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
                 os.unlink(temporary)
 
 
+def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
+    """Write `text` as UTF-8; see `write_bytes`."""
+    return write_bytes(path, text.encode("utf-8"), exclusive=exclusive)
+
+
 def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
     """Write `value` as JSON; see `write_text`."""
     return write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", exclusive=exclusive)
@@ -213,11 +218,9 @@ def read_json(path: Path) -> Any | None:
     Raises: ClusterddpError: it is there and is not JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return json.loads(text)
     except ValueError as error:
         raise ClusterddpError(f"{path}: not JSON: {error}") from error
 
@@ -245,6 +248,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             yield row
+
+
+def _created_ns(run: RunDir) -> int:
+    """One run whose record is damaged must not hide all the others: it counts as the oldest."""
+    try:
+        return int(read_json(run.record)["created_ns"])  # type: ignore[index]
+    except (ClusterddpError, OSError, TypeError, KeyError, ValueError):
+        return 0
 
 
 def sync_directory(path: Path) -> None:

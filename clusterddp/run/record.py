@@ -26,7 +26,8 @@ AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 class ProcessIdentity:
     """A process that cannot be confused with a later one of the same pid.
 
-    `started` is the process's start time (seconds since the epoch) as the kernel of `host` tells it.
+    `started` is the process's start time as the kernel of `host` counts it: seconds since that boot. Seconds since the
+    epoch would do only where the clock is never set: the kernel's notion of when it booted moves with it.
     """
 
     host: str
@@ -36,8 +37,12 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessIdentity:
+        """Identify a process of this machine, by default this one.
+
+        Raises: psutil.NoSuchProcess: there is none of that pid.
+        """
         process = psutil.Process(pid)
-        return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.create_time())
+        return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=_start_time(process))
 
     def alive(self) -> bool | None:
         """Say whether the process lives; None when it belongs to another machine, which cannot be asked from here."""
@@ -47,7 +52,7 @@ class ProcessIdentity:
             return False
         try:
             process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+            return abs(_start_time(process) - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -162,6 +167,18 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return str(int(psutil.boot_time()))
+
+
+def _start_time(process: psutil.Process) -> float:
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except ProcessLookupError as error:
+        raise psutil.NoSuchProcess(process.pid) from error
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            raise psutil.NoSuchProcess(process.pid) from None
+        return process.create_time()
 
 
 def _read(kind: type[_T], path: Path) -> _T:

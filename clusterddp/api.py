@@ -1,0 +1,138 @@
+"""The Python interface: what the command does, as functions and a `Run`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.dist.environment import STOP_FILE
+from clusterddp.run.directory import RunDir, find_run, read_jsonl
+
+if TYPE_CHECKING:
+    from clusterddp.launch.plan import Plan
+    from clusterddp.spec.load import ResolvedSpec
+
+DEFAULT_RUNS_DIR = "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that was submitted, by this process or by any other."""
+
+    path: Path
+    """Its directory."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def find(cls, name: str, *, runs_dir: Path | str | None = None) -> Run:
+        """Find a run by its name, the beginning of it, `@last`, or its directory.
+
+        Raises: RunNotFoundError: there is none.
+        """
+        return cls(find_run(_runs_dir(runs_dir), name).path.absolute())
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait until the run has ended, or the time is up; return its state then."""
+        from clusterddp.launch.submit import wait
+
+        return wait(RunDir(self.path), timeout_s).state.value
+
+    def status(self) -> dict[str, Any]:
+        """Return what `clusterddp status -o json` prints."""
+        from clusterddp.look.status import read_status
+
+        return read_status(RunDir(self.path)).to_json()
+
+    def logs(self, rank: int = 0) -> str:
+        """Return what a rank of the newest attempt has printed: its standard output, then its standard error."""
+        from clusterddp.look.logs import read_logs
+
+        run = RunDir(self.path)
+        attempts = run.attempts()
+        pieces: Iterable[Any] = read_logs(run, (rank,), attempt=None, tail_lines=None) if attempts else ()
+        return b"".join(piece.data for piece in pieces).decode("utf-8", errors="replace")
+
+    def cancel(self, *, save: bool = False) -> str:
+        """End the run, with `save` after a checkpoint; return in words what became of it."""
+        from clusterddp.launch.submit import cancel
+
+        return cancel(RunDir(self.path), save=save)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl` so far."""
+        return list(read_jsonl(RunDir(self.path).metrics))
+
+
+def load_spec(
+    source: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    profile: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ResolvedSpec:
+    """Read a spec: a path, or YAML text that has a line break; `overrides` are `train.lr=0.2` and the like.
+
+    Raises: SpecError: with every problem that was found.
+    """
+    from clusterddp.spec.load import load_spec as load
+
+    return load(source, overrides, profile=profile, environ=os.environ if environ is None else environ)
+
+
+def plan(
+    spec: Path | str | ResolvedSpec,
+    overrides: Sequence[str] = (),
+    *,
+    runs_dir: Path | str | None = None,
+    working_dir: Path | str | None = None,
+) -> Plan:
+    """Compute everything that submitting `spec` would do; nothing is written or started.
+
+    Raises: ClusterddpError: it could not be carried out, with the reason.
+    """
+    from clusterddp.launch.plan import plan_run
+
+    resolved = load_spec(spec, overrides) if isinstance(spec, Path | str) else spec
+    return plan_run(
+        resolved,
+        runs_dir=_runs_dir(runs_dir),
+        working_dir=Path.cwd() if working_dir is None else Path(working_dir),
+        environ=os.environ,
+    )
+
+
+def submit(
+    spec: Path | str | ResolvedSpec | Plan,
+    overrides: Sequence[str] = (),
+    *,
+    runs_dir: Path | str | None = None,
+) -> Run:
+    """Start what a spec, or a plan, describes.
+
+    Raises: ClusterddpError: nothing was started.
+    """
+    from clusterddp.launch.plan import Plan
+    from clusterddp.launch.submit import submit as carry_out
+
+    chosen = spec if isinstance(spec, Plan) else plan(spec, overrides, runs_dir=runs_dir)
+    return Run(carry_out(chosen).run_dir)
+
+
+def should_stop() -> bool:
+    """Say, in a script that is a run's entry, whether the run was asked to checkpoint and end (one stat call).
+
+    Ranks may see it at different steps: agree on one, for example by an all-reduce of the answer. Outside of a run
+    the answer is False.
+    """
+    stop_file = os.environ.get(STOP_FILE)
+    return stop_file is not None and Path(stop_file).exists()
+
+
+def _runs_dir(named: Path | str | None) -> Path:
+    return Path(named or os.environ.get("CLUSTERDDP_RUNS") or DEFAULT_RUNS_DIR)

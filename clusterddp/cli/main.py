@@ -1,0 +1,193 @@
+"""The command itself: which commands there are, how they are found, and how an error reaches the user."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from clusterddp import __version__
+from clusterddp.cli.terminal import Terminal, say, say_error, writing_stdout
+from clusterddp.errors import ClusterddpError, SpecError
+
+_COMMANDS = {
+    "demo": ("demo", "Run", "two ranks learn on this machine, in under a minute"),
+    "init": ("setup", "Run", "write a commented spec to start from"),
+    "submit": ("submit", "Run", "start what a spec describes"),
+    "rerun": ("submit", "Run", "start the spec of an earlier run again"),
+    "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
+    "cancel": ("runs", "Run", "end runs"),
+    "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
+    "logs": ("runs", "Look", "show what ranks printed"),
+    "wait": ("runs", "Look", "wait until a run has ended"),
+    "list": ("runs", "Look", "show all runs, newest first"),
+    "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
+    "completion": ("setup", "Settings", "print the completion script of a shell"),
+}
+"""Command -> the module in this package that has it, the task it belongs to, what it does."""
+
+_EXAMPLES = """\
+Start here:
+  clusterddp demo                       two ranks on this machine, under a minute
+  clusterddp init                       write a commented job.yaml
+  clusterddp submit job.yaml --follow   run it and watch rank 0
+"""
+
+_NOTES = """
+A run is named by its name, the beginning of it, @last, or its directory.
+Exit codes: 0 ok, 1 error, 2 wrong usage or spec, 3 machines not ready, 4 no such run,
+            5 the run failed, 6 it was cancelled, 130 Ctrl-C
+"""
+
+_INTERRUPTED = 128 + 2
+_BROKEN_PIPE = 128 + 13
+
+
+class CommandIndex(click.Group):
+    """The group of all commands; one is imported when it is asked for, so that `--help` and TAB load nothing heavy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module_name, _, summary = _COMMANDS[cmd_name]
+        module = importlib.import_module(f"clusterddp.cli.{module_name}")
+        command: click.Command = module.COMMANDS[cmd_name]
+        command.short_help = summary
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click's own "did you mean" looks only at commands that were imported.
+        if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            matches = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            question = f' Did you mean "{matches[0]}"?' if matches else ""
+            raise click.UsageError(f'no such command "{args[0]}".{question}', ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write("clusterddp - run PyTorch DDP jobs from one YAML file\n\n")
+        formatter.write("Usage: clusterddp [OPTIONS] COMMAND [ARGS]...\n\n")
+        formatter.write(_EXAMPLES)
+        for task in dict.fromkeys(task for _, task, _ in _COMMANDS.values()):
+            formatter.write(f"\n{task}:\n")
+            for name, (_, of_task, summary) in _COMMANDS.items():
+                if of_task == task:
+                    formatter.write(f"  {name:<12}{summary}\n")
+        self.format_options_only(ctx, formatter)
+        formatter.write(_NOTES)
+
+    def format_options_only(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options without the list of commands that click would add."""
+        records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+
+
+@click.group(cls=CommandIndex, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="clusterddp", message="%(prog)s %(version)s")
+@click.option("--no-color", is_flag=True, help="No colour (so do NO_COLOR and TERM=dumb).")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error (so does CLUSTERDDP_DEBUG=1).")
+@click.pass_context
+def cli(ctx: click.Context, *, no_color: bool, debug: bool) -> None:
+    """Run PyTorch DDP jobs from one YAML file."""
+    terminal: Terminal = ctx.obj
+    terminal.debug = terminal.debug or debug
+    terminal.no_color = terminal.no_color or no_color
+    ctx.color = terminal.color
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    terminal = Terminal(os.environ)
+    _prepare_streams()
+    try:
+        exit_code = _run(list(sys.argv[1:] if arguments is None else arguments), terminal)
+        with writing_stdout():
+            sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:
+        _drop_stdout()
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception as error:
+        with click.Context(cli) as context:
+            context.color = terminal.color
+            exit_code = _say_why(error, terminal)
+        try:
+            sys.stdout.flush()
+        except OSError:  # told already, if it was this
+            _drop_stdout()
+        return exit_code
+
+
+def _run(arguments: list[str], terminal: Terminal) -> int:
+    completion = terminal.environ.get("_CLUSTERDDP_COMPLETE")
+    if completion:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {"obj": terminal}, "clusterddp", "_CLUSTERDDP_COMPLETE", completion)
+    try:
+        with cli.make_context("clusterddp", arguments, obj=terminal) as context:
+            exit_code = cli.invoke(context)
+    except click.exceptions.Exit as end:  # --help, --version
+        return end.exit_code
+    return exit_code if isinstance(exit_code, int) else 0
+
+
+def _say_why(error: Exception, terminal: Terminal) -> int:
+    """Tell the user what ended the command; return the exit code."""
+    if terminal.debug:
+        traceback.print_exception(error)
+    if isinstance(error, SpecError):
+        from clusterddp.spec.problems import format_spec_error
+
+        say(format_spec_error(error))
+        return error.exit_code
+    if isinstance(error, ClusterddpError):
+        say_error(error.message, hint=error.hint)
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        message = error.format_message()
+        message = message[:1].lower() + message[1:].rstrip(".")
+        say_error(message, hint=f"{context.command_path} --help" if context else None)
+        return error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        say_error(f"{where}{error.strerror}", hint="--debug shows where")
+        return 1
+    say_error(
+        f"internal: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}",
+        hint="a mistake of clusterddp's; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
+    )
+    return 1
+
+
+def _prepare_streams() -> None:
+    """Make sure that there are standard streams, and that no name can be one too many for their encoding."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # closed (`>&-`): the next file that is opened must not take its place
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Let nothing be written any more, so that Python does not complain when it closes standard output."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())

@@ -1,0 +1,111 @@
+"""How a plan is shown before anything is done: `submit --dry-run`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.look.printable import printable
+
+if TYPE_CHECKING:
+    from clusterddp.launch.plan import Plan
+
+_MASK = "********"
+
+
+def masked_plan(plan: Plan) -> Any:
+    """Return the plan as JSON data without the run's secret token, which only its processes may know."""
+    return json.loads(json.dumps(plan.to_json()).replace(plan.token, _MASK))
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Tell everything that a submit would do."""
+    lines = [f"plan for {click.style(plan.run, bold=True)}  (dry run: nothing was started or written)", ""]
+    lines += [f"  {name:<9} {printable(text)}" for name, text in _facts(plan)]
+    lines += ["", *_node_table(plan)]
+    for title, rows in (
+        ("what differs from the defaults", _change_rows(plan)),
+        ("variables of rank 0", _variable_rows(plan)),
+    ):
+        if rows[1:]:
+            lines += ["", click.style(title, bold=True), *table(rows, indent="  ")]
+    lines += ["", click.style("files", bold=True), *(f"  {printable(path)}" for path in plan.files)]
+    lines += ["", click.style("commands", bold=True), *(f"  {printable(shlex.join(argv))}" for argv in plan.commands)]
+    if plan.notes:
+        lines += ["", *(f"{click.style('note:', fg='yellow', bold=True)} {printable(note)}" for note in plan.notes)]
+    return lines
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    gang = plan.gang
+    port = "a free port, found at the start" if gang.master_port is None else f"port {gang.master_port}"
+    facts = [("launcher", plan.launcher), ("ranks", _ranks(plan))]
+    facts.append(("backend", f"{gang.backend} over {gang.interface or 'its own choice of interface'}"))
+    facts.append(("master", f"{gang.master_addr}, {port}"))
+    train = plan.spec.get("train")
+    if not train:
+        facts.append(("runs", shlex.join([gang.entry.target, *gang.entry.args])))
+    else:
+        batch = train["batch_size"] * gang.world_size * train["accumulate"]
+        what = f"{train['model']} on {train['dataset']}, {train['epochs']} epochs"
+        facts.append(("training", f"{what}, batch {train['batch_size']} per rank = {batch} in all"))
+    facts.append(("code", _code(plan)))
+    if gang.time_limit_s:
+        facts.append(("time", f"{duration(gang.time_limit_s)}; asked to stop {duration(gang.stop_lead_s)} before"))
+    if gang.restarts:
+        facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
+    if plan.secrets:
+        facts.append(("secrets", ", ".join(plan.secrets)))
+    if plan.parent:
+        facts.append(("repeats", plan.parent))
+    return facts
+
+
+def _ranks(plan: Plan) -> str:
+    gang = plan.gang
+    per_node = sorted({len(node.ranks) for node in gang.nodes})
+    many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
+    nodes, ranks = ("node" if len(gang.nodes) == 1 else "nodes"), ("rank" if gang.world_size == 1 else "ranks")
+    threads = "1 thread" if gang.threads_per_rank == 1 else f"{gang.threads_per_rank} threads"
+    device = "one GPU each" if any(node.gpus for node in gang.nodes) else "on the CPU"
+    return f"{len(gang.nodes)} {nodes} x {many} = {gang.world_size} {ranks}, {device}, {threads} each"
+
+
+def _code(plan: Plan) -> str:
+    snapshot = plan.snapshot
+    if not snapshot:
+        return "no snapshot" + (": it runs from where it lies" if plan.spec.get("entry") else "")
+    size = f"{snapshot['bytes'] / 1e6:.1f} MB" if snapshot["bytes"] >= 1e6 else f"{snapshot['bytes'] / 1e3:.0f} kB"
+    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
+
+
+def _node_table(plan: Plan) -> list[str]:
+    rows = [["NODE", "HOST", "RANKS", "GPUS"]]
+    rows += [
+        [str(node.node_rank), printable(node.host), rank_span(node.ranks), ",".join(node.gpus) or "-"]
+        for node in plan.gang.nodes
+    ]
+    return table(rows, indent="  ")
+
+
+def _change_rows(plan: Plan) -> list[list[str]]:
+    rows = [["KEY", "VALUE", "DEFAULT", "FROM"]]
+    for change in plan.changes:
+        rows.append([change["key"], _value(change["value"]), _value(change["default"]), printable(change["origin"])])
+    return rows
+
+
+def _variable_rows(plan: Plan) -> list[list[str]]:
+    rows = [["NAME", "VALUE", "FROM"]]
+    for name, variable in sorted(plan.rank0.items()):
+        value = variable["value"].replace(plan.token, _MASK)
+        rows.append([name, printable(value) or '""', printable(variable["origin"])])
+    return rows
+
+
+def _value(value: Any) -> str:
+    return printable(value if isinstance(value, str) else json.dumps(value))

@@ -1,0 +1,225 @@
+"""Commands about runs that exist: status, logs, wait, cancel, list."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
+from clusterddp.cli.status_text import list_lines, status_lines
+from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
+from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+
+if TYPE_CHECKING:
+    from clusterddp.look.status import RunStatus, RunSummary
+
+_WATCH_INTERVAL_S = 1.0
+
+
+@command("status")
+@run_argument()
+@click.option("-a", "--all-ranks", is_flag=True, help="One line per rank, however many there are.")
+@click.option("-w", "--watch", is_flag=True, help="Go on showing it until the run has ended.")
+@output_option
+@runs_option
+@click.pass_obj
+def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, output: str, runs_dir: Path) -> None:
+    """Show one run: its state, progress and ranks, and why it failed.
+
+    Without RUN, the newest one. With -o json and --watch, one line of JSON whenever something has changed.
+    """
+    from clusterddp.look.status import read_status
+
+    run = find_run(runs_dir, name)
+
+    def text_of(state: RunStatus) -> str:
+        return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
+
+    if not watch:
+        state = read_status(run)
+        if output == "json":
+            put_json(state.to_json())
+        else:
+            put(text_of(state))
+    elif output == "json":
+        for state in _watched(run):
+            put_json(state.to_json(), indent=None)
+            sys.stdout.flush()
+    elif terminal.can_redraw(sys.stdout):
+        _redraw(run, text_of, terminal)
+    else:
+        for state in _watched(run):
+            put(text_of(state) + "\n")
+
+
+@command("logs")
+@run_argument()
+@click.option("--rank", "ranks", metavar="RANKS", default="0", help="0 (default), 0,3-5, all, or failed.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="The newest one by default.")
+@click.option("--tail", "tail_lines", type=click.IntRange(min=0), metavar="N", help="The last N lines of each file.")
+@click.option("--raw", is_flag=True, help="Do not escape control characters on a terminal.")
+@runs_option
+@click.pass_obj
+def logs(
+    terminal: Terminal,
+    *,
+    name: str,
+    ranks: str,
+    follow: bool,
+    attempt: int | None,
+    tail_lines: int | None,
+    raw: bool,
+    runs_dir: Path,
+) -> None:
+    """Show what ranks wrote to standard output and standard error.
+
+    With several ranks each line begins with its rank and host. The files are RUN/attempts/N/logs/rank-000.out and .err.
+    """
+    run = find_run(runs_dir, name)
+    escape = False if raw else None
+    with detaching(run, terminal):
+        anything = write_logs(run, ranks, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
+    if not anything and tail_lines != 0:
+        say(f"nothing was written{'' if follow else ' yet'} by rank {ranks} of {run.name}")
+    if not follow and ranks == "0":
+        _say_who_failed(run, attempt, terminal)
+
+
+@command("wait")
+@run_argument()
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="S", help="Give up after S seconds.")
+@runs_option
+@click.pass_obj
+def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Path) -> int:
+    """Wait until a run has ended.
+
+    The exit code tells how: 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
+    """
+    run = find_run(runs_dir, name)
+    with detaching(run, terminal):
+        view = watch_until_ended(run, terminal, timeout_s=timeout_s)
+    return say_ending(run, view, terminal)
+
+
+@command("cancel")
+@click.argument("names", metavar="RUN...", nargs=-1, required=True, type=RunName())
+@click.option("--save", is_flag=True, help="Let the ranks write a checkpoint first.")
+@runs_option
+@click.pass_obj
+def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
+    """End runs: every process of them, on every node. A run that has ended is left as it is."""
+    from clusterddp.launch.submit import cancel as cancel_run
+
+    exit_code = 0
+    for name in names:
+        try:
+            run = find_run(runs_dir, name)
+            say(f"{run.name}: {cancel_run(run, save=save)}")
+        except ClusterddpError as error:  # the others are cancelled all the same
+            say_error(error.message, hint=error.hint)
+            exit_code = max(exit_code, error.exit_code)
+    return exit_code
+
+
+@command("list")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; may be repeated.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="At most so many.")
+@output_option
+@runs_option
+def list_(*, states: tuple[str, ...], limit: int, output: str, runs_dir: Path) -> None:
+    """Show the runs, newest first."""
+    wanted = {_state_word(state) for state in states}
+    summaries = []
+    runs = list_runs(runs_dir)
+    for summary in _summaries(reversed(runs)):
+        if not wanted or summary.state.value in wanted:
+            summaries.append(summary)
+        if len(summaries) == limit:
+            break
+    if output == "json":
+        put_json([summary.to_json() for summary in summaries])
+    elif summaries:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        put("\n".join(list_lines(summaries, now=time.time(), columns=columns)))
+        if len(summaries) == limit < len(runs):
+            say(f"the newest {limit} of {len(runs)} runs; -n {len(runs)} shows more")
+    else:
+        say(f"no such run in {runs_dir}" if runs else f"no runs in {runs_dir} yet: clusterddp demo makes one")
+
+
+COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel, "list": list_}
+
+
+def _watched(run: RunDir) -> Iterator[RunStatus]:
+    """Yield the run's status whenever it has changed, until the run has ended."""
+    from clusterddp.look.status import read_status
+
+    before = None
+    while True:
+        state = read_status(run)
+        if state != before:
+            yield state
+        if state.state.finished:
+            return
+        before = state
+        time.sleep(_WATCH_INTERVAL_S)
+
+
+def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal) -> None:
+    """Draw the status in place until the run has ended; the last one stays."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from clusterddp.look.status import read_status
+
+    console = Console(no_color=terminal.no_color or None)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            state = read_status(run)
+            live.update(Text.from_ansi(text_of(state), no_wrap=True, overflow="ellipsis"), refresh=True)
+            if state.state.finished:
+                return
+            time.sleep(_WATCH_INTERVAL_S)
+
+
+def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
+    """Point to the rank that failed first when somebody reads rank 0's log of a failed attempt."""
+    attempts = run.attempts()
+    if not attempts:
+        return
+    end = read_json((attempts[-1] if attempt is None else run.attempt(attempt)).end) or {}
+    rank = (end.get("root_cause") or {}).get("rank")
+    if rank:
+        say(f"rank {rank} failed first: clusterddp logs {address(run, terminal)} --rank {rank}")
+
+
+def _state_word(text: str) -> str:
+    from clusterddp.run.state import RunState
+
+    try:
+        return RunState(text.upper()).value
+    except ValueError:
+        words = ", ".join(state.value for state in RunState)
+        raise click.BadParameter(f'"{text}" is none of {words}', param_hint="--state") from None
+
+
+def _summaries(runs: Iterator[RunDir]) -> Iterator[RunSummary]:
+    from clusterddp.look.status import read_summary
+    from clusterddp.run.record import read_run
+    from clusterddp.run.state import read_state
+
+    for run in runs:
+        try:
+            yield read_summary(run, record=read_run(run), view=read_state(run))
+        except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
+            say(f"{run.path}: {error}")

@@ -1,0 +1,76 @@
+"""Commands that prepare: init, schema, completion."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from clusterddp.cli.arguments import command
+from clusterddp.cli.templates import read_template
+from clusterddp.cli.terminal import put, put_json, say
+from clusterddp.errors import UsageError
+
+_ACTIVATION = {
+    "bash": 'add to ~/.bashrc:  eval "$(clusterddp completion bash)"',
+    "zsh": 'add to ~/.zshrc, after compinit:  eval "$(clusterddp completion zsh)"',
+    "fish": "clusterddp completion fish > ~/.config/fish/completions/clusterddp.fish",
+}
+
+
+@command("init")
+@click.argument("path", default="job.yaml", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--launcher",
+    type=click.Choice(["local", "ssh", "slurm"]),
+    default="local",
+    show_default=True,
+    help="What starts the ranks.",
+)
+@click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
+def init(*, path: Path, launcher: str, force: bool) -> None:
+    """Write a commented spec to PATH (job.yaml) to start from."""
+    from clusterddp.run.directory import write_text
+
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}")
+    text = read_template(f"init_{launcher}.yaml")
+    if force:
+        write_text(path, text)
+    elif not write_text(path, text, exclusive=True):
+        raise UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
+    name = shlex.quote(str(path))
+    say(f"wrote {path}")
+    say(f"  check it  clusterddp submit {name} --dry-run")
+    say(f"  run it    clusterddp submit {name} --follow")
+
+
+@command("schema")
+def schema() -> None:
+    """Print the JSON Schema of a spec.
+
+    Editors complete and check with it: clusterddp schema > clusterddp.schema.json, and as the first line of the spec
+    # yaml-language-server: $schema=clusterddp.schema.json
+    """
+    from clusterddp.spec.schema import json_schema
+
+    put_json(json_schema(), indent=2)
+
+
+@command("completion")
+@click.argument("shell", type=click.Choice(sorted(_ACTIVATION)))
+@click.pass_context
+def completion(ctx: click.Context, *, shell: str) -> None:
+    """Print the completion script of a shell: commands, options, runs and files."""
+    from click.shell_completion import get_completion_class
+
+    script_class = get_completion_class(shell)
+    if script_class is None:  # click of another kind than the ones tested
+        raise UsageError(f"{shell}: click has no completion for it")
+    root = ctx.find_root().command
+    put(script_class(root, {}, "clusterddp", "_CLUSTERDDP_COMPLETE").source())
+    say(f"# {_ACTIVATION[shell]}")
+
+
+COMMANDS = {"init": init, "schema": schema, "completion": completion}

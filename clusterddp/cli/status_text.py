@@ -1,0 +1,198 @@
+"""How a run is told to a person: its state, progress, ranks, why it failed, and what to type next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.look.printable import printable
+
+if TYPE_CHECKING:
+    from clusterddp.look.progress import Progress
+    from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.run.directory import RunDir
+    from clusterddp.run.record import RootCause
+
+MOST_RANKS_ONE_BY_ONE = 8
+SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
+"""States whose reason adds nothing."""
+_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan", "KILLED": "yellow"}
+
+
+def state_text(state: str) -> str:
+    """Colour a state word; the word alone says all."""
+    return click.style(state, fg=_COLORS.get(state), bold=True)
+
+
+def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
+    """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
+    if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
+        lines.append(f"  {status.reason}")
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    lines += [f"  {run.path}", ""]
+    if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
+        lines += _rank_table(status.ranks)
+    else:
+        lines += _node_table(status.ranks)
+    if status.root_cause:
+        lines += ["", *root_cause_lines(status.root_cause, run)]
+    steps = next_steps(status.state.value, address, run, status.root_cause)
+    return [*lines, "", *steps] if steps else lines
+
+
+def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
+    """Tell why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    from clusterddp.look.status import read_log_tail
+
+    code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
+    lines = [f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"]
+    tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
+    if not tail and cause.traceback:
+        tail = [printable(line) for line in cause.traceback.rstrip().split("\n")[-10:]]
+    if tail:
+        if cause.log:
+            lines.append(f"  the end of {run.path / cause.log}:")
+        lines += [f"  | {line}" for line in tail]
+    return lines
+
+
+def _from_traceback(lines: list[str]) -> list[str]:
+    """Leave out what stands before the last traceback, if there is one."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else lines
+
+
+def next_steps(state: str, address: str, run: RunDir, cause: RootCause | None) -> list[str]:
+    """Return the commands that make sense now, each with what it does."""
+    steps: list[tuple[str, str]] = []
+    if state in {"PENDING", "RUNNING", "REQUEUED"}:
+        steps = [("follow", f"clusterddp logs -f {address}"), ("cancel", f"clusterddp cancel {address}")]
+    elif state in {"FAILED", "LOST"}:
+        if cause and cause.rank is None:  # no rank was started
+            steps = [("logs", f"{run.launcher_dir}/")]
+        else:
+            steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
+    if state in {"FAILED", "LOST", "CANCELLED"}:
+        has_checkpoint = next(run.checkpoints.glob("*.json"), None) is not None
+        again = ("go on", "resume") if has_checkpoint else ("try again", "rerun")
+        steps.append((again[0], f"clusterddp {again[1]} {address}"))
+    return [f"  {what:<10} {text}" for what, text in steps]
+
+
+def progress_text(progress: Progress) -> str:
+    """Tell in one line how far a run is; what is not known is left out."""
+    parts = []
+    if progress.epoch is not None:
+        parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
+    if progress.fraction is not None:
+        parts.append(f"{progress.fraction:.0%}")
+    elif progress.step is not None:
+        parts.append(f"step {progress.step}")
+    parts += measures(progress)
+    if progress.eta_s:
+        parts.append(f"{duration(progress.eta_s)} left")
+    return "  ".join(parts)
+
+
+def measures(progress: Progress) -> list[str]:
+    """Tell loss, accuracy and speed, as far as they are known."""
+    parts = []
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.accuracy is not None:
+        parts.append(f"accuracy {progress.accuracy:.1%}")
+    if progress.images_per_s is not None:
+        parts.append(f"{_count(progress.images_per_s)} images/s")
+    return parts
+
+
+def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | None) -> list[str]:
+    """Lay out runs, one a line; no line longer than `columns`, when that is given."""
+    rows = [["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]]
+    for summary in summaries:
+        state, progress = summary.state.value, summary.progress
+        accuracy = "-" if progress is None or progress.accuracy is None else f"{progress.accuracy:.1%}"
+        until = summary.ended or (now if state in {"PENDING", "RUNNING", "REQUEUED"} else None)
+        rows.append(
+            [
+                summary.run,
+                state_text(state),
+                summary.launcher,
+                _short_progress(progress),
+                accuracy,
+                _when(summary.created, now),
+                duration(until - summary.created) if until else "-",
+                "" if state in SAYS_IT_ALL else printable(summary.reason),
+            ]
+        )
+    lines = table(rows)
+    return lines if columns is None else [_cut(line, columns) for line in lines]
+
+
+def _where(status: RunStatus) -> str:
+    parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
+    running = sum(rank.state == "RUNNING" for rank in status.ranks)
+    count = f"{status.world_size} rank" + ("s" if status.world_size > 1 else "")
+    parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
+    if status.attempt:
+        parts.append(f"attempt {status.attempt}")
+    until = status.ended or (time.time() if not status.state.finished else None)
+    if until:
+        parts.append(duration(until - status.created))
+    return ", ".join(parts)
+
+
+def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:
+    rows = [["RANK", "NODE", "LOCAL", "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
+    for rank in ranks:
+        facts = (rank.rank, rank.node_rank, rank.local_rank, rank.host, rank.pid, state_text(rank.state))
+        master = f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
+        rows.append(["-" if fact is None else str(fact) for fact in (*facts, rank.exit_code, rank.interface, master)])
+    return table(rows, indent="  ")
+
+
+def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
+    rows = [["NODE", "HOST", "RANKS", "STATES"]]
+    for node_rank in sorted({rank.node_rank for rank in ranks}):
+        of_node = [rank for rank in ranks if rank.node_rank == node_rank]
+        states = Counter(rank.state for rank in of_node)
+        rows.append(
+            [
+                str(node_rank),
+                of_node[0].host,
+                rank_span([rank.rank for rank in of_node]),
+                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
+            ]
+        )
+    return table(rows, indent="  ")
+
+
+def _cut(line: str, columns: int) -> str:
+    """Shorten a line at its end, where no colour is, to so many columns."""
+    excess = len(click.unstyle(line)) - columns
+    return line if excess <= 0 else f"{line[: -excess - 3]}..."
+
+
+def _short_progress(progress: Progress | None) -> str:
+    if progress is None:
+        return "-"
+    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
+    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
+
+
+def _when(created: float, now: float) -> str:
+    if now - created < 86400:
+        return f"{duration(now - created)} ago"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
+
+
+def _count(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 10_000 else f"{number:.0f}"

@@ -1,0 +1,199 @@
+"""Commands that start ranks: submit, rerun, resume."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
+from clusterddp.cli.terminal import Terminal, put, put_json, say
+from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
+from clusterddp.run.directory import RunDir, find_run, read_json
+
+if TYPE_CHECKING:
+    from clusterddp.launch.plan import Plan
+    from clusterddp.launch.submit import Submitted
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
+
+
+def _plan_options(function: _F) -> _F:
+    """Declare the options of commands that make a plan."""
+    for option in (
+        click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
+        click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
+        click.option("--launcher", type=_LAUNCHERS, help="What starts the ranks, whatever the spec says."),
+    ):
+        function = option(function)
+    return function
+
+
+def _stay_options(function: _F) -> _F:
+    """Declare the options of commands that start a run and may stay with it."""
+    for option in (
+        output_option,
+        click.option("-f", "--follow", is_flag=True, help="Wait, and show what rank 0 writes."),
+        click.option("--wait", is_flag=True, help="Wait until the run has ended; exit code 0, 5 failed, 6 cancelled."),
+    ):
+        function = option(function)
+    return function
+
+
+@command("submit")
+@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@_plan_options
+@_stay_options
+@click.option("--profile", metavar="NAME", help="Where to run: a profile of ~/.config/clusterddp/config.yaml.")
+@runs_option
+@click.pass_obj
+def submit(
+    terminal: Terminal,
+    *,
+    spec: str,
+    overrides: tuple[str, ...],
+    launcher: str | None,
+    cpu: bool,
+    dry_run: bool,
+    wait: bool,
+    follow: bool,
+    output: str,
+    profile: str | None,
+    runs_dir: Path,
+) -> int:
+    """Start what a spec describes; - reads the spec from stdin.
+
+    Ctrl-C while it waits or follows leaves the run alone.
+
+    \b
+    clusterddp submit job.yaml                                run it, come back at once
+    clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
+    clusterddp submit job.yaml --cpu -n                       what would happen
+    run=$(clusterddp submit job.yaml)                         stdout carries the run's name
+    """
+    from clusterddp.launch.plan import plan_run
+    from clusterddp.spec.load import load_spec
+
+    resolved = load_spec(
+        "-" if spec == "-" else Path(spec),
+        overrides,
+        profile=profile,
+        environ=terminal.environ,
+        flags=_flags(launcher, cpu=cpu),
+    )
+    plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
+
+
+@command("rerun")
+@click.argument("name", metavar="RUN", type=RunName())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@_plan_options
+@_stay_options
+@runs_option
+@click.pass_obj
+def rerun(
+    terminal: Terminal,
+    *,
+    name: str,
+    overrides: tuple[str, ...],
+    launcher: str | None,
+    cpu: bool,
+    dry_run: bool,
+    wait: bool,
+    follow: bool,
+    output: str,
+    runs_dir: Path,
+) -> int:
+    """Start the spec of an earlier run again, as a new run, with other values if given.
+
+    It starts where the earlier one was started, with the code that lies there now.
+    """
+    from clusterddp.launch.plan import plan_run
+    from clusterddp.spec.load import load_spec
+
+    parent = find_run(runs_dir, name)
+    resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=_flags(launcher, cpu=cpu))
+    working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
+    plan = plan_run(
+        resolved,
+        runs_dir=runs_dir,
+        working_dir=working_dir if working_dir.is_dir() else Path.cwd(),
+        environ=terminal.environ,
+        parent=parent.name,
+    )
+    return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
+
+
+@command("resume")
+@click.argument("name", metavar="RUN", type=RunName())
+@_stay_options
+@runs_option
+@click.pass_obj
+def resume(terminal: Terminal, *, name: str, wait: bool, follow: bool, output: str, runs_dir: Path) -> int:
+    """Go on from a run's newest checkpoint: the next attempt of the same run."""
+    from clusterddp.launch.submit import resume as resume_run
+
+    submitted = resume_run(find_run(runs_dir, name))
+    return _stay_with(submitted, terminal, verb="resumed", wait=wait, follow=follow, output=output)
+
+
+COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
+
+
+def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, follow: bool, output: str) -> int:
+    """Show the plan, or submit it and stay with the run as long as was asked for; return the exit code."""
+    if dry_run:
+        from clusterddp.cli.plan_text import masked_plan, plan_lines
+
+        if output == "json":
+            put_json(masked_plan(plan))
+        else:
+            put("\n".join(plan_lines(plan)))
+        return 0
+    from clusterddp.launch.submit import submit as submit_plan
+
+    for note in plan.notes:
+        say(f"note: {note}")
+    submitted = submit_plan(plan)
+    return _stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
+
+
+def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:
+    run = RunDir(Path(submitted.run_dir))
+    where = address(run, terminal)
+    say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
+    if output == "json":
+        put_json(_as_json(submitted), indent=None)
+    elif not sys.stdout.isatty():  # the person at the terminal has just read it
+        put(submitted.run)
+    sys.stdout.flush()
+    if not (wait or follow):
+        say(f"  follow  clusterddp logs -f {where}")
+        say(f"  status  clusterddp status {where}")
+        say(f"  cancel  clusterddp cancel {where}")
+        return 0
+    with detaching(run, terminal):
+        if follow:
+            write_logs(run, "0", follow=True)
+        view = watch_until_ended(run, terminal)
+    return say_ending(run, view, terminal)
+
+
+def _as_json(submitted: Submitted) -> dict[str, str | None]:
+    return {
+        "run": submitted.run,
+        "launcher": submitted.launcher,
+        "job_id": submitted.job_id,
+        "run_dir": str(submitted.run_dir),
+    }
+
+
+def _flags(launcher: str | None, *, cpu: bool) -> dict[str, str]:
+    flags = {"launcher": launcher} if launcher else {}
+    return flags | ({"device": "cpu"} if cpu else {})

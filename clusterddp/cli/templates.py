@@ -1,0 +1,18 @@
+"""Where the texts that ship with clusterddp lie: in the wheel, or beside the package in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import clusterddp
+from clusterddp.errors import ClusterddpError
+
+
+def read_template(name: str) -> str:
+    """Return the text of `templates/NAME`."""
+    package = Path(clusterddp.__file__).parent
+    for folder in (package / "templates", package.parent / "templates"):
+        path = folder / name
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise ClusterddpError(f"templates/{name}: not in this installation of clusterddp", hint="install it again")

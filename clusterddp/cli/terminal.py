@@ -1,0 +1,97 @@
+"""What the standard streams can show, and how the command talks: data to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from clusterddp.errors import ClusterddpError
+
+
+class Terminal:
+    """What is known about where the command runs; made once in `main`, handed to every command."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.debug = environ.get("CLUSTERDDP_DEBUG", "") not in {"", "0"}
+        self.no_color = bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
+
+    @property
+    def color(self) -> bool | None:
+        """Whether colour is wanted; None: on a terminal only."""
+        if self.no_color:
+            return False
+        return True if self.environ.get("FORCE_COLOR", "") not in {"", "0"} else None
+
+    def can_redraw(self, stream: Any) -> bool:
+        """Say whether `stream` is a terminal on which a line can be drawn again."""
+        return bool(stream.isatty()) and self.environ.get("TERM", "") not in {"", "dumb"}
+
+
+def put(text: str) -> None:
+    """Write data for whoever asked for it."""
+    with writing_stdout():
+        click.echo(text)
+
+
+def put_json(value: Any, *, indent: int | None = 1) -> None:
+    """Write one JSON value for a script."""
+    put(json.dumps(value, indent=indent, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def writing_stdout() -> Iterator[None]:
+    """Tell an error of stdout (a full disk) from one of a run's files; a reader that went away is no error.
+
+    Raises: ClusterddpError, BrokenPipeError.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ClusterddpError(f"standard output: {error.strerror}") from error
+
+
+def say(text: str = "") -> None:
+    """Tell the person at the terminal something that is no data."""
+    click.echo(text, err=True)
+
+
+def say_error(message: str, *, hint: str | None = None) -> None:
+    """Tell what went wrong, and what to do about it."""
+    say(f"{click.style('error:', fg='red', bold=True)} {message}")
+    if hint:
+        say(f"{click.style('hint:', bold=True)} {hint}")
+
+
+def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
+    """Lay out rows in columns as wide as their widest cell, colour not counted; the first row is the heading."""
+    widths = [max(len(click.unstyle(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell + " " * (width - len(click.unstyle(cell))) for cell, width in zip(row, widths, strict=True)]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    lines[0] = click.style(lines[0], bold=True)
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Write a time span for people: `8s`, `3m 20s`, `2h 05m`, `3d 4h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600}h"
+
+
+def rank_span(ranks: Sequence[int]) -> str:
+    """Write which ranks a node has: `0-7`, or `3`."""
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])

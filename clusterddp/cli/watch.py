@@ -1,0 +1,188 @@
+"""Staying with a run: a bar or lines while it goes on, its logs as they are written, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from clusterddp.cli.arguments import address
+from clusterddp.cli.status_text import (
+    SAYS_IT_ALL,
+    measures,
+    next_steps,
+    progress_text,
+    root_cause_lines,
+    state_text,
+)
+from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir, read_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from clusterddp.look.progress import Progress
+    from clusterddp.run.state import RunView
+
+_POLL_INTERVAL_S = 0.25
+_LINE_INTERVAL_S = 10.0
+"""How long nothing is said where a line cannot be drawn again, unless something has happened."""
+
+Show = Callable[["RunView", "Progress | None"], None]
+
+
+@contextlib.contextmanager
+def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
+    """Let Ctrl-C end the watching, not the run, and say so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\ndetached; the run goes on. cancel: clusterddp cancel {address(run, terminal)}")
+        raise
+
+
+def watch_until_ended(run: RunDir, terminal: Terminal, *, timeout_s: float | None = None) -> RunView:
+    """Show how the run goes on until it has ended.
+
+    Raises: ClusterddpError: it has not ended after `timeout_s` seconds.
+    """
+    with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
+        return _poll(run, show, timeout_s)
+
+
+def write_logs(
+    run: RunDir,
+    ranks: str,
+    *,
+    follow: bool,
+    attempt: int | None = None,
+    tail_lines: int | None = None,
+    escape: bool | None = None,
+) -> bool:
+    """Write the logs of ranks to stdout; say whether there was anything.
+
+    `escape` None: escape control characters when stdout is a terminal.
+    """
+    from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
+
+    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
+    escape = sys.stdout.isatty() if escape is None else escape
+    if follow:
+        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
+    else:
+        pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
+    out = sys.stdout.buffer
+    last = b""
+    for piece in pieces:
+        with writing_stdout():
+            if isinstance(piece, LogPiece):
+                last = piece.data
+                out.write(format_piece(piece, prefix=len(chosen) > 1, escape=escape))
+            else:  # nothing more for now
+                out.flush()
+        if isinstance(piece, NewAttempt):
+            say(f"attempt {piece.number} of {run.name} starts")
+    if escape and last and not last.endswith((b"\n", b"\r")):
+        say()  # what is said next begins on a line of its own
+    return bool(last)
+
+
+def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
+    """Tell how a run ended, and return the exit code that stands for it."""
+    end = view.end
+    cause = end.root_cause if end else None
+    text = f"{run.name} {state_text(view.state.value)}"
+    if end:
+        created = (read_json(run.record) or {}).get("created_ns", 0) / 1e9
+        text += f" after {duration(end.ended - created)}"
+    accuracy = (read_json(run.summary) or {}).get("accuracy")
+    if view.state.value == "COMPLETED" and isinstance(accuracy, float):
+        text += f", accuracy {accuracy:.1%}"
+    elif view.state.value != "COMPLETED" and not cause and view.reason:
+        text += f": {view.reason}"
+    say(text)
+    if cause:
+        say("\n".join(root_cause_lines(cause, run)))
+    for line in next_steps(view.state.value, address(run, terminal), run, cause):
+        say(line)
+    return exit_code_of(view)
+
+
+def exit_code_of(view: RunView) -> int:
+    """Return the exit code that stands for how a run ended."""
+    return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
+
+
+def _poll(run: RunDir, show: Show, timeout_s: float | None) -> RunView:
+    from clusterddp.look.progress import read_progress
+    from clusterddp.run.state import read_state
+
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        view = read_state(run)
+        show(view, read_progress(run))
+        if view.finished:
+            return view
+        if deadline is not None and time.monotonic() >= deadline:
+            raise ClusterddpError(f"{run.name} is still {view.state.value} after {timeout_s:g} s")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def _lines(run: RunDir) -> Iterator[Show]:
+    """Show a line when the state or the epoch changes, and from time to time."""
+    said: tuple[object, ...] = ()
+    said_at = 0.0
+
+    def show(view: RunView, progress: Progress | None) -> None:
+        nonlocal said, said_at
+        facts = (view.state, view.attempt, progress and (progress.epoch, progress.accuracy))
+        if view.finished or (facts == said and time.monotonic() - said_at < _LINE_INTERVAL_S):
+            return
+        said, said_at = facts, time.monotonic()
+        reason = "" if view.state.value in SAYS_IT_ALL else view.reason
+        say(f"{run.name} {view.state.value}  {progress_text(progress) if progress else reason}".rstrip())
+
+    yield show
+
+
+@contextlib.contextmanager
+def _bar(terminal: Terminal) -> Iterator[Show]:
+    """Show a bar on stderr, gone when the run has ended."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, no_color=terminal.no_color or None, highlight=False)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[facts]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        yield _shown_by(bar)
+
+
+def _shown_by(bar: Bar) -> Show:
+    task = bar.add_task("PENDING", total=None, facts="")
+
+    def show(view: RunView, progress: Progress | None) -> None:
+        description, facts = view.state.value, ""
+        if progress:
+            description = f"epoch {progress.epoch}/{progress.epochs}" if progress.epochs else description
+            eta = [f"{duration(progress.eta_s)} left"] if progress.eta_s else []
+            facts = "  ".join(measures(progress) + eta)
+        bar.update(
+            task,
+            description=description,
+            facts=facts,
+            total=None if progress is None or progress.fraction is None else 1.0,
+            completed=(progress.fraction or 0.0) if progress else 0.0,
+        )
+
+    return show

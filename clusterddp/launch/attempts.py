@@ -1,0 +1,44 @@
+"""Attempts of a run, seen from its launcher: claim the next one, record the end that nobody else is left to record."""
+
+from __future__ import annotations
+
+import contextlib
+
+from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
+from clusterddp.run.record import AttemptEnd, read_end, write_end
+
+
+def make_attempt(run: RunDir, number: int) -> AttemptDir:
+    """Make the directory of an attempt, which claims its number.
+
+    Raises: FileExistsError: somebody else has claimed it. OSError: the file system refuses.
+    """
+    attempt = run.attempt(number)
+    attempt.path.parent.mkdir(mode=0o700, exist_ok=True)
+    attempt.path.mkdir(mode=0o700)
+    attempt.ranks.mkdir(mode=0o700)
+    attempt.logs.mkdir(mode=0o700)
+    sync_directory(attempt.path)
+    sync_directory(attempt.path.parent)
+    return attempt
+
+
+def end_run(run: RunDir, end: AttemptEnd) -> None:
+    """Record how the run ended, unless that is recorded already.
+
+    When it was about to restart, the end is that of the attempt that never came to be.
+    """
+    attempt = run.attempts()[-1]
+    last = read_end(attempt)
+    if last is not None and last.will_restart:
+        with contextlib.suppress(FileExistsError):
+            make_attempt(run, attempt.number + 1)
+        attempt = run.attempt(attempt.number + 1)
+    write_end(attempt, end)
+
+
+def final_end(run: RunDir) -> AttemptEnd | None:
+    """Read how the run ended; None while an attempt goes on, or is to follow."""
+    attempts = run.attempts()
+    end = read_end(attempts[-1]) if attempts else None
+    return None if end is None or end.will_restart else end

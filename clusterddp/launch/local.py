@@ -1,0 +1,73 @@
+"""The local launcher: starts a run on this machine, detached from whoever submits it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.dist.environment import cookie
+from clusterddp.errors import ClusterddpError
+from clusterddp.launch.environment import process_environment
+from clusterddp.launch.plan import launcher_command
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_run
+from clusterddp.run.sweep import sweep
+
+START_TIMEOUT_S = 60.0
+
+
+def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
+    """Start the attempt and return its job id once submitit has taken it over.
+
+    The record names the job and its keeper by then: submitit's controller, whose death ends the run.
+    Raises: ClusterddpError: it could not be started; no process of it is left.
+    """
+    token = read_run(run).token
+    log = run.launcher_dir / "submit.log"
+    with open(log, "ab", opener=_private) as output:
+        process = subprocess.Popen(
+            launcher_command(run.path, attempt),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # No file of the user's lies there that could take the place of one of Python's modules.
+            cwd=run.launcher_dir,
+            env=process_environment(cookie(token, "task"), environ),
+            start_new_session=True,
+            umask=0o077,
+        )
+    try:
+        exit_code = process.wait(START_TIMEOUT_S)
+        job_id = read_run(run).job_id
+        if exit_code == 0 and job_id is not None:
+            return job_id
+        raise ClusterddpError(f"{run.name} could not be started: {_last_line(log) or f'exit code {exit_code}'}")
+    except subprocess.TimeoutExpired as error:
+        _end(process, token)
+        raise ClusterddpError(
+            f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
+        ) from error
+    except BaseException:
+        _end(process, token)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes], token: str) -> None:
+    """Leave nothing of a start that went wrong."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    sweep(f"{token}.", timeout_s=5.0)
+    process.wait()
+
+
+def _last_line(log: Path) -> str | None:
+    """A traceback's last line says what happened."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), None)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,224 @@
+"""The task that carries a local run: starts one supervisor for each of its nodes and stays until all have ended.
+
+submitit runs `carry` in a process of its own, detached from whoever submitted. The supervisors do the work; the task
+is what they are tied to. It looks after the one thing that they cannot: to say that they were killed themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from clusterddp.dist.environment import cookie, inherited_environment
+from clusterddp.errors import RunFailedError
+from clusterddp.launch.attempts import end_run, final_end
+from clusterddp.launch.environment import process_environment
+from clusterddp.node.failure import read_tail, spell_ranks
+from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.record import AttemptEnd, RootCause
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep import sweep
+
+LINK_TIMEOUT_S = 60.0
+"""How long the first supervisor may take to say where the others find it: it has only to start."""
+_END_TIMEOUT_S = 2.5
+"""How long a guard may take to record the end when all supervisors are gone: it sweeps first."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Supervisor:
+    node: Node
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def carry(run_dir: str, attempt: int) -> str:
+    """Carry a run through, from this attempt to its last; return how it ended.
+
+    Raises: RunFailedError: it failed, so that submitit's record and exit code say so too.
+    """
+    import submitit
+
+    _die_with(int(submitit.JobEnvironment().job_id))
+    run = RunDir(Path(run_dir))
+    gang = Gang.from_json((read_json(run.plan) or {})["gang"])
+    _stop_on_signal(run)
+    if run.cancel_file.exists():
+        end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
+    else:
+        _carry(run, gang, attempt)
+    end = final_end(run)
+    if end is None or end.outcome == "FAILED":
+        raise RunFailedError(f"{run.name}: {end.reason if end else 'no end is recorded'}")
+    return end.outcome
+
+
+def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
+    supervisors: list[_Supervisor] = []
+    ended: list[_Supervisor] = []
+    complaint = None
+    try:
+        complaint = _start_supervisors(run, gang, attempt, supervisors)
+        if complaint is None:
+            _wait_for(supervisors, ended)
+    except Exception as error:
+        complaint = f"the task that carries the run failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        for supervisor in supervisors:
+            if supervisor not in ended:
+                supervisor.process.kill()
+        _wait_for(supervisors, ended)
+        _await_end(run)
+        # The guards have done this; should they have been killed too, it is done here.
+        for node in gang.nodes:
+            sweep(cookie(gang.token, f"n{node.node_rank}"), timeout_s=3.0)
+        if final_end(run) is None:
+            end_run(run, _explain(run, ended, complaint))
+
+
+def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
+    """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
+    link: dict[str, Any] | None = None
+    for node in gang.nodes:
+        try:
+            supervisor = _start_supervisor(run, gang, node)
+        except OSError as error:
+            return f"the supervisor of node {node.node_rank} could not be started: {error}"
+        supervisors.append(supervisor)
+        _give_order(
+            supervisor.process,
+            {
+                "run_dir": str(run.path),
+                "gang": gang.to_json(),
+                "node_rank": node.node_rank,
+                "attempt": attempt,
+                "link": link,
+                "parent_bound": True,
+            },
+        )
+        if node.node_rank == 0:
+            link = _read_link(supervisor.process)
+            if link is None and supervisor.process.poll() is None:
+                return f"the supervisor of node 0 did not say where it listens within {LINK_TIMEOUT_S:.0f} s"
+            if link is None:
+                return None
+    return None
+
+
+def _start_supervisor(run: RunDir, gang: Gang, node: Node) -> _Supervisor:
+    log = run.launcher_dir / f"supervisor-{node.node_rank}.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "clusterddp.node.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if node.node_rank == 0 else descriptor,
+            stderr=descriptor,
+            cwd=run.launcher_dir,
+            env=process_environment(cookie(gang.token, f"s{node.node_rank}"), inherited_environment()),
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)
+    return _Supervisor(node=node, process=process, log=log)
+
+
+def _give_order(supervisor: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
+    """Tell a supervisor what to do; the pipe stays open, for its end would mean that this task has died."""
+    assert supervisor.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended: the wait tells how
+        supervisor.stdin.write(json.dumps(order).encode() + b"\n")
+        supervisor.stdin.flush()
+
+
+def _read_link(head: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """Read where the head listens; None when it has ended, or says nothing in time."""
+    assert head.stdout is not None
+    readable, _, _ = select.select([head.stdout], [], [], LINK_TIMEOUT_S)
+    try:
+        return dict(json.loads(head.stdout.readline())["link"]) if readable else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
+    """Wait until all have ended; `ended` lists them in the order in which they did."""
+    while len(ended) < len(supervisors):
+        ended += [each for each in supervisors if each not in ended and each.process.poll() is not None]
+        time.sleep(0.05)
+
+
+def _await_end(run: RunDir) -> None:
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while final_end(run) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> AttemptEnd:
+    """Say why the run ended when no supervisor and no guard could."""
+    started = run.attempts()[-1].start.exists()
+    if complaint is not None or not ended:
+        error = complaint or "no supervisor was started"
+        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=error, log=None)
+        return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+    first = next((each for each in ended if each.process.returncode), ended[0])
+    node, code = first.node, first.process.returncode
+    who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
+    if code < 0:
+        error = f"{who} was killed by {_signal_name(-code)}"
+    else:
+        last_line = read_tail(first.log).rpartition("\n")[2]
+        error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
+    if started:
+        error += f"; its {spell_ranks(node.ranks)} ended with it"
+    cause = RootCause(
+        rank=min(node.ranks) if started else None,
+        host=node.host,
+        exit_code=128 - code if code < 0 else code,
+        error=error,
+        log=str(first.log.relative_to(run.path)),
+    )
+    return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+
+
+def _stop_on_signal(run: RunDir) -> None:
+    """Make TERM and USR2 ask for a stop, in place of what submitit would do: ignore the one, requeue at the other."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        # A full disk must not become an exception just anywhere.
+        with contextlib.suppress(OSError):
+            request_stop(run.attempts()[-1].stop_file, f"{_signal_name(number)} to the task that carries the run")
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGUSR2, handle)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _die_with(controller: int) -> None:
+    """Have the kernel kill this process when submitit's controller ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have ended before the call; that is never reported.
+    if os.getppid() != controller:
+        sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")

@@ -1,0 +1,168 @@
+"""The placement: which ranks sit on which node, with which GPUs, how many threads, and over which backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from clusterddp.dist.devices import loopback_interface, visible_gpus
+from clusterddp.errors import PreflightError
+from clusterddp.run.gang import Node
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+
+CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine offers."""
+
+    host: str
+    num_cores: int
+    """Cores that this process may use, which in a container is fewer than there are."""
+    gpus: tuple[str, ...]
+    interfaces: tuple[str, ...]
+    loopback: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where the ranks go."""
+
+    nodes: tuple[Node, ...]
+    threads_per_rank: int
+    backend: Literal["gloo", "nccl"]
+    interface: str
+    notes: tuple[str, ...]
+
+
+def read_machine(environ: Mapping[str, str]) -> Machine:
+    """Ask this machine what it offers to a process with this environment."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(
+        host=socket.gethostname(),
+        num_cores=cores,
+        gpus=visible_gpus(environ),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        loopback=loopback_interface(),
+    )
+
+
+def plan_placement(job: JobSpec, machine: Machine) -> Placement:
+    """Place all nodes of the spec on one machine, each with GPUs of its own.
+
+    Raises: PreflightError: the machine has too few GPUs, or not the interface.
+    """
+    per_node = job.resources.ranks_per_node
+    gpus_per_node, device_notes = _gpus_per_node(job, machine)
+    threads, thread_notes = _threads_per_rank(job, machine)
+    nodes = tuple(
+        Node(
+            node_rank=node_rank,
+            host=machine.host,
+            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
+            gpus=machine.gpus[node_rank * gpus_per_node : (node_rank + 1) * gpus_per_node],
+        )
+        for node_rank in range(job.resources.nodes)
+    )
+    return Placement(
+        nodes=nodes,
+        threads_per_rank=threads,
+        backend=_backend(job, gpus_per_node, len(machine.gpus)),
+        interface=_interface(job, machine),
+        notes=(*device_notes, *thread_notes),
+    )
+
+
+def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[Node, ...]:
+    """Give nodes that were placed before the GPUs that this machine has now; they stay where they are if they can.
+
+    Raises: PreflightError: there are too few.
+    """
+    wanted = [gpu for node in nodes for gpu in node.gpus]
+    if not set(wanted) <= set(machine.gpus):
+        if len(wanted) > len(machine.gpus):
+            raise PreflightError(
+                f"{name} runs on {len(wanted)} GPUs; this machine shows {len(machine.gpus)}",
+                hint="rerun with --cpu starts it on the CPU",
+            )
+        wanted = list(machine.gpus)
+    free = iter(wanted)
+    return tuple(
+        Node(
+            node_rank=node.node_rank,
+            host=machine.host,
+            ranks=node.ranks,
+            gpus=tuple(next(free) for _ in node.gpus),
+        )
+        for node in nodes
+    )
+
+
+def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
+    """Decide how many GPUs each node gets; 0 means that the run stays on the CPU.
+
+    A spec that names gpus_per_node, or device cuda, means it. One that names neither takes GPUs if they suffice.
+    """
+    resources = job.resources
+    if job.device == "cpu" or resources.gpus_per_node == 0:
+        return 0, []
+    wanted = resources.gpus_per_node or resources.ranks_per_node
+    total = resources.nodes * wanted
+    if total <= len(machine.gpus):
+        return wanted, []
+    if job.device == "auto" and resources.gpus_per_node is None:
+        few = f"{_count(total, 'rank')} on the CPU: this machine shows {_count(len(machine.gpus), 'GPU')}"
+        return 0, [few] if machine.gpus else []
+    raise PreflightError(
+        f"{job.name} asks for {_count(resources.nodes, 'node')} x {_count(wanted, 'GPU')} = {_count(total, 'GPU')} "
+        f"on one machine; this machine shows {len(machine.gpus)}",
+        hint=CPU_HINT,
+    )
+
+
+def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
+    """Share the cores out: more threads than cores make every rank slower."""
+    world_size = job.resources.world_size
+    share = max(1, machine.num_cores // world_size)
+    asked = job.resources.cpus_per_task
+    if asked is None or asked <= share:
+        return asked or share, []
+    cores = _count(machine.num_cores, "core")
+    return share, [
+        f"resources.cpus_per_task is {asked}, and {_count(world_size, 'rank')} share {cores} here: "
+        f"{_count(share, 'thread')} each"
+    ]
+
+
+def _backend(job: JobSpec, gpus_per_node: int, num_visible: int) -> Literal["gloo", "nccl"]:
+    if job.network.backend == "gloo" or (job.network.backend == "auto" and not gpus_per_node):
+        return "gloo"
+    if not gpus_per_node:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs; this machine shows {num_visible} for "
+            f"{_count(job.resources.world_size, 'rank')}",
+            hint="network.backend=auto takes gloo on the CPU",
+        )
+    return "nccl"
+
+
+def _interface(job: JobSpec, machine: Machine) -> str:
+    """All nodes are on this machine, so the loopback carries the gang, unless the spec names another interface."""
+    if job.network.interface == "auto":
+        return machine.loopback
+    if job.network.interface not in machine.interfaces:
+        raise PreflightError(
+            f"network.interface {job.network.interface}: this machine has {', '.join(machine.interfaces)}",
+            hint="network.interface=auto takes the loopback when all nodes are on one machine",
+        )
+    return job.network.interface
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,0 +1,269 @@
+"""The plan: everything that a submit would do, as a value that is printed, carried out, and asserted by tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from clusterddp.dist.environment import RankPlace, rank_variables
+from clusterddp.errors import UsageError
+from clusterddp.launch.entry import entry_of, plan_program
+from clusterddp.launch.names import choose_run_name
+from clusterddp.launch.placement import plan_placement, read_machine
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang
+
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
+
+MASTER_ADDR = "127.0.0.1"
+_UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One submit, before it happens."""
+
+    run: str
+    token: str
+    name: str
+    launcher: str
+    runs_dir: Path
+    working_dir: Path
+    spec: dict[str, Any]
+    """The spec as resolved, every default filled in."""
+    spec_text: str
+    """The spec as YAML; reading it gives the same spec again."""
+    gang: Gang
+    rank0: dict[str, dict[str, str]]
+    """The variables of rank 0: name -> {value, origin}."""
+    changes: tuple[dict[str, Any], ...]
+    """What is no default: {key, value, default, origin}."""
+    notes: tuple[str, ...]
+    """What people should know before they submit this."""
+    snapshot: dict[str, Any] | None
+    """Which code is kept: {source, root, files, bytes}; `source` is `git`, or the path of a script outside of git."""
+    secrets: tuple[str, ...]
+    """Names of variables that must be set when the run starts; their values are nowhere in the run."""
+    parent: str | None
+    """The run that this one repeats."""
+    files: tuple[str, ...]
+    """What the submit writes."""
+    commands: tuple[tuple[str, ...], ...]
+    """What is started, in this order, as argv: the launcher, each node's supervisor, and what each rank runs."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.run
+
+    def to_json(self) -> dict[str, Any]:
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {
+            "runs_dir": str(self.runs_dir),
+            "working_dir": str(self.working_dir),
+            "gang": self.gang.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Rebuild a plan from what `to_json` gave; keys that a newer version wrote are dropped."""
+        known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+        return cls(
+            **known
+            | {
+                "runs_dir": Path(data["runs_dir"]),
+                "working_dir": Path(data["working_dir"]),
+                "gang": Gang.from_json(data["gang"]),
+                "changes": tuple(data["changes"]),
+                "notes": tuple(data["notes"]),
+                "secrets": tuple(data["secrets"]),
+                "files": tuple(data["files"]),
+                "commands": tuple(tuple(command) for command in data["commands"]),
+            }
+        )
+
+
+def plan_run(
+    resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], parent: str | None = None
+) -> Plan:
+    """Compute everything that submitting this spec from here would do; nothing is written or started.
+
+    Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
+    """
+    runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
+    job = _with_absolute_paths(resolved.job, working_dir)
+    _refuse_what_cannot_be(job, runs_dir, environ)
+    placement = plan_placement(job, read_machine(environ))
+    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
+    run, token = choose_run_name(runs_dir), secrets.token_hex(16)
+    time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
+    gang = Gang(
+        run=run,
+        token=token,
+        nodes=placement.nodes,
+        entry=entry_of(program, run_dir=runs_dir / run, working_dir=working_dir),
+        threads_per_rank=placement.threads_per_rank,
+        backend=placement.backend,
+        master_addr=MASTER_ADDR,
+        master_port=None if job.network.master_port == "auto" else job.network.master_port,
+        interface=placement.interface,
+        env=dict(job.env),
+        restarts=job.restarts,
+        time_limit_s=time_limit_s,
+        stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
+    )
+    memory = ("resources.memory_gb is not enforced on this machine",) if job.resources.memory_gb else ()
+    return _with_run(
+        Plan(
+            run=run,
+            token=token,
+            name=job.name,
+            launcher=job.launcher,
+            runs_dir=runs_dir,
+            working_dir=working_dir,
+            spec=_filled_in(job),
+            spec_text=_spec_text(job),
+            gang=gang,
+            rank0={},
+            changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+            notes=(*placement.notes, *memory, *program.notes),
+            snapshot=program.snapshot_summary,
+            secrets=tuple(job.secrets),
+            parent=parent,
+            files=(),
+            commands=(),
+        ),
+        run,
+    )
+
+
+def rename_plan(plan: Plan) -> Plan:
+    """Return the same plan under a fresh name, for the name of this one was taken meanwhile."""
+    return _with_run(plan, choose_run_name(plan.runs_dir))
+
+
+def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    """Raise a UsageError unless every secret is set where the run is started from."""
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise UsageError(
+            f"secrets: {', '.join(missing)} not set in this environment",
+            hint=f"export {missing[0]}=..., then submit; only the name is stored in the run",
+        )
+
+
+def _with_run(plan: Plan, run: str) -> Plan:
+    """Fill in everything that follows from the name of the run."""
+    run_dir = plan.runs_dir / run
+
+    def moved(path: str) -> str:
+        inside = Path(path).is_relative_to(plan.run_dir)
+        return str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
+
+    old = plan.gang.entry
+    entry = dataclasses.replace(
+        old,
+        target=moved(old.target),
+        working_dir=moved(old.working_dir),
+        import_paths=tuple(moved(path) for path in old.import_paths),
+    )
+    gang = dataclasses.replace(plan.gang, run=run, entry=entry)
+    return dataclasses.replace(
+        plan,
+        run=run,
+        gang=gang,
+        rank0=_rank0_variables(gang, run_dir),
+        files=_files(plan, RunDir(run_dir)),
+        commands=_commands(gang, run_dir),
+    )
+
+
+def _rank0_variables(gang: Gang, run_dir: Path) -> dict[str, dict[str, str]]:
+    node = gang.node_of(0)
+    variables = rank_variables(
+        RankPlace(
+            rank=0,
+            local_rank=0,
+            node_rank=node.node_rank,
+            world_size=gang.world_size,
+            local_world_size=len(node.ranks),
+            num_nodes=len(gang.nodes),
+        ),
+        run=gang.run,
+        attempt=0,
+        restarts=gang.restarts,
+        master_addr=gang.master_addr,
+        master_port=gang.master_port or "a free port, chosen at the start",
+        threads=gang.threads_per_rank,
+        gpus=node.gpus,
+        interface=gang.interface,
+        backend=gang.backend,
+        run_dir=str(run_dir),
+        token=gang.token,
+        user=gang.env,
+    )
+    return {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
+
+
+def _files(plan: Plan, run: RunDir) -> tuple[str, ...]:
+    attempt = run.attempt(0)
+    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if plan.snapshot else [])]
+    paths += [attempt.path, run.checkpoints, run.tensorboard, run.launcher_dir]
+    return tuple(str(path) for path in paths)
+
+
+def _commands(gang: Gang, run_dir: Path) -> tuple[tuple[str, ...], ...]:
+    supervisors = [supervisor_command() for _ in gang.nodes]
+    return (launcher_command(run_dir, 0), *supervisors, (sys.executable, "-m", "clusterddp.node.rank", str(run_dir)))
+
+
+def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
+    """Return the command that hands a run to submitit's local executor."""
+    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
+
+
+def supervisor_command() -> tuple[str, ...]:
+    """Return the command that supervises one node; which node, it is told over its standard input."""
+    return (sys.executable, "-m", "clusterddp.node.supervisor")
+
+
+def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str]) -> None:
+    if job.launcher != "local":
+        raise UsageError(f"launcher {job.launcher}: not built yet", hint="--launcher local runs it on this machine")
+    check_secrets(tuple(job.secrets), environ)
+    tags = [tag for tag in _UNSUPPORTED_BY_SUBMITIT if tag in str(runs_dir)]
+    if tags:
+        raise UsageError(f"{runs_dir}: submitit, which starts the run, takes {tags[0]} in a path for a job's number")
+
+
+def _with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
+    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`."""
+    if job.train and job.train.data_dir:
+        data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
+        return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
+    if job.entry and job.entry.script:
+        script = str(working_dir / Path(job.entry.script).expanduser())
+        return job.model_copy(update={"entry": job.entry.model_copy(update={"script": script})})
+    return job
+
+
+def _filled_in(job: JobSpec) -> dict[str, Any]:
+    """Return the spec as JSON for the ranks, which choose nothing themselves."""
+    data: dict[str, Any] = job.model_dump(mode="json")
+    if data["train"] is not None and data["train"]["data_dir"] is None:
+        data["train"]["data_dir"] = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+    return data
+
+
+def _spec_text(job: JobSpec) -> str:
+    from clusterddp.spec.load import resolved_yaml
+
+    return resolved_yaml(job)

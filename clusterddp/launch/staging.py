@@ -1,0 +1,135 @@
+"""The making of a run directory: all of it beside its place, then one rename. Half a run never looks like a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.launch.attempts import make_attempt
+from clusterddp.launch.entry import choose_snapshot
+from clusterddp.launch.plan import Plan, rename_plan
+from clusterddp.run.directory import STAGING_PREFIX, RunDir, read_json, sync_directory, write_json, write_text
+from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
+from clusterddp.run.snapshot import STORE_NAME, write_snapshot
+from clusterddp.run.surroundings import capture_surroundings
+
+_FORGOTTEN_AFTER_S = 24 * 3600.0
+"""When a staging directory is swept whose submitter cannot be asked: it belongs to another machine, or has no name."""
+
+
+def make_run(plan: Plan, environ: Mapping[str, str]) -> Plan:
+    """Write the run directory of `plan`; return the plan as carried out, whose name differs if it was taken meanwhile.
+
+    Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
+    """
+    staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        _make_runs_dir(plan.runs_dir)
+        sweep_staging(plan.runs_dir)
+        staging.mkdir(mode=0o700)
+        _fill(staging, plan, environ)
+        while not _put_in_place(staging, plan.run_dir):
+            plan = rename_plan(plan)
+            _write_identity(RunDir(staging), plan)
+        return plan
+    except OSError as error:
+        raise _refusal(plan.runs_dir, error) from error
+    except ClusterddpError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _refusal(plan.runs_dir, error.__cause__) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def sweep_staging(runs_dir: Path) -> None:
+    """Remove what submits that were killed left behind; one that is under way is left alone."""
+    for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_runs_dir(runs_dir: Path) -> None:
+    try:
+        runs_dir.mkdir(parents=True)
+    except FileExistsError:
+        if not runs_dir.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(runs_dir)) from None
+        return
+    # As a rule this lies in a repository, where nobody wants to commit it.
+    write_text(runs_dir / ".gitignore", "*\n", exclusive=True)
+
+
+def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
+    run = RunDir(staging)
+    _write_identity(run, plan)  # first: from now on everybody can see whose this is
+    write_text(run.spec, plan.spec_text)
+    for directory in (run.checkpoints, run.tensorboard, run.launcher_dir):
+        directory.mkdir(mode=0o700)
+    make_attempt(run, 0)
+    surroundings = capture_surroundings(plan.working_dir, environ)
+    if plan.snapshot is not None:
+        chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)
+        digest = write_snapshot(chosen, plan.runs_dir / STORE_NAME, run.code)
+        surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
+    write_json(run.environment, surroundings)
+    sync_directory(staging)
+
+
+def _write_identity(run: RunDir, plan: Plan) -> None:
+    record = RunRecord(
+        run=plan.run,
+        token=plan.token,
+        name=plan.name,
+        launcher=plan.launcher,
+        created_ns=time.time_ns(),
+        parent=plan.parent,
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
+    write_run(run, record)
+    write_json(run.plan, plan.to_json())
+
+
+def _put_in_place(staging: Path, run_dir: Path) -> bool:
+    """Rename the finished directory; False when the name is taken."""
+    try:
+        # An empty directory in the way would be replaced without a word; a run is never empty.
+        staging.rename(run_dir)
+    except OSError as error:
+        if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+            return False
+        raise
+    sync_directory(run_dir.parent)
+    return True
+
+
+def _is_abandoned(staging: Path) -> bool:
+    record = None
+    with contextlib.suppress(ClusterddpError):
+        record = read_json(staging / "run.json")
+    if record:
+        alive = ProcessIdentity(**record["submitter"]).alive()
+        if alive is not None:
+            return not alive
+    return time.time() - staging.stat().st_mtime > _FORGOTTEN_AFTER_S
+
+
+def _refusal(runs_dir: Path, error: OSError) -> ClusterddpError:
+    hints = {
+        errno.ENOSPC: "free some space, or --runs DIR takes another directory",
+        errno.EDQUOT: "free some space, or --runs DIR takes another directory",
+    }
+    return ClusterddpError(
+        f"{runs_dir}: nothing was submitted: {error.strerror}"
+        + (f" ({error.filename})" if error.filename and str(error.filename) != str(runs_dir) else ""),
+        hint=hints.get(error.errno or 0, "--runs DIR or CLUSTERDDP_RUNS takes another directory"),
+    )

@@ -1,0 +1,228 @@
+"""Carry out a plan, go on with a run, end it, wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.dist.environment import inherited_environment
+from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.launch import local
+from clusterddp.launch.attempts import end_run, make_attempt
+from clusterddp.launch.entry import TRAINER
+from clusterddp.launch.placement import assign_gpus, read_machine
+from clusterddp.launch.plan import Plan, check_secrets
+from clusterddp.launch.staging import make_run
+from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import (
+    AttemptEnd,
+    AttemptOutcome,
+    ProcessIdentity,
+    RootCause,
+    RunRecord,
+    log_event,
+    read_run,
+    write_run,
+)
+from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep import find_processes, sweep
+
+_ANSWER_S = 5.0
+"""How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """What a submit or a resume gives back."""
+
+    run: str
+    launcher: str
+    job_id: str | None
+    run_dir: Path
+
+
+def submit(plan: Plan) -> Submitted:
+    """Carry out the plan: make the run's directory, then start it.
+
+    Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run is
+    there with that as its end.
+    """
+    environ = inherited_environment()
+    check_secrets(plan.secrets, environ)
+    _check_trainer(plan.gang)
+    plan = make_run(plan, environ)
+    return _start(RunDir(plan.run_dir), 0)
+
+
+def resume(run: RunDir) -> Submitted:
+    """Start the next attempt of a run that ended before it was done.
+
+    Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had.
+    """
+    run = RunDir(run.path.absolute())
+    view = read_state(run)
+    _refuse_resume(run, view)
+    plan = read_json(run.plan) or {}
+    check_secrets(tuple(plan.get("secrets", ())), inherited_environment())
+    gang = _place_again(run, plan)
+    _check_trainer(gang)
+    number = 0 if view.attempt is None else view.attempt + 1
+    try:
+        make_attempt(run, number)
+    except FileExistsError:
+        raise UsageError(f"{run.name}: somebody else is resuming it") from None
+    except OSError as error:
+        raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
+    submitter = dataclasses.asdict(ProcessIdentity.of())
+    write_run(run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, job_id=None))
+    run.cancel_file.unlink(missing_ok=True)
+    log_event(run, "resumed", attempt=number)
+    return _start(run, number)
+
+
+def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
+    """End a run; with `save`, let it write a checkpoint first. Return in words what became of it.
+
+    A run that has ended is left as it is, and a second cancel only waits for the first.
+    Raises: ClusterddpError: it has not ended in time.
+    """
+    run = RunDir(run.path.absolute())
+    view = read_state(run)
+    record = read_run(run)
+    if view.state is RunState.LOST:
+        return _clear_away(record, view)
+    if view.finished:
+        return f"has already ended: {view.state.value} ({view.reason})"
+    if save and view.state is not RunState.REQUEUED and view.attempt is not None:
+        return _stop(run, view.attempt)
+    return _cancel(run, record, timeout_s)
+
+
+def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2) -> RunView:
+    """Wait until the run has ended, or the time is up; return what is known of it then.
+
+    `poll` is the first interval in seconds; it grows to one second.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    interval = poll
+    while True:
+        view = read_state(run)
+        if view.finished:
+            return view
+        left = interval if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return view
+        time.sleep(min(interval, left))
+        interval = min(1.0, interval * 1.2)
+
+
+def _start(run: RunDir, attempt: int) -> Submitted:
+    record = read_run(run)
+    try:
+        job_id = local.start(run, attempt, inherited_environment())
+    except KeyboardInterrupt:
+        # Who interrupts a submit does not want the run.
+        _record_end(run, "CANCELLED", "interrupted while it was being started")
+        raise
+    except (ClusterddpError, OSError) as error:
+        reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
+        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log="launcher/submit.log")
+        _record_end(run, "FAILED", reason, cause)
+        if isinstance(error, ClusterddpError):
+            raise
+        raise ClusterddpError(f"{run.name}: {reason}") from error
+    return Submitted(run=run.name, launcher=record.launcher, job_id=job_id, run_dir=run.path)
+
+
+def _check_trainer(gang: Gang) -> None:
+    """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
+    if gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
+        raise PreflightError(
+            "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
+        )
+
+
+def _refuse_resume(run: RunDir, view: RunView) -> None:
+    if view.state is RunState.COMPLETED:
+        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint=f"clusterddp rerun {run.name}")
+    if not view.finished:
+        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
+
+
+def _place_again(run: RunDir, plan: dict[str, Any]) -> Gang:
+    """Keep the gang as it was planned, but with the GPUs and the host that there are now."""
+    gang = Gang.from_json(plan["gang"])
+    nodes = assign_gpus(run.name, gang.nodes, read_machine(inherited_environment()))
+    if nodes != gang.nodes:
+        gang = dataclasses.replace(gang, nodes=nodes)
+        write_json(run.plan, plan | {"gang": gang.to_json()})
+    return gang
+
+
+def _stop(run: RunDir, attempt: int) -> str:
+    """Ask for a checkpoint and the end, and wait for both."""
+    gang = Gang.from_json((read_json(run.plan) or {})["gang"])
+    request_stop(run.attempt(attempt).stop_file, "cancel --save")
+    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
+    view = wait(run, gang.stop_grace_s + _ANSWER_S)
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
+            hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
+        )
+    return _became(view)
+
+
+def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
+    asked = write_json(
+        run.cancel_file, {"by": dataclasses.asdict(ProcessIdentity.of()), "time": time.time()}, exclusive=True
+    )
+    if asked:
+        log_event(run, "cancel_requested")
+    deadline = time.monotonic() + timeout_s
+    view = wait(run, min(_ANSWER_S, timeout_s))
+    if not view.finished and find_processes(f"{record.token}."):
+        # Nobody answers (they hang, or are stopped): they are ended from here.
+        left = sweep(f"{record.token}.", timeout_s=max(1.0, deadline - time.monotonic()))
+        if left:
+            raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
+        _record_end(run, "CANCELLED", "cancelled; its supervisors did not answer")
+        view = read_state(run)
+    if not view.finished:
+        view = wait(run, max(0.0, deadline - time.monotonic()))
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
+            hint=f"it ends as soon as its supervisors see {run.cancel_file}",
+        )
+    return _became(view) if asked else f"was being cancelled already, {_became(view)}"
+
+
+def _clear_away(record: RunRecord, view: RunView) -> str:
+    """End what is left of a run that nobody answers for."""
+    strays = find_processes(f"{record.token}.")
+    if not strays:
+        return f"has already ended: {view.state.value} ({view.reason})"
+    left = sweep(f"{record.token}.", timeout_s=_ANSWER_S)
+    if left:
+        raise ClusterddpError(f"{record.run}: processes {', '.join(map(str, left))} cannot be killed")
+    return f"was lost; {len(strays)} processes that were left of it are ended"
+
+
+def _became(view: RunView) -> str:
+    word = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
+    return word.get(view.state, f"ended: {view.state.value} ({view.reason})")
+
+
+def _record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
+    # A disk that is full must not hide why the start failed.
+    with contextlib.suppress(ClusterddpError):
+        end_run(run, AttemptEnd(outcome=outcome, reason=reason, root_cause=cause))

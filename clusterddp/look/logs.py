@@ -1,0 +1,278 @@
+"""What the ranks printed: read from their files as bytes, a piece at a time, while they are being written or after."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.errors import UsageError
+from clusterddp.look.printable import printable
+from clusterddp.look.status import read_gang
+from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import read_end, read_ranks
+from clusterddp.run.state import read_state
+
+PIECE_BYTES = 64 * 1024
+"""A line longer than this is handed on in pieces, so that no line is too long for memory."""
+_TURN_BYTES = 16 * PIECE_BYTES
+"""How much of one file is read before it is the next one's turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """A line of one rank with its end, or part of a line that is too long or not finished."""
+
+    rank: int
+    host: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewAttempt:
+    """From here on the pieces belong to another attempt."""
+
+    number: int
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Read which ranks are meant: `0`, `0,3-5`, `all`.
+
+    Raises: UsageError: it is none of these, or a rank that the run does not have.
+    """
+    if text == "all":
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"--rank {text}: not understood", hint="write 0, or 0,3-5, or all, or failed")
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen or chosen[-1] >= world_size:
+            raise UsageError(f"--rank {text}: the run has ranks 0-{world_size - 1}")
+        ranks.update(chosen)
+    return tuple(sorted(ranks))
+
+
+def failed_ranks(attempt: AttemptDir) -> tuple[int, ...]:
+    """Name the ranks that failed by themselves, the first to fail first; not those that were ended with it."""
+    end = read_end(attempt)
+    first = [end.root_cause.rank] if end and end.root_cause and end.root_cause.rank is not None else []
+    others = [record.rank for record in read_ranks(attempt) if record.exit_code and record.signal is None]
+    return tuple(dict.fromkeys(first + others))
+
+
+def format_piece(piece: LogPiece, *, prefix: bool, escape: bool) -> bytes:
+    """Return what to write for a piece: `[r3 host] ` before it, and its control characters escaped.
+
+    Without either, the bytes are exactly those of the file.
+    """
+    if not prefix and not escape:
+        return piece.data
+    body = piece.data.rstrip(b"\r\n")
+    ending = piece.data[len(body) :]
+    if not body and ending == b"\r":
+        return b""  # how progress bars begin a line
+    text = printable(body).encode() if escape else body
+    head = f"[r{piece.rank} {printable(piece.host)}] ".encode() if prefix else b""
+    return head + text + (b"\n" if ending or prefix else b"")
+
+
+def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -> tuple[int, ...]:
+    """Find out which ranks `--rank TEXT` means; `attempt` None: the newest one.
+
+    Raises: UsageError: it is not understood, or the run has no such rank, or no rank failed.
+    """
+    if text != "failed":
+        return parse_ranks(text, read_gang(run).world_size)
+    if follow:
+        raise UsageError("--rank failed with --follow: which ranks failed is known when the attempt has ended")
+    newest = _newest_attempt(run) if attempt is None else attempt
+    failed = () if newest is None else failed_ranks(run.attempt(newest))
+    if not failed:
+        raise UsageError(f"--rank failed: no rank of {run.name} has failed")
+    return failed
+
+
+def read_logs(
+    run: RunDir, ranks: tuple[int, ...], *, attempt: int | None, tail_lines: int | None
+) -> Iterator[LogPiece]:
+    """Yield what is in the logs now, rank after rank, each rank's standard output before its standard error.
+
+    `attempt` None means the newest one.
+    Raises: UsageError: the run has no such attempt.
+    """
+    newest = _newest_attempt(run)
+    if attempt is not None and attempt > (-1 if newest is None else newest):
+        raise UsageError(f"--attempt {attempt}: the newest attempt of {run.name} is {newest}")
+    number = newest if attempt is None else attempt
+    if number is None:
+        return
+    for log in _open_logs(run, read_gang(run), number, ranks, tail_lines):
+        for data in log.file.read_all():
+            yield LogPiece(log.rank, log.host(), data)
+
+
+def follow_logs(
+    run: RunDir, ranks: tuple[int, ...], *, attempt: int | None, tail_lines: int | None, poll_interval_s: float = 0.2
+) -> Iterator[LogPiece | NewAttempt | None]:
+    """Yield what is in the logs and what is added, until the run ends; with `attempt`, until that attempt does.
+
+    None is yielded when there is nothing more for now.
+    """
+    gang = read_gang(run)
+    number = attempt
+    while number is None:
+        over = read_state(run).finished  # asked first: an attempt that ends meanwhile is still found
+        number = _newest_attempt(run)
+        if number is None:
+            if over:
+                return  # it was never started
+            yield None
+            time.sleep(poll_interval_s)
+    while True:
+        yield from _follow_attempt(run, _open_logs(run, gang, number, ranks, tail_lines), number, poll_interval_s)
+        later = [found.number for found in run.attempts() if found.number > number]
+        if attempt is not None or not later:
+            return
+        number, tail_lines = later[0], None
+        yield NewAttempt(number)
+
+
+def _follow_attempt(
+    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float
+) -> Iterator[LogPiece | None]:
+    """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
+    while True:
+        # Asked before reading: whatever was written before the end is then read after it.
+        over = (_newest_attempt(run) or 0) > number or read_state(run).finished
+        idle = True
+        for log in logs:
+            for data in log.file.read_all() if over else log.file.read():
+                idle = False
+                yield LogPiece(log.rank, log.host(), data)
+        if over:
+            return
+        if idle:
+            yield None
+            time.sleep(poll_interval_s)
+
+
+def _newest_attempt(run: RunDir) -> int | None:
+    attempts = run.attempts()
+    return attempts[-1].number if attempts else None
+
+
+class LogFile:
+    """One growing file, read from a position onwards; it is open only while it is read."""
+
+    def __init__(self, path: Path, *, tail_lines: int | None = None) -> None:
+        self.path = path
+        self._position = 0 if tail_lines is None else position_of_last_lines(path, tail_lines)
+        self._begun = b""  # the beginning of a line whose end has not been written yet
+
+    def read(self) -> Iterator[bytes]:
+        """Yield the lines that were finished since the last call; about 1 MB a call at most.
+
+        A carriage return ends a line too: progress bars write nothing else for minutes.
+        """
+        try:
+            size = os.stat(self.path).st_size
+            if size < self._position:  # somebody emptied the file: begin anew
+                self._position, self._begun = 0, b""
+            if size == self._position:
+                return
+            with open(self.path, "rb") as file:
+                file.seek(self._position)
+                for _ in range(_TURN_BYTES // PIECE_BYTES):
+                    if not (block := file.read(PIECE_BYTES)):
+                        return
+                    self._position += len(block)
+                    yield from self._split(block)
+        except FileNotFoundError:
+            return
+
+    def read_all(self) -> Iterator[bytes]:
+        """Yield everything there is, an unfinished last line too."""
+        while True:
+            position = self._position
+            yield from self.read()
+            if self._position == position:
+                break
+        if self._begun:
+            yield self._begun
+            self._begun = b""
+
+    def _split(self, block: bytes) -> Iterator[bytes]:
+        *lines, last = (self._begun + block).splitlines(keepends=True)
+        yield from lines
+        if last.endswith(b"\n"):
+            yield last
+            last = b""
+        elif len(last) >= PIECE_BYTES:
+            cut = _character_boundary(last)
+            yield last[:cut]
+            last = last[cut:]
+        self._begun = last
+
+
+def position_of_last_lines(path: Path, count: int) -> int:
+    """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more."""
+    try:
+        with open(path, "rb") as file:
+            position = size = file.seek(0, os.SEEK_END)
+            if count <= 0:
+                return size
+            while position > 0:
+                block_bytes = min(PIECE_BYTES, position)
+                position -= block_bytes
+                file.seek(position)
+                block = file.read(block_bytes)
+                end = len(block)
+                if position + end == size and block.endswith(b"\n"):
+                    end -= 1  # this one ends the last line, it begins none
+                while (end := block.rfind(b"\n", 0, end)) >= 0:
+                    count -= 1
+                    if count == 0:
+                        return position + end + 1
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+@dataclass(slots=True)
+class _RankLog:
+    """One of the two log files of a rank."""
+
+    rank: int
+    file: LogFile
+    attempt: AttemptDir
+    planned_host: str
+    known_host: str | None = None
+
+    def host(self) -> str:
+        """Return where the rank runs: its record knows once it has printed anything, the plan before."""
+        if self.known_host is None:
+            record = read_json(self.attempt.rank_record(self.rank)) or {}
+            self.known_host = str(record.get("host", self.planned_host))
+        return self.known_host
+
+
+def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], tail_lines: int | None) -> list[_RankLog]:
+    attempt = run.attempt(number)
+    return [
+        _RankLog(rank, LogFile(path, tail_lines=tail_lines), attempt, gang.node_of(rank).host)
+        for rank in ranks
+        for path in (attempt.stdout(rank), attempt.stderr(rank))
+    ]
+
+
+def _character_boundary(data: bytes) -> int:
+    """Find a place near the end of `data` where no UTF-8 character is cut."""
+    for cut in range(len(data) - 1, max(0, len(data) - 4), -1):
+        if data[cut] & 0xC0 != 0x80:
+            return cut
+    return len(data)

@@ -1,0 +1,29 @@
+"""How text that a program wrote is shown on a terminal without letting it command the terminal."""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "["
+    "\x00-\x08\x0a-\x1f\x7f-\x9f"  # control characters but the tab: escape sequences, C1, bells
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the reading direction
+    "\u2028\u2029"  # line ends that are none
+    "\ud800-\udfff"  # halves of a character
+    "]"
+)
+
+
+def printable(text: bytes | str) -> str:
+    r"""Return one line with everything but printable characters and tabs escaped: `\x1b[31m`, `\xff`.
+
+    Bytes are read as UTF-8; a byte that is none is escaped, never an error.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", errors="backslashreplace")
+    return _UNSAFE.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

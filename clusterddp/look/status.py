@@ -1,0 +1,209 @@
+"""What is known about a run, gathered from its files into one value; the form that scripts rely on is `to_json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from clusterddp.look.printable import printable
+from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
+from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
+from clusterddp.run.state import RunState, RunView, read_state
+
+RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
+"""PENDING: not started yet. RUNNING. COMPLETED: ended with exit code 0. FAILED: ended with another one by itself.
+KILLED: ended by a signal, as the whole gang is when one rank fails. NOT_STARTED: the run ended before its turn.
+LOST: its end was not recorded, and the run is over. UNKNOWN: it belongs to a machine that cannot be asked from here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank of the attempt that `status` shows."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    pid: int | None
+    interface: str | None
+    master_addr: str | None
+    master_port: int | None
+    state: RankState
+    exit_code: int | None
+    """As a shell would say it: 128 + signal for a rank that a signal ended; None until it has ended."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in RankStatus.__slots__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """A run as its files tell it, at one moment."""
+
+    run: str
+    state: RunState
+    reason: str
+    """Why it is in this state, in words; empty when the state says it all."""
+    launcher: str
+    job_id: str | None
+    attempt: int | None
+    """The newest attempt; None before the first one starts."""
+    world_size: int
+    progress: Progress | None
+    ranks: tuple[RankStatus, ...]
+    root_cause: RootCause | None
+    created: float
+    """Seconds since the epoch."""
+    ended: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        cause = self.root_cause
+        return {
+            "run": self.run,
+            "state": self.state.value,
+            "reason": self.reason,
+            "launcher": self.launcher,
+            "job_id": self.job_id,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "progress": self.progress.to_json() if self.progress else None,
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "root_cause": cause
+            and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One line of `list`: what can be told without looking at ranks."""
+
+    run: str
+    state: RunState
+    reason: str
+    launcher: str
+    job_id: str | None
+    attempt: int | None
+    progress: Progress | None
+    created: float
+    ended: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "state": self.state.value,
+            "reason": self.reason,
+            "launcher": self.launcher,
+            "job_id": self.job_id,
+            "attempt": self.attempt,
+            "created": self.created,
+            "ended": self.ended,
+            "progress": self.progress.to_json() if self.progress else None,
+        }
+
+
+def read_status(run: RunDir) -> RunStatus:
+    """Read all that is known about a run now."""
+    record, view, gang = read_run(run), read_state(run), read_gang(run)
+    end = view.end
+    return RunStatus(
+        run=run.name,
+        state=view.state,
+        reason=view.reason,
+        launcher=record.launcher,
+        job_id=record.job_id,
+        attempt=view.attempt,
+        world_size=gang.world_size,
+        progress=_progress(run, view),
+        ranks=_rank_statuses(gang, None if view.attempt is None else run.attempt(view.attempt), view),
+        root_cause=end.root_cause if end else None,
+        created=_created(record),
+        ended=end.ended if end else None,
+    )
+
+
+def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
+    """Read what `list` shows of a run whose record and state are known already."""
+    return RunSummary(
+        run=run.name,
+        state=view.state,
+        reason=view.end.root_cause.error if view.end and view.end.root_cause else view.reason,
+        launcher=record.launcher,
+        job_id=record.job_id,
+        attempt=view.attempt,
+        progress=_progress(run, view, tail_bytes=4096),
+        created=_created(record),
+        ended=view.end.ended if view.end else None,
+    )
+
+
+def read_gang(run: RunDir) -> Gang:
+    """Read who takes part in a run from its plan."""
+    plan = read_json(run.plan)
+    if plan is None:
+        raise FileNotFoundError(2, os.strerror(2), str(run.plan))
+    return Gang.from_json(plan["gang"])
+
+
+def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
+    """Read the last lines of a log that hold anything, fit for a terminal; none when there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 16 * 1024))
+            lines = file.read(16 * 1024).splitlines()
+    except FileNotFoundError:
+        return []
+    kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
+    return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]
+
+
+def _created(record: RunRecord) -> float:
+    return record.created_ns / 1e9
+
+
+def _progress(run: RunDir, view: RunView, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
+    progress = read_progress(run, tail_bytes=tail_bytes)
+    return dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress
+
+
+def _rank_statuses(gang: Gang, attempt: AttemptDir | None, view: RunView) -> tuple[RankStatus, ...]:
+    records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
+    start = (attempt and read_json(attempt.start)) or {}
+    master_addr, master_port = start.get("master_addr", gang.master_addr), start.get("master_port", gang.master_port)
+    statuses = []
+    for node in gang.nodes:
+        for local_rank, rank in enumerate(node.ranks):
+            record = records.get(rank)
+            statuses.append(
+                RankStatus(
+                    rank=rank,
+                    node_rank=node.node_rank,
+                    local_rank=local_rank,
+                    host=record.host if record else node.host,
+                    pid=record.pid if record else None,
+                    interface=record.interface if record else gang.interface,
+                    master_addr=record.master_addr if record else master_addr,
+                    master_port=record.master_port if record else master_port,
+                    state=_rank_state(record, view),
+                    exit_code=record.exit_code if record else None,
+                )
+            )
+    return tuple(sorted(statuses, key=lambda status: status.rank))
+
+
+def _rank_state(record: RankRecord | None, view: RunView) -> RankState:
+    attempt_over = view.finished or view.end is not None
+    if record is None:
+        return "NOT_STARTED" if attempt_over else "PENDING"
+    if record.ended is None:
+        if attempt_over:
+            return "LOST"
+        return "UNKNOWN" if view.state is RunState.UNKNOWN else "RUNNING"
+    if record.signal is not None:
+        return "KILLED"
+    return "COMPLETED" if record.exit_code == 0 else "FAILED"

@@ -1,0 +1,140 @@
+"""What the head knows of one attempt, and what follows: who failed first, is it over, how did it end.
+
+Nothing here touches a process, a file or a clock; the head feeds it and acts on the verdict.
+"""
+
+from __future__ import annotations
+
+from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of, spell_ranks
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import AttemptEnd, RootCause
+
+SETTLE_S = 0.5
+"""How long a connection loss waits for the failure that it may come from."""
+SETTLE_OWN_S = 0.15
+"""How long an exception waits for a signal to another rank that it may come from."""
+
+
+class Attempt:
+    """One attempt in the eyes of the head."""
+
+    def __init__(self, run: RunDir, gang: Gang, number: int) -> None:
+        self.number = number
+        self.begun: float | None = None
+        """When ranks were ordered to start; None: not yet."""
+        self.stop_reason: str | None = None
+        self.stopped_by_time_limit = False
+        self.cancel_reason: str | None = None
+        self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
+        self._run = run
+        self._gang = gang
+        self._ends: dict[int, RankEnd] = {}
+        self._failures: list[Failure] = []
+        self._decide_at = float("inf")
+        self._stop_deadline = float("inf")
+
+    @property
+    def settling(self) -> bool:
+        """True between the first failure and the verdict."""
+        return bool(self._failures)
+
+    def rank_ended(self, end: RankEnd, now: float) -> None:
+        """Take in the end of a rank."""
+        self.running.discard(end.rank)
+        self._ends[end.rank] = end
+        if end.exit_code != 0 and (not end.on_order or _may_be_earlier(end)):
+            self.fail(failure_of(end, self._gang.node_of(end.rank).host), now)
+
+    def fail(self, failure: Failure, now: float) -> None:
+        """Take in a failure; the verdict is due after a moment in which a weightier one may show."""
+        self._failures.append(failure)
+        wait = {CERTAIN: 0.0, OWN: SETTLE_OWN_S}.get(failure.weight, SETTLE_S)
+        self._decide_at = min(self._decide_at, now + wait)
+
+    def stop(self, reason: str, now: float, *, time_limit: bool = False) -> bool:
+        """Note that the ranks are asked to stop; False when they already were."""
+        if self.stop_reason is not None:
+            return False
+        self.stop_reason, self.stopped_by_time_limit = reason, time_limit
+        self._stop_deadline = now + self._gang.stop_grace_s
+        return True
+
+    def time_limit_approaches(self, now: float) -> bool:
+        """Say whether it is time to stop because of the time limit.
+
+        A limit shorter than twice the lead is stopped at its half: ranks should get somewhere first.
+        """
+        limit = self._gang.time_limit_s
+        if limit is None or self.begun is None or self.stop_reason is not None:
+            return False
+        return now >= self.begun + limit - min(self._gang.stop_lead_s, limit / 2)
+
+    def check_time(self, now: float) -> None:
+        """Fail the attempt when its ranks had their time: since the request to stop, or to the time limit."""
+        if self.begun is None or self._failures or not self.running:
+            return
+        rank = min(self.running)
+        words = None
+        if now >= self._stop_deadline:
+            words = f"did not stop within {self._gang.stop_grace_s:g} s of the request ({self.stop_reason})"
+        elif self._gang.time_limit_s is not None and now >= self.begun + self._gang.time_limit_s:
+            words = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
+        if words is not None:
+            host = self._gang.node_of(rank).host
+            self.fail(Failure(rank=rank, host=host, error=f"{spell_ranks(self.running)} {words}"), now)
+
+    def is_over(self, now: float) -> bool:
+        """Say whether the verdict is due: what is left of the gang is then ended."""
+        if self.cancel_reason is not None or now >= self._decide_at or not self.running:
+            return True
+        return self.begun is None and self.stop_reason is not None
+
+    def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
+        """Say how the attempt ended. `stop_confirmed`: the program has recorded that it ended because of the stop."""
+        if self.cancel_reason is not None:
+            return AttemptEnd(outcome="CANCELLED", reason=self.cancel_reason)
+        if self._failures:
+            cause = self.cause()
+            return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=self._root_cause(cause))
+        if self.stop_reason is not None and (stop_confirmed or self.begun is None):
+            return AttemptEnd(outcome="STOPPED", reason=self.stop_reason)
+        return AttemptEnd(outcome="COMPLETED", reason=f"{spell_ranks(self._ends)} left with exit code 0")
+
+    def cause(self) -> Failure:
+        """Return the failure that the others follow from: the weightiest, of equal ones the first."""
+        first = min(self._failures, key=lambda failure: failure.weight)
+        leavers = [end.rank for end in self._ends.values() if end.exit_code == 0 and not end.on_order]
+        if first.weight != CASCADE or not leavers:
+            return first
+        rank = leavers[0]
+        host = self._gang.node_of(rank).host
+        words = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.error}"
+        return Failure(rank=rank, host=host, exit_code=0, error=words, restartable=True)
+
+    def _root_cause(self, cause: Failure) -> RootCause:
+        rank = cause.rank if self.begun is not None else None
+        log = None
+        if rank is not None:
+            log = str(self._run.attempt(self.number).stderr(rank).relative_to(self._run.path))
+        return RootCause(
+            rank=rank,
+            host=cause.host,
+            exit_code=cause.exit_code,
+            error=cause.error,
+            log=log,
+            traceback=cause.traceback,
+        )
+
+
+def _may_be_earlier(end: RankEnd) -> bool:
+    """Say whether a rank that ended on order may have failed before the order.
+
+    One with an exception of its own may have been tidying up while the others already lost the connection to it.
+    """
+    return (
+        end.signal is None
+        and end.weight == OWN
+        and end.error is not None
+        and not end.error.startswith(("SystemExit", "KeyboardInterrupt"))
+    )

@@ -1,0 +1,166 @@
+"""How a rank ended, in words, and which of several failures is the cause of the others.
+
+When one rank of a gang dies the others fail soon after, for they lose the connection to it, and what is seen first is
+not always what came first. So each failure is weighed: what other ranks' failures can hardly bring about weighs most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.run.directory import AttemptDir
+
+CERTAIN = 0
+"""A signal from outside, a lost node: no other rank's end brings it about."""
+OWN = 1
+"""An exception or exit code of the rank's own."""
+CONNECTION = 2
+"""A connection that broke, though perhaps not one to another rank."""
+CASCADE = 3
+"""A collective that failed because another rank was gone, or kept waiting."""
+
+_CONNECTION = re.compile(r"Connection (?:closed|reset|refused|aborted)|Broken pipe|ConnectionError|EOFError", re.I)
+# What torch 2.13's gloo, TCPStore and NCCL say to the ranks that are left (gloo's and the store's measured here, with 4
+# ranks in an all_reduce loop; NCCL's from nccl.h and ProcessGroupNCCL.cpp).
+_CASCADE = re.compile(
+    r"gloo[/\\]transport|ncclRemoteError|DistNetworkError|DistStoreError|Connection closed by (?:remote )?peer"
+    r"|remote process exit|Watchdog caught collective|NCCL watchdog|(?:recvValue|sendBytes|recvVector) failed"
+    r"|failed to recv, got 0 bytes|wait timeout after|Timed out (?:after|waiting)|monitoredBarrier",
+    re.I,
+)
+_WORDS = 400
+_TRACEBACK = 8_000
+_TAIL = 8_192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int
+    """As a shell would say it: 128 + signal for a rank that a signal ended."""
+    signal: str | None = None
+    error: str | None = None
+    """One line: the exception, or what else is known; None for an exit code without a word."""
+    traceback: str | None = None
+    weight: int = OWN
+    on_order: bool = False
+    """True when it ended after its supervisor had begun to end it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Something that ends the attempt."""
+
+    rank: int | None
+    host: str
+    error: str
+    exit_code: int | None = None
+    traceback: str | None = None
+    weight: int = CERTAIN
+    restartable: bool = False
+    """True when starting the ranks again may help: a rank failed, while all supervisors are well."""
+
+
+def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: bool) -> RankEnd:
+    """Find out how a rank ended from its return code (negative: a signal), its error file and its last words."""
+    if returncode == 0:
+        return RankEnd(rank=rank, exit_code=0, on_order=on_order)
+    error, traceback = read_error_file(attempt.error_file(rank))
+    last_words = read_tail(attempt.stderr(rank))
+    name = _signal_name(-returncode) if returncode < 0 else None
+    told = f"{error}\n{traceback}" if error else "\n".join(last_words.splitlines()[-5:])
+    weight = _weigh(told)
+    if name is not None and (name != "SIGABRT" or weight == OWN):
+        # Only SIGABRT is what a library does to its own process, NCCL's watchdog for one.
+        weight = CERTAIN
+    if name == "SIGABRT" and error is None:
+        error = _one_line(last_words.rpartition("\n")[2]) or None
+    return RankEnd(
+        rank=rank,
+        exit_code=128 - returncode if returncode < 0 else returncode,
+        signal=name,
+        error=error,
+        traceback=traceback,
+        weight=weight,
+        on_order=on_order,
+    )
+
+
+def failure_of(end: RankEnd, host: str) -> Failure:
+    """Say what a rank's end means for the gang."""
+    if end.signal is not None:
+        words = f"rank {end.rank} on {host} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
+    elif end.error is not None:
+        words = f"rank {end.rank} on {host}: {end.error}"
+    else:
+        words = f"rank {end.rank} on {host} left with exit code {end.exit_code}"
+    return Failure(
+        rank=end.rank,
+        host=host,
+        error=words,
+        exit_code=end.exit_code,
+        traceback=end.traceback,
+        weight=end.weight,
+        restartable=True,
+    )
+
+
+def read_error_file(path: Path) -> tuple[str | None, str | None]:
+    """Read what the rank, or torch's @record, wrote into TORCHELASTIC_ERROR_FILE: the exception, the traceback."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            message: Any = json.loads(file.read(1_000_000))["message"]
+        if not isinstance(message, dict):
+            return _one_line(str(message)), None
+        traceback = (message.get("extraInfo") or {}).get("py_callstack")
+        return _one_line(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, None
+
+
+def read_tail(path: Path) -> str:
+    """Read the end of a log, without the blank lines that follow it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            return file.read().decode("utf-8", errors="replace").rstrip()
+    except OSError:
+        return ""
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks as people do: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
+
+
+def _weigh(told: str) -> int:
+    if _CASCADE.search(told):
+        return CASCADE
+    return CONNECTION if _CONNECTION.search(told) else OWN
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _one_line(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _WORDS else words[: _WORDS - 3] + "..."

@@ -1,0 +1,179 @@
+"""The guard of a supervisor: does what is left to do when the supervisor is killed.
+
+`python -m clusterddp.node.guard` blocks on a pipe from its supervisor. The supervisor says on it, in JSON lines, what
+the guard needs to know; "done" at the end. A pipe that ends without that means that the supervisor died: the guard ends
+everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their records,
+and, when it was the head that died, records how the attempt ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.failure import spell_ranks
+from clusterddp.node.processes import start_guard, sweep
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_end, write_rank
+from clusterddp.run.sweep import find_processes
+
+OTHERS_END_S = 2.5
+"""How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
+RECORD_PATIENCE_S = 10.0
+"""How long a disk that refuses the record of the end is asked again."""
+_MAX_RESPAWNS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a guard knows of its node."""
+
+    run_dir: str
+    token: str
+    node_rank: int
+    host: str
+    ranks: tuple[int, ...]
+    other_nodes: tuple[int, ...]
+    """Node ranks; of the head's guard only, for it answers for the whole run."""
+    supervisor_pid: int
+    attempt: int
+    started: bool = False
+    """True once ranks of the attempt were ordered to start."""
+
+    @property
+    def is_head(self) -> bool:
+        return self.node_rank == 0
+
+    @property
+    def attempt_dir(self) -> AttemptDir:
+        return RunDir(Path(self.run_dir)).attempt(self.attempt)
+
+    @property
+    def cookies(self) -> tuple[str, ...]:
+        """The cookies of this node's ranks, and of the other nodes' when this is the head."""
+        return tuple(cookie(self.token, f"n{node}") for node in (self.node_rank, *self.other_nodes))
+
+
+class Guard:
+    """The supervisor's hold on its guard."""
+
+    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int) -> None:
+        self.facts = facts
+        self.pid = 0
+        self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}
+        self._log = log
+        self._pipe = -1
+        self._respawns = 0
+        self._start()
+
+    def know(self, **news: Any) -> None:
+        """Tell the guard what has changed."""
+        self.facts = dataclasses.replace(self.facts, **news)
+        self._say(dataclasses.asdict(self.facts))
+
+    def on_exits(self, exits: Mapping[int, int]) -> bool:
+        """Start another guard when this one was killed; say whether that was so.
+
+        Raises: OSError: it cannot be started.
+        """
+        if self.pid not in exits or self._respawns >= _MAX_RESPAWNS:
+            return False
+        self._respawns += 1
+        os.close(self._pipe)
+        self._start()
+        return True
+
+    def dismiss(self) -> None:
+        """Let the guard go: everything is in order. Waits until it has gone."""
+        self._say({"done": True})
+        os.close(self._pipe)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _start(self) -> None:
+        self.pid, self._pipe = start_guard(environment=self._environment, log=self._log)
+        self._say(dataclasses.asdict(self.facts))
+
+    def _say(self, words: dict[str, Any]) -> None:
+        # A guard that was killed is started again when its end is noticed, and is told then.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, json.dumps(words).encode() + b"\n")
+
+
+def main() -> int:
+    """Wait for the supervisor's end and put things in order."""
+    facts = None
+    for line in sys.stdin.buffer:
+        try:
+            words = json.loads(line)
+        except ValueError:
+            continue
+        if "done" in words:
+            return 0
+        facts = Facts(**words | {"ranks": tuple(words["ranks"]), "other_nodes": tuple(words["other_nodes"])})
+    if facts is not None:
+        bury(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
+    return 0
+
+
+def bury(facts: Facts, what_happened: str) -> None:
+    """Put a node in order whose supervisor is no more: end its ranks, complete the records; as head, record the end."""
+    swept = sweep(facts.cookies[:1], timeout_s=5.0)
+    with contextlib.suppress(ClusterddpError, OSError, TypeError):
+        _complete_rank_records(facts)
+    if not facts.is_head:
+        return
+    deadline = time.monotonic() + OTHERS_END_S
+    while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
+        time.sleep(0.05)
+    swept = sweep(facts.cookies, timeout_s=5.0) if facts.other_nodes else swept
+    words = f"{what_happened}; its {spell_ranks(facts.ranks)} ended with it"
+    if not facts.started:
+        words = f"{what_happened} before any rank was started"
+    if swept.left:
+        words += f"; processes {', '.join(map(str, swept.left))} could not be killed"
+    rank = min(facts.ranks) if facts.started else None
+    log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
+    cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)
+    record_end(facts.attempt_dir, AttemptEnd(outcome="FAILED", reason=words, root_cause=cause))
+
+
+def record_end(attempt: AttemptDir, end: AttemptEnd) -> None:
+    """Record the end of an attempt, asking a full disk again for a while.
+
+    Raises: ClusterddpError: it still cannot be written.
+    """
+    deadline = time.monotonic() + RECORD_PATIENCE_S
+    while True:
+        try:
+            with contextlib.suppress(OSError):
+                attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_end(attempt, end)
+            return
+        except ClusterddpError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _complete_rank_records(facts: Facts) -> None:
+    for record in read_ranks(facts.attempt_dir):
+        if record.rank in facts.ranks and record.ended is None:
+            ended = dataclasses.replace(
+                record, ended=time.time(), exit_code=137, signal="SIGKILL", error="ended with its supervisor"
+            )
+            write_rank(facts.attempt_dir, ended)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

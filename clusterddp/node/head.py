@@ -1,0 +1,303 @@
+"""The head: node 0's supervisor decides for the whole gang. It hears reports, gives orders, and records attempts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from clusterddp.dist.environment import cookie
+from clusterddp.dist.port import hold_port, reserve_port
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.attempt import Attempt
+from clusterddp.node.failure import Failure, RankEnd, spell_ranks
+from clusterddp.node.guard import Guard, record_end
+from clusterddp.node.link import Message
+from clusterddp.node.member import GIVE_UP_S
+from clusterddp.node.note import note
+from clusterddp.node.processes import sweep
+from clusterddp.node.rank import ENDING
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event
+
+_CONFIRM_S = GIVE_UP_S + 4.0
+"""How long nodes may take to confirm that nothing of them is left."""
+
+
+class Head:
+    """The gang from the first join to the last record."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        gang: Gang,
+        *,
+        first_attempt: int,
+        start_timeout_s: float,
+        guard: Guard,
+        tell: Callable[[int, Message], None],
+        now: float,
+    ) -> None:
+        self.exit_code: int | None = None
+        """Set when the run is over and recorded, or cannot be."""
+        self._run = run
+        self._gang = gang
+        self._guard = guard
+        self._tell = tell
+        self._first_attempt = first_attempt
+        self._join_until = now + start_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._pids: dict[int, int] = {}
+        """Of the supervisors that have joined, by node rank."""
+        self._lost: set[int] = set()
+        self._attempt = Attempt(run, gang, first_attempt)
+        self._port: socket.socket | None = None
+        self._master_port = 0
+        self._started_nodes: set[int] = set()
+        self._start_recorded = False
+        self._unconfirmed: set[int] | None = None
+        """While the gang is being ended: nodes that have not said yet that nothing is left. None: it is not."""
+        self._ending_until = 0.0
+        self._left: dict[int, list[int]] = {}
+        self._final = False
+        """True once something has happened after which the gang is not started again."""
+
+    @property
+    def hurried(self) -> bool:
+        """True while things change within milliseconds."""
+        return self._attempt.settling or self._unconfirmed is not None
+
+    def may_join(self, node_rank: int) -> bool:
+        return node_rank not in self._pids and 0 <= node_rank < len(self._gang.nodes)
+
+    def hear(self, node_rank: int, report: Message, now: float) -> None:
+        """Take in what a node reports."""
+        node = self._gang.nodes[node_rank]
+        kind = report["kind"]
+        if kind == "join":
+            self._pids[node_rank] = int(report["pid"])
+        elif kind == "started":
+            self._started_nodes.add(node_rank)
+        elif kind == "rank_ended":
+            self._attempt.rank_ended(RankEnd(**{key: value for key, value in report.items() if key != "kind"}), now)
+        elif kind == "stop_requested":
+            self._stop(str(report["reason"]), now)
+        elif kind == "cancel":
+            self._cancel(str(report["reason"]))
+        elif kind == "parent_gone":
+            self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
+        elif kind == "failed":
+            self._fail(Failure(rank=min(node.ranks), host=node.host, error=str(report["error"])), now)
+        elif kind == "ended":
+            self._confirm(node_rank, [int(pid) for pid in report["left"]])
+
+    def lose(self, node_rank: int, why: str, now: float) -> None:
+        """Take in that the link to a node's supervisor is no more."""
+        if self.exit_code is not None or node_rank in self._lost:
+            return
+        self._lost.add(node_rank)
+        node = self._gang.nodes[node_rank]
+        name = f"supervisor of node {node_rank} on {node.host} (pid {self._pids[node_rank]})"
+        # The kernel closes the connections of a killed process at once; anything else is told as it was seen.
+        killed = "closed" in why or "reset" in why
+        self._fail_nodes((node,), f"{name} was killed" if killed else f"{name} is lost: {why}", now)
+        self._confirm(node_rank, [])
+
+    def tick(self, now: float) -> None:
+        """Do what time asks for, and what follows from the reports."""
+        attempt = self._attempt
+        if self.exit_code is not None:
+            return
+        if self._unconfirmed is not None:
+            if not self._unconfirmed or now >= self._ending_until:
+                self._sweep_lost_nodes()
+                self._conclude(now)
+            return
+        if attempt.begun is None and not attempt.is_over(now):
+            self._await_joins(now)
+        if len(self._started_nodes) == len(self._gang.nodes) and not self._start_recorded:
+            self._record_start(now)
+        if attempt.time_limit_approaches(now):
+            self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
+        attempt.check_time(now)
+        if attempt.is_over(now):
+            self._end_gang(now)
+
+    def _await_joins(self, now: float) -> None:
+        missing = [node for node in self._gang.nodes if node.node_rank not in self._pids]
+        if not missing:
+            self._begin(now)
+        elif now >= self._join_until:
+            names = " and ".join(f"node {node.node_rank} on {node.host}" for node in missing)
+            error = f"{names} did not join within {self._start_timeout_s:g} s"
+            self._fail(Failure(rank=None, host=missing[0].host, error=error), now)
+
+    def _begin(self, now: float) -> None:
+        attempt, gang = self._attempt, self._gang
+        try:
+            if gang.master_port is None:
+                self._port, self._master_port = reserve_port(f"{gang.token}:{attempt.number}")
+            else:
+                self._port, self._master_port = hold_port(gang.master_port), gang.master_port
+        except ClusterddpError as error:
+            self._fail(Failure(rank=None, host=gang.nodes[0].host, error=error.message), now)
+            return
+        attempt.begun = now
+        self._guard.know(started=True)
+        self._log("attempt_started", attempt=attempt.number, master_port=self._master_port)
+        for node in gang.nodes:
+            self._tell(
+                node.node_rank,
+                {
+                    "kind": "start",
+                    "attempt": attempt.number,
+                    "restart": attempt.number - self._first_attempt,
+                    "master_port": self._master_port,
+                },
+            )
+
+    def _record_start(self, now: float) -> None:
+        self._start_recorded = True
+        gang = self._gang
+        facts = {
+            "attempt": self._attempt.number,
+            "started": time.time(),
+            "world_size": gang.world_size,
+            "master_addr": gang.master_addr,
+            "master_port": self._master_port,
+            "backend": gang.backend,
+            "supervisor": dataclasses.asdict(ProcessIdentity.of()),
+        }
+        try:
+            directory = self._run.attempt(self._attempt.number)
+            directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_json(directory.start, facts)
+        except (ClusterddpError, OSError) as error:
+            note(f"the start could not be recorded: {error}")
+            self._fail(Failure(rank=0, host=gang.nodes[0].host, error=str(error)), now)
+
+    def _cancel(self, reason: str) -> None:
+        self._final = True
+        if self._unconfirmed is None and self._attempt.cancel_reason is None:
+            self._attempt.cancel_reason = reason
+
+    def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
+        if self._unconfirmed is not None:
+            self._final = True  # Who asks for a stop does not want another start.
+            return
+        if not self._attempt.stop(reason, now, time_limit=time_limit):
+            return
+        self._log("stop_requested", attempt=self._attempt.number, reason=reason)
+        for node_rank in self._pids.keys() - self._lost:
+            self._tell(node_rank, {"kind": "stop", "reason": reason})
+
+    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
+        """Note that all ranks of `nodes` end because of something that is no rank's fault."""
+        ranks = [rank for node in nodes for rank in node.ranks]
+        words = f"{what} before any rank was started"
+        if self._attempt.begun is not None:
+            whose = "its " if len(nodes) < len(self._gang.nodes) else ""
+            words = f"{what}; {whose}{spell_ranks(ranks)} ended with it"
+        self._fail(Failure(rank=min(ranks), host=nodes[0].host, error=words), now)
+
+    def _fail(self, failure: Failure, now: float) -> None:
+        """Note a failure after which no restart makes sense."""
+        self._final = True
+        if self._unconfirmed is None:
+            self._attempt.fail(failure, now)
+
+    def _end_gang(self, now: float) -> None:
+        self._unconfirmed = set(self._pids) - self._lost
+        self._ending_until = now + _CONFIRM_S
+        self._left.clear()
+        for node_rank in sorted(self._unconfirmed):
+            self._tell(node_rank, {"kind": "kill"})
+
+    def _confirm(self, node_rank: int, left: list[int]) -> None:
+        if self._unconfirmed is not None:
+            self._unconfirmed.discard(node_rank)
+            if left:
+                self._left[node_rank] = left
+
+    def _sweep_lost_nodes(self) -> None:
+        # A lost node may be a slot of this very machine, and its guard may have been killed too.
+        if self._lost and self._attempt.begun is not None:
+            sweep([cookie(self._gang.token, f"n{node}") for node in self._lost], timeout_s=3.0)
+
+    def _conclude(self, now: float) -> None:
+        """Record how the attempt ended; start the next one or finish."""
+        attempt = self._attempt
+        if attempt.begun is not None and not self._start_recorded:
+            self._record_start(now)
+        directory = self._run.attempt(attempt.number)
+        with contextlib.suppress(OSError):
+            directory.path.joinpath(ENDING).unlink(missing_ok=True)
+        end = self._with_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
+        if self._may_restart(end):
+            end = dataclasses.replace(end, will_restart=True)
+            self._guard.know(attempt=attempt.number + 1, started=False)
+        try:
+            # The end of a gang is worth waiting for a disk: nothing runs any more.
+            record_end(directory, end)
+        except ClusterddpError as error:
+            note(f"the end could not be recorded: {error}; it was {end.outcome}: {end.reason}")
+            end = dataclasses.replace(end, outcome="FAILED", will_restart=False)
+        self._log_end(end)
+        if self._port is not None:
+            self._port.close()
+        if end.will_restart:
+            self._next_attempt()
+        else:
+            self._finish(1 if end.outcome == "FAILED" else 0)
+
+    def _next_attempt(self) -> None:
+        self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
+        self._started_nodes.clear()
+        self._start_recorded = False
+        self._unconfirmed = None
+
+    def _finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        for node_rank in self._pids.keys() - self._lost:
+            self._tell(node_rank, {"kind": "finish", "exit_code": exit_code})
+
+    def _may_restart(self, end: AttemptEnd) -> bool:
+        attempt = self._attempt
+        if self._final or self._left or self._unconfirmed or self._run.cancel_file.exists():
+            return False
+        if attempt.number - self._first_attempt >= self._gang.restarts:
+            return False
+        if end.outcome == "STOPPED":
+            return attempt.stopped_by_time_limit
+        return end.outcome == "FAILED" and attempt.cause().restartable and attempt.stop_reason is None
+
+    def _stop_confirmed(self) -> bool:
+        if not self._gang.entry.stop_aware:
+            return True
+        return self._run.attempt(self._attempt.number).stopped.exists()
+
+    def _with_leftovers(self, end: AttemptEnd) -> AttemptEnd:
+        silent = [self._gang.nodes[node] for node in sorted(self._unconfirmed or ())]
+        places = [f"node {node.node_rank} on {node.host} did not confirm its end" for node in silent]
+        places += [
+            f"processes {', '.join(map(str, pids))} on {self._gang.nodes[node].host} could not be killed"
+            for node, pids in sorted(self._left.items())
+        ]
+        return dataclasses.replace(end, reason="; ".join([end.reason, *places]))
+
+    def _log_end(self, end: AttemptEnd) -> None:
+        number = self._attempt.number
+        if end.root_cause is not None:
+            self._log("rank_failed", attempt=number, rank=end.root_cause.rank, error=end.root_cause.error)
+        facts: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason, "will_restart": end.will_restart}
+        self._log("attempt_ended", attempt=number, **facts)
+
+    def _log(self, event: str, **facts: Any) -> None:
+        # The history is a convenience; what must be true is in start.json and end.json, whose writers do insist.
+        note(f"{event} {facts}")
+        with contextlib.suppress(OSError):
+            log_event(self._run, event, **facts)

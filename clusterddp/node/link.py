@@ -1,0 +1,197 @@
+"""The link between the head (node 0's supervisor) and the other supervisors: signed JSON lines over TCP, with a lease.
+
+Each end first says one unsigned line, `{"nonce": ...}`. Every later line is `<mac> <JSON>`, where mac is the
+HMAC-SHA256, keyed with the run's token, of both nonces, the direction, the line's number and the JSON. So a stranger
+cannot speak, and nothing said on another connection, in the other direction or before can be said again. The link is
+signed, not encrypted. An end that says nothing for the length of the lease is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import time
+from typing import Any, Literal
+
+BEAT_S = 1.0
+LEASE_S = 15.0
+JOIN_TIMEOUT_S = 5.0
+"""How long a connection may take to prove that it belongs to the run."""
+
+_MAX_LINE = 512 * 1024
+_MAX_UNPROVEN = 4 * 1024
+"""What a stranger can make us keep."""
+_MAX_UNSENT = 4 * 1024 * 1024
+
+Message = dict[str, Any]
+"""`{"kind": ..., facts}`; the kinds are listed in supervisor.py."""
+
+
+class Channel:
+    """One end of the link. It never blocks; `lost` says in words why it can no longer be used."""
+
+    def __init__(self, sock: socket.socket, *, token: str, side: Literal["head", "member"], now: float) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.lost: str | None = None
+        self.opened = now
+        self.last_heard = now
+        self._last_said = now
+        self._key = token.encode()
+        self._said_as: bytes = side.encode()
+        self._heard_as: bytes = b"member" if side == "head" else b"head"
+        self._nonce = os.urandom(16).hex()
+        self._nonces: bytes | None = None
+        self._said = 0
+        self._heard = 0
+        self._unread = b""
+        self._waiting: list[Message] = []
+        self._unsent = json.dumps({"nonce": self._nonce}).encode() + b"\n"
+        self.flush()
+
+    @property
+    def proven(self) -> bool:
+        """True once a line with a right signature was heard."""
+        return self._heard > 0
+
+    def send(self, message: Message) -> None:
+        """Say something; it waits until the other end's nonce is known."""
+        if self._nonces is None:
+            self._waiting.append(message)
+            return
+        body = json.dumps(message).encode()
+        self._unsent += self._mac(self._said_as, self._said, body) + b" " + body + b"\n"
+        self._said += 1
+        self._last_said = time.monotonic()
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand to the kernel what it takes now."""
+        try:
+            while self._unsent and self.lost is None:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except BlockingIOError:
+            if len(self._unsent) > _MAX_UNSENT:
+                self.lost = "it does not read what it is told"
+        except OSError as error:
+            self._lose(f"the connection broke ({error.strerror})")
+
+    def receive(self, now: float) -> list[Message]:
+        """Return what was said; look at `lost` afterwards."""
+        try:
+            for _ in range(32):
+                data = self.sock.recv(65536)
+                if not data:
+                    self._lose("the connection was closed")
+                    break
+                self._unread += data
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(f"the connection broke ({error.strerror})")
+        messages = self._take_lines()
+        if messages:
+            self.last_heard = now
+        return messages
+
+    def keep_alive(self, now: float, lease_s: float) -> None:
+        """Beat when it is time to, and find the other end lost when its lease has run out."""
+        if self.lost is not None:
+            return
+        if now - self._last_said >= min(BEAT_S, lease_s / 3):
+            self.send({"kind": "beat"})
+        else:
+            self.flush()
+        if now - self.last_heard > lease_s:
+            self._lose(f"no sign of life for {lease_s:g} s")
+
+    def close(self) -> None:
+        self._lose("closed by this end")
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+    def _take_lines(self) -> list[Message]:
+        messages: list[Message] = []
+        while b"\n" in self._unread:
+            line, _, self._unread = self._unread.partition(b"\n")
+            try:
+                if self._nonces is None:
+                    self._meet(line)
+                else:
+                    messages.append(self._read(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                self._forget("it said something that is not of this run")
+                return messages
+        if len(self._unread) > (_MAX_LINE if self.proven else _MAX_UNPROVEN):
+            self._forget("it said a line without an end")
+        return messages
+
+    def _meet(self, line: bytes) -> None:
+        theirs = json.loads(line)["nonce"]
+        if not isinstance(theirs, str) or len(theirs) != len(self._nonce) or theirs == self._nonce:
+            raise ValueError("not a nonce")
+        pair = [self._nonce, theirs] if self._said_as == b"head" else [theirs, self._nonce]
+        self._nonces = "".join(pair).encode()
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self.send(message)
+
+    def _read(self, line: bytes) -> Message:
+        mac, _, body = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._heard_as, self._heard, body)):
+            raise ValueError("wrong signature")
+        self._heard += 1
+        message = json.loads(body)
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise TypeError("not a message")
+        return message
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        assert self._nonces is not None
+        text = b"%s %s %d %s" % (self._nonces, direction, number, body)
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
+
+    def _lose(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = why
+
+    def _forget(self, why: str) -> None:
+        self._unread = b""
+        self._lose(why)
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on `host` at a port that the kernel chooses; bound before anybody is told.
+
+    Raises: OSError: `host` is no address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect to the head, trying again until `timeout_s` have passed.
+
+    Raises: OSError: nobody answered in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5.0)
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.25)

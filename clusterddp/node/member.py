@@ -1,0 +1,264 @@
+"""One node's side of the gang: starts the node's ranks, watches them, ends them, records what became of each.
+
+It reports to the head and obeys it; the kinds of both are listed in supervisor.py. Nothing here blocks for longer than
+a look at the process table takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from clusterddp.dist.environment import SUPERVISOR_PID, RankPlace, cookie, rank_variables
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.failure import RankEnd, read_rank_end
+from clusterddp.node.link import Message
+from clusterddp.node.processes import Sweep, count_oom_kills, signal_group, start_rank
+from clusterddp.node.rank import ENDING
+from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.record import RankRecord, write_rank
+from clusterddp.run.stop import request_stop, stop_reason
+
+TERM_GRACE_S = 1.0
+"""How long ranks have between SIGTERM and SIGKILL when the gang is ended."""
+GIVE_UP_S = 6.0
+"""After that a process that is still there cannot be killed (it hangs in the kernel), and is reported instead."""
+_EMPTY_STOP_FILE_S = 0.3
+"""A stop file without content is either being written or was made by hand; the first does not last."""
+
+
+@dataclass(slots=True)
+class _Ending:
+    kill_at: float
+    give_up_at: float
+    sweep: Sweep
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """The node's part of the attempt that runs now."""
+
+    dir: AttemptDir
+    master_port: int
+    oom_kills: int | None
+    pids: dict[int, int] = field(default_factory=dict)
+    """pid -> rank, of ranks that were not reaped yet."""
+    records: dict[int, RankRecord] = field(default_factory=dict)
+    stop_seen: bool = False
+    ending: _Ending | None = None
+
+
+class Member:
+    """The ranks of one node, from the head's order to start until the report that nothing of them is left."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        gang: Gang,
+        node: Node,
+        *,
+        environment: Mapping[str, str],
+        report: Callable[[Message], None],
+        guard_pid: Callable[[], int],
+    ) -> None:
+        self._run = run
+        self._gang = gang
+        self._node = node
+        self._environment = environment
+        self._report = report
+        self._guard_pid = guard_pid
+        self._attempt: _Attempt | None = None
+        self._cancel_seen = False
+
+    @property
+    def idle(self) -> bool:
+        """True while this node has no rank and nothing that a rank left behind."""
+        return self._attempt is None
+
+    @property
+    def ending(self) -> bool:
+        return self._attempt is not None and self._attempt.ending is not None
+
+    def obey(self, order: Message, now: float) -> None:
+        """Carry out an order of the head."""
+        if order["kind"] == "start":
+            self._start(order)
+        elif order["kind"] == "stop":
+            self._stop(str(order["reason"]))
+        elif order["kind"] == "kill":
+            if self._attempt is None:
+                self._report({"kind": "ended", "left": []})
+            self.begin_end(now)
+
+    def begin_end(self, now: float) -> None:
+        """End all ranks of this node: SIGTERM, SIGKILL after the grace, then a sweep; `tick` carries it on."""
+        attempt = self._attempt
+        if attempt is None or attempt.ending is not None:
+            return
+        if attempt.pids:
+            with contextlib.suppress(OSError):
+                attempt.dir.path.joinpath(ENDING).touch()
+        for pid in attempt.pids:
+            signal_group(pid, signal.SIGTERM)
+        attempt.ending = _Ending(
+            kill_at=now + TERM_GRACE_S,
+            give_up_at=now + GIVE_UP_S,
+            sweep=Sweep(
+                cookies=(cookie(self._gang.token, f"n{self._node.node_rank}"),), descendants_but=self._guard_pid()
+            ),
+        )
+
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Take in which children have ended; those that are no ranks are orphans that a rank left behind."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        for pid, returncode in exits.items():
+            rank = attempt.pids.pop(pid, None)
+            if rank is not None:
+                self._rank_ended(attempt, rank, returncode)
+
+    def tick(self, now: float) -> None:
+        """Look at the files by which people speak to the run, and go on with an end that was begun."""
+        if not self._cancel_seen and self._run.cancel_file.exists():
+            self._cancel_seen = True
+            self._report({"kind": "cancel", "reason": self._cancel_reason()})
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if attempt.ending is not None:
+            self._go_on_ending(attempt, attempt.ending, now)
+        elif not attempt.stop_seen and _is_complete(attempt.dir):
+            attempt.stop_seen = True
+            self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
+
+    def _start(self, order: Message) -> None:
+        directory = self._run.attempt(order["attempt"])
+        attempt = _Attempt(dir=directory, master_port=order["master_port"], oom_kills=count_oom_kills())
+        self._attempt = attempt
+        try:
+            directory.ranks.mkdir(parents=True, exist_ok=True, mode=0o700)
+            directory.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
+            for local_rank, rank in enumerate(self._node.ranks):
+                self._start_rank(attempt, order, rank, local_rank)
+            for record in attempt.records.values():
+                write_rank(directory, record)
+        except (OSError, ClusterddpError) as error:
+            self._fail(f"node {self._node.node_rank} on {self._node.host} could not start its ranks: {error}")
+            return
+        self._report({"kind": "started"})
+
+    def _start_rank(self, attempt: _Attempt, order: Message, rank: int, local_rank: int) -> None:
+        gang, node = self._gang, self._node
+        place = RankPlace(
+            rank=rank,
+            local_rank=local_rank,
+            node_rank=node.node_rank,
+            world_size=gang.world_size,
+            local_world_size=len(node.ranks),
+            num_nodes=len(gang.nodes),
+        )
+        variables = rank_variables(
+            place,
+            run=gang.run,
+            attempt=order["attempt"],
+            restart=order["restart"],
+            restarts=gang.restarts,
+            master_addr=gang.master_addr,
+            master_port=attempt.master_port,
+            threads=gang.threads_per_rank,
+            gpus=node.gpus,
+            interface=gang.interface,
+            backend=gang.backend,
+            run_dir=str(self._run.path),
+            token=gang.token,
+            user=gang.env,
+        )
+        environment = dict(self._environment) | {key: variable.value for key, variable in variables.items()}
+        pid = start_rank(
+            self._run.path,
+            environment=environment | {SUPERVISOR_PID: str(os.getpid())},
+            stdout=attempt.dir.stdout(rank),
+            stderr=attempt.dir.stderr(rank),
+        )
+        attempt.pids[pid] = rank
+        attempt.records[rank] = RankRecord(
+            rank=rank,
+            node_rank=node.node_rank,
+            local_rank=local_rank,
+            host=node.host,
+            pid=pid,
+            interface=gang.interface,
+            master_addr=gang.master_addr,
+            master_port=attempt.master_port,
+            started=time.time(),
+        )
+
+    def _stop(self, reason: str) -> None:
+        if self._attempt is None:
+            return
+        self._attempt.stop_seen = True
+        try:
+            request_stop(self._attempt.dir.stop_file, reason)
+        except OSError as error:
+            self._fail(f"node {self._node.node_rank} on {self._node.host} could not ask its ranks to stop: {error}")
+
+    def _rank_ended(self, attempt: _Attempt, rank: int, returncode: int) -> None:
+        end = read_rank_end(attempt.dir, rank, returncode, on_order=attempt.ending is not None)
+        if end.signal == "SIGKILL" and not end.on_order and (count_oom_kills() or 0) > (attempt.oom_kills or 0):
+            end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
+        # Report first: the record waits for the disk, the other ranks should not.
+        self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
+        try:
+            write_rank(attempt.dir, _ended_record(attempt.records[rank], end))
+        except ClusterddpError as error:
+            if attempt.ending is None:
+                self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
+
+    def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
+        if attempt.pids and now < ending.kill_at:
+            return
+        if not ending.killed:
+            ending.killed = True
+            for pid in attempt.pids:
+                signal_group(pid, signal.SIGKILL)
+        ending.sweep.step()
+        if (ending.sweep.clear and not attempt.pids) or now >= ending.give_up_at:
+            self._attempt = None
+            orphans = ending.sweep.killed - {record.pid for record in attempt.records.values()}
+            left = sorted({*ending.sweep.left, *attempt.pids})
+            self._report({"kind": "ended", "left": left, "swept": len(orphans)})
+
+    def _cancel_reason(self) -> str:
+        try:
+            by = (read_json(self._run.cancel_file) or {}).get("by")
+        except (ClusterddpError, OSError, AttributeError):
+            by = None
+        return f"cancelled by {by}" if by else "cancelled"
+
+    def _fail(self, error: str) -> None:
+        self._report({"kind": "failed", "error": error})
+
+
+def _is_complete(attempt: AttemptDir) -> bool:
+    """Say whether the stop file is there with all that will be in it."""
+    try:
+        found = attempt.stop_file.stat()
+    except OSError:
+        return False
+    return found.st_size > 0 or time.time() - found.st_mtime > _EMPTY_STOP_FILE_S
+
+
+def _ended_record(record: RankRecord, end: RankEnd) -> RankRecord:
+    error = end.error
+    if end.on_order and end.signal is not None:
+        error = "ended with the gang"
+    return dataclasses.replace(record, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)

@@ -1,0 +1,255 @@
+"""The supervisor: the one process per node that starts the node's ranks and answers for them.
+
+    python -m clusterddp.node.supervisor        with CLUSTERDDP_COOKIE=<token>.s<node rank> in its environment
+
+The order is one line of JSON on standard input, at once followed by nothing; the pipe stays open:
+
+    {"run_dir": str,            the run's directory on this host
+     "gang": Gang.to_json(),
+     "node_rank": int,
+     "attempt": int,            number of the first attempt; restarts count on from it
+     "link": {"host": str, "port": int} | null,     null for node 0, which is the head and listens
+     "parent_bound": bool,      true: the end of standard input means that who started us is dead, and ends the gang
+     "start_timeout_s": 60,     optional: how long all nodes may take to join
+     "lease_s": 15}             optional: how long the head and a node may be silent before they count as lost
+
+Node 0 answers with one line of JSON on standard output, `{"link": {"host": str, "port": int}}`: the link that the
+orders of the other nodes must name. Nothing else is ever said there. Each supervisor logs to
+`launcher/supervisor-<node>.log` in its run directory. It exits with 0 when the run was completed, stopped or cancelled,
+with 1 when it failed; how it ended is in the last attempt's `end.json`, written by the head before it exits.
+
+SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
+
+Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
+node_rank), `started`, `rank_ended` (a RankEnd), `stop_requested` (reason), `cancel` (reason), `parent_gone` (pid),
+`failed` (error), `ended` (left: pids that cannot be killed). Orders: `start` (attempt, restart, master_port), `stop`
+(reason), `kill`, `finish` (exit_code). Both ways: `beat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.dist.environment import inherited_environment
+from clusterddp.node.guard import Facts, Guard, bury
+from clusterddp.node.head import Head
+from clusterddp.node.link import LEASE_S
+from clusterddp.node.member import Member
+from clusterddp.node.note import note, open_log
+from clusterddp.node.processes import become_subreaper, reap
+from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang, Node
+
+START_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+_HURRIED_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the supervisor was started for; the module's docstring tells the form."""
+
+    run: RunDir
+    gang: Gang
+    node: Node
+    attempt: int
+    link: tuple[str, int] | None
+    parent_bound: bool
+    start_timeout_s: float = START_TIMEOUT_S
+    lease_s: float = LEASE_S
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Order:
+        gang = Gang.from_json(data["gang"])
+        optional = {key: float(data[key]) for key in ("start_timeout_s", "lease_s") if key in data}
+        return cls(
+            run=RunDir(Path(data["run_dir"])),
+            gang=gang,
+            node=next(node for node in gang.nodes if node.node_rank == data["node_rank"]),
+            attempt=data["attempt"],
+            link=(data["link"]["host"], data["link"]["port"]) if data["link"] else None,
+            parent_bound=data["parent_bound"],
+            **optional,
+        )
+
+
+class Signals:
+    """Signals as bytes on a pipe, so that the loop hears them where it waits for everything else."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        # A handler and not SIG_IGN for SIGHUP, too: what is ignored stays ignored in the ranks.
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+    def take(self) -> set[int]:
+        """Return the numbers of the signals since the last call."""
+        try:
+            return set(os.read(self.reader, 4096))
+        except BlockingIOError:
+            return set()
+
+
+class Supervisor:
+    """The loop of one supervisor. One thread only: a rank's parent-death signal follows the thread that started it."""
+
+    def __init__(self, order: Order, signals: Signals, guard: Guard) -> None:
+        self._order = order
+        self._signals = signals
+        self._guard = guard
+        self._parent = os.getppid()
+        self._selector = selectors.PollSelector()
+        self._selector.register(signals.reader, selectors.EVENT_READ)
+        self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        self._stdin_open = True
+        self.uplink: Uplink = self._reach_head()
+        self._member = Member(
+            order.run,
+            order.gang,
+            order.node,
+            environment=inherited_environment(),
+            report=self.uplink.report,
+            guard_pid=lambda: guard.pid,
+        )
+
+    def run(self) -> int:
+        """Go on until the head says that the run is over, or is lost, and nothing of this node is left."""
+        while True:
+            self._selector.select(_HURRIED_POLL_S if self._member.ending or self.uplink.hurried else _POLL_S)
+            now = time.monotonic()
+            self._hear_signals()
+            self._hear_parent(now)
+            exits = reap()
+            if self._guard.on_exits(exits):
+                note("the guard was killed; another one was started")
+            self._member.on_exits(exits)
+            self._member.tick(now)
+            while orders := self.uplink.pump(now):
+                for order in orders:
+                    self._member.obey(order, now)
+            if self.uplink.exit_code is not None and self._member.idle:
+                return self.uplink.exit_code
+
+    def _reach_head(self) -> Uplink:
+        order = self._order
+        if order.link is not None:
+            return HeadElsewhere(
+                order.gang,
+                self._selector,
+                node_rank=order.node.node_rank,
+                link=order.link,
+                lease_s=order.lease_s,
+                start_timeout_s=order.start_timeout_s,
+            )
+        here = HeadHere(order.gang, self._selector, lease_s=order.lease_s)
+        here.head = Head(
+            order.run,
+            order.gang,
+            first_attempt=order.attempt,
+            start_timeout_s=order.start_timeout_s,
+            guard=self._guard,
+            tell=here.tell,
+            now=time.monotonic(),
+        )
+        host, port = here.address
+        print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
+        return here
+
+    def _hear_signals(self) -> None:
+        for number in self._signals.take() & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}:
+            name = signal.Signals(number).name
+            reason = f"{name} to the supervisor of node {self._order.node.node_rank}"
+            self.uplink.report({"kind": "stop_requested", "reason": reason})
+
+    def _hear_parent(self, now: float) -> None:
+        if not self._stdin_open or not _at_end(sys.stdin.fileno()):
+            return
+        self._stdin_open = False
+        self._selector.unregister(sys.stdin.fileno())
+        if self._order.parent_bound:
+            note(f"the process that started this supervisor (pid {self._parent}) is gone")
+            self.uplink.report({"kind": "parent_gone", "pid": self._parent})
+            self._member.begin_end(now)
+
+
+def main() -> int:
+    """Read the order, supervise, leave nothing behind."""
+    signals = Signals()
+    order = Order.from_json(json.loads(_read_line(sys.stdin.fileno())))
+    with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
+        open_log(order.run, order.node.node_rank)
+    become_subreaper()
+    others = [node.node_rank for node in order.gang.nodes if node is not order.node]
+    facts = Facts(
+        run_dir=str(order.run.path),
+        token=order.gang.token,
+        node_rank=order.node.node_rank,
+        host=order.node.host,
+        ranks=order.node.ranks,
+        other_nodes=tuple(others) if order.node.node_rank == 0 else (),
+        supervisor_pid=os.getpid(),
+        attempt=order.attempt,
+    )
+    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno())
+    supervisor: Supervisor | None = None
+    try:
+        supervisor = Supervisor(order, signals, guard)
+        exit_code = supervisor.run()
+    except Exception as error:
+        # Whatever it is, our own mistake or the machine's: no rank outlives it, and it is the recorded cause.
+        note(traceback.format_exc())
+        exit_code = 1
+        _give_up(order, guard, supervisor, error)
+    guard.dismiss()
+    return exit_code
+
+
+def _give_up(order: Order, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
+    facts = guard.facts
+    what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
+    if supervisor is not None:
+        with contextlib.suppress(Exception):
+            supervisor.uplink.confess(what)
+    try:
+        bury(facts, what)
+    except Exception:
+        note(traceback.format_exc())
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(descriptor, 65536)
+        if not data:
+            raise SystemExit("clusterddp.node.supervisor: no order on standard input")
+        line += data
+    return line
+
+
+def _at_end(descriptor: int) -> bool:
+    """Say whether the pipe has ended; whatever is said on it is passed over."""
+    os.set_blocking(descriptor, False)
+    try:
+        while data := os.read(descriptor, 4096):
+            del data
+        return True
+    except BlockingIOError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

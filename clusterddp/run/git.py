@@ -1,0 +1,82 @@
+"""The few questions that are put to git: where the repository begins, which files are its own, which commit it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+
+TIMEOUT_S = 60.0
+
+
+def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
+    """Find the top of the git work tree around `start`; None when there is none.
+
+    Raises: ClusterddpError: there is one, and git does not answer (not installed, or it distrusts the owner).
+    """
+    here = start.resolve()
+    if not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return None
+    answer = run_git(["rev-parse", "--show-toplevel"], here, environ).rstrip(b"\n")
+    return Path(os.fsdecode(answer)).resolve() if answer else None
+
+
+def list_files(root: Path, environ: Mapping[str, str]) -> list[str]:
+    """List tracked files, and files that are neither tracked nor ignored; sorted, relative to `root`."""
+    listing = run_git(["ls-files", "-z", "--cached", "--others", "--exclude-standard"], root, environ)
+    # Of a file in conflict git lists every stage: the set makes the names unique.
+    return sorted({os.fsdecode(name) for name in listing.split(b"\0") if name})
+
+
+def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
+    """Say which commit the work tree around `start` is at, and whether it was changed since; None without a repository.
+
+    A commit of None means that there is none yet. The remote is left out: its URL may hold a password.
+    """
+    try:
+        root = find_root(start, environ)
+        if root is None:
+            return None
+        status = run_git(["status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal"], root, environ)
+    except ClusterddpError:
+        return None
+    lines = os.fsdecode(status).split("\0")
+    heads = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    commit = heads.get("branch.oid")
+    return {
+        "root": str(root),
+        "commit": None if commit in (None, "(initial)") else commit,
+        "branch": heads.get("branch.head"),
+        "dirty": any(line and not line.startswith("# ") for line in lines),
+    }
+
+
+def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -> bytes:
+    """Run git for its answer.
+
+    The caller's GIT_* variables are taken away, for they point at another repository (inside a hook they do), and so
+    is the file system monitor, which is a program that the repository itself names.
+    Raises: ClusterddpError: it cannot be run, fails, or takes too long.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments]
+    clean = {name: value for name, value in environ.items() if not name.startswith("GIT_")}
+    try:
+        answer = subprocess.run(
+            command,
+            env=clean | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterddpError(f"{directory}: git did not answer within {TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise ClusterddpError(f"{directory}: a git repository, but git cannot be run: {error.strerror}") from error
+    if answer.returncode != 0:
+        complaint = answer.stderr.decode(errors="replace").strip().splitlines()[:1] or ["no reason given"]
+        raise ClusterddpError(f"{directory}: git {arguments[0]} failed: {complaint[0]}")
+    return answer.stdout

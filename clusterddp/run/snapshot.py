@@ -1,0 +1,208 @@
+"""The snapshot of the code: what a run executes, kept as it was at submit, whatever is edited afterwards.
+
+It holds what git knows (tracked files, with the changes not yet committed) and new files that git would not ignore.
+The store is addressed by content, so that a hundred runs of one state of the code keep one copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import STAGING_PREFIX, list_runs, sync_directory
+from clusterddp.run.git import find_root, list_files
+
+STORE_NAME = ".code"
+MAX_BYTES = 200 * 1000 * 1000
+_MAX_WALKED = 10_000
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotPlan:
+    """Which files a snapshot takes, relative to `root`."""
+
+    source: str
+    """`git`, or the path of the script around which the files were chosen."""
+    root: Path
+    files: tuple[str, ...]
+    total_bytes: int
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+
+
+def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan | None:
+    """Choose the files of the git repository around `start`; None when there is none.
+
+    Raises: ClusterddpError: git does not answer, or the files are larger than `MAX_BYTES`.
+    """
+    root = find_root(start, environ)
+    if root is None:
+        return None
+    left_out = _left_out(root, runs_dir.resolve())
+    names = [name for name in list_files(root, environ) if not _below(root / name, left_out)]
+    return _measure("git", root, names)
+
+
+def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
+    """Choose a script that belongs to no git repository, and the Python files beside and below it.
+
+    Raises: ClusterddpError: they are larger than `MAX_BYTES`.
+    """
+    root = script.resolve().parent
+    left_out = _left_out(root, runs_dir.resolve())
+    names, walked = {script.name}, 0
+    for folder, folders, files in os.walk(root):
+        walked += len(folders) + len(files)
+        if walked > _MAX_WALKED:
+            # A script in a home directory: nobody wants all that.
+            beside = {name for name in os.listdir(root) if name.endswith(".py")}
+            note = (
+                f"{root}: too much lies below it, only {script.name} and the *.py files beside it are in the snapshot"
+            )
+            return _measure(str(script), root, sorted(beside | {script.name}), note)
+        here = Path(folder)
+        folders[:] = [name for name in folders if _may_hold_code(here / name) and not _below(here / name, left_out)]
+        names |= {os.path.relpath(here / name, root) for name in files if name.endswith(".py")}
+    return _measure(str(script), root, sorted(names))
+
+
+def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
+    """Copy the files into `store` unless it has them already, point the symlink `link` there, return the sum.
+
+    The copy is made beside `link` and renamed, so the store never holds half of one; what lies there already is read
+    again before it is trusted.
+    Raises: ClusterddpError: a file cannot be read, or the disk is full.
+    """
+    staging = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
+    try:
+        staging.mkdir(mode=0o700)
+        for name in plan.files:
+            _copy(plan.root / name, staging / name)
+        digest = tree_sum(staging)
+        store.mkdir(mode=0o700, exist_ok=True)
+        if not _holds(store / digest, digest):
+            _install(staging, store / digest)
+        link.symlink_to(os.path.relpath(store / digest, link.parent))
+        return digest
+    except OSError as error:
+        place = error.filename or store
+        raise ClusterddpError(f"{place}: the snapshot of the code failed: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def tree_sum(root: Path) -> str:
+    """Sum up a directory: sha256 over the sorted names, modes and contents of what is below."""
+    total = hashlib.sha256()
+    for name in sorted(_names_below(root)):
+        kind, content = _content_sum(root / name)
+        total.update(os.fsencode(name) + f"\0{kind}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
+    """Name what belongs to runs and not to the code: as a rule the runs directory lies in the repository."""
+    if runs_dir != root and runs_dir.is_relative_to(root):
+        return (runs_dir,)
+    with contextlib.suppress(OSError):
+        staged = [Path(entry.path) for entry in os.scandir(runs_dir) if entry.name.startswith(STAGING_PREFIX)]
+        return (runs_dir / STORE_NAME, *staged, *(run.path for run in list_runs(runs_dir)))
+    return ()
+
+
+def _measure(source: str, root: Path, names: list[str], *notes: str) -> SnapshotPlan:
+    """Keep what is there and can be copied, and weigh it."""
+    sizes: dict[str, int] = {}
+    strange = []
+    for name in names:
+        try:
+            status = os.lstat(root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # tracked, and deleted in the work tree
+        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            sizes[name] = status.st_size
+        elif stat.S_ISDIR(status.st_mode):
+            strange.append(f"{name.rstrip('/')}: a repository of its own, not in the snapshot of the code")
+        else:
+            strange.append(f"{name}: neither a file nor a link, not in the snapshot of the code")
+    total = sum(sizes.values())
+    if total > MAX_BYTES:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        raise ClusterddpError(
+            f"{root}: the snapshot of the code would hold {total / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f} MB; "
+            f"largest: {', '.join(f'{name} ({sizes[name] / 1e6:.1f} MB)' for name in largest)}",
+            hint="let .gitignore leave out what is no code, or write `snapshot: false` in the spec",
+        )
+    return SnapshotPlan(source=source, root=root, files=tuple(sizes), total_bytes=total, notes=(*notes, *strange))
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or a link as it is on disk now; one that was deleted since it was listed is left out."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+            return
+        with open(source, "rb") as original:
+            executable = os.fstat(original.fileno()).st_mode & stat.S_IXUSR
+            # Without the right to write: who edits the snapshot by mistake learns it at once.
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o500 if executable else 0o400)
+            with open(descriptor, "wb") as copy:
+                shutil.copyfileobj(original, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+
+
+def _content_sum(path: Path) -> tuple[str, str]:
+    if path.is_symlink():
+        return "link", hashlib.sha256(os.fsencode(path.readlink())).hexdigest()
+    content = hashlib.sha256()
+    with open(path, "rb") as file:
+        executable = os.fstat(file.fileno()).st_mode & stat.S_IXUSR
+        while chunk := file.read(_CHUNK_BYTES):
+            content.update(chunk)
+    return "exec" if executable else "file", content.hexdigest()
+
+
+def _holds(target: Path, digest: str) -> bool:
+    """Say whether the store has this content, and has it unharmed."""
+    with contextlib.suppress(OSError):
+        return target.is_dir() and tree_sum(target) == digest
+    return False
+
+
+def _install(staging: Path, target: Path) -> None:
+    """Put a complete copy into the store; of several writers of one content any may win."""
+    if target.exists():
+        target.rename(target.with_name(f".damaged-{target.name}-{secrets.token_hex(4)}"))
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    sync_directory(target.parent)
+
+
+def _names_below(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for name in files + links:
+            yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _may_hold_code(folder: Path) -> bool:
+    """Tell folders of code from those that tools keep beside it: environments, caches."""
+    return not folder.name.startswith(".") and folder.name != "__pycache__" and not (folder / "pyvenv.cfg").exists()
+
+
+def _below(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)

@@ -1,0 +1,178 @@
+"""The state of a run, read from its files and, where those leave a doubt, from the processes of this machine.
+
+An `end.json` is the truth. Without one the question is whether anybody is left who would write it: the processes that
+answer for the run (the submitter before the start; then the task that carries it, the supervisors and their guards).
+Somebody left: PENDING or RUNNING. Nobody left: LOST. No clock is asked, so a slow machine never looks like a dead run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
+from clusterddp.run.sweep import find_processes, read_cookie
+
+START_GRACE_S = 3.0
+"""How long after an attempt's directory was made a missing starter is no news: it may be between two system calls."""
+
+
+class RunState(str, Enum):
+    """The states of a run; the words are what scripts may rely on."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    REQUEUED = "REQUEUED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def finished(self) -> bool:
+        """True when the run does not go on by itself."""
+        return self in {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What is known of a run at one moment."""
+
+    state: RunState
+    attempt: int | None
+    """The newest attempt; None when none was ever prepared."""
+    end: AttemptEnd | None
+    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
+    reason: str
+    """Why it is in this state, in one line."""
+
+    @property
+    def finished(self) -> bool:
+        return self.state.finished
+
+
+def read_state(run: RunDir) -> RunView:
+    """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error."""
+    try:
+        return _read_state(run)
+    except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        return RunView(state=RunState.UNKNOWN, attempt=None, end=None, reason=f"its record cannot be read: {error}")
+
+
+def _read_state(run: RunDir) -> RunView:
+    record = read_run(run)
+    attempts = run.attempts()
+    if not attempts:
+        return _unstarted(run, record, None)
+    newest = attempts[-1]
+    end = read_end(newest)
+    if end is not None:
+        return _ended(run, record, newest, end)
+    start = read_json(newest.start)
+    if start is not None:
+        return _started(run, record, newest, start)
+    return _unstarted(run, record, newest)
+
+
+def _ended(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd) -> RunView:
+    if not end.will_restart:
+        state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
+        reason = end.reason
+        if end.outcome == "STOPPED":
+            reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
+        return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+    foreign = _foreign_host(record)
+    if foreign is not None:
+        return _unknown(attempt, foreign)
+    if _answered_for(run, record):
+        return RunView(state=RunState.REQUEUED, attempt=attempt.number, end=end, reason=f"restarts after: {end.reason}")
+    newest = run.attempts()[-1]
+    if newest.number != attempt.number or _final(read_end(newest)):
+        return _read_state(run)
+    return _lost(run, record, attempt, f"was to restart after: {end.reason}; what carried it is gone", end)
+
+
+def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: dict[str, Any]) -> RunView:
+    head = ProcessIdentity(**start["supervisor"])
+    alive = head.alive()
+    if alive is None:
+        return _unknown(attempt, head.host)
+    if alive or _answered_for(run, record):
+        return RunView(state=RunState.RUNNING, attempt=attempt.number, end=None, reason="its supervisor is alive")
+    # Whoever was left may have written the end and gone while we looked at the processes.
+    if attempt.end.exists():
+        return _read_state(run)
+    return _lost(run, record, attempt, "ended without a word: its processes are gone and no end is recorded", None)
+
+
+def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView:
+    foreign = _foreign_host(record)
+    if foreign is not None:
+        return _unknown(attempt, foreign)
+    number = attempt.number if attempt else None
+    if _answered_for(run, record) or _just_made(attempt):
+        previous = read_end(run.attempt(number - 1)) if number else None
+        state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
+        return RunView(state=state, attempt=number, end=None, reason="is being started")
+    if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
+        return _read_state(run)
+    return _lost(run, record, attempt, "was never started: what submitted it is gone", None)
+
+
+def _answered_for(run: RunDir, record: RunRecord) -> bool:
+    """Say whether a process lives on this machine that will still write how the run ended."""
+    # The submitter answers until the launcher has named a keeper; later it may live on for days in a notebook.
+    identity = record.keeper or record.submitter
+    if identity and ProcessIdentity(**identity).alive():
+        return True
+    # Between the start of the launcher and the record of it, and while a guard or the task puts things in order, only
+    # the cookie tells. Ranks do not count: they never write an end.
+    roles = [_role(read_cookie(process)) for process in _processes(run, record)]
+    return any(role == "task" or role[:1] in {"s", "g"} for role in roles)
+
+
+def _lost(run: RunDir, record: RunRecord, attempt: AttemptDir | None, reason: str, end: AttemptEnd | None) -> RunView:
+    left = len(_processes(run, record))
+    if left:
+        reason += f"; {left} of its processes are left (clusterddp cancel {run.name} ends them)"
+    return RunView(state=RunState.LOST, attempt=attempt.number if attempt else None, end=end, reason=reason)
+
+
+def _unknown(attempt: AttemptDir | None, host: str) -> RunView:
+    return RunView(
+        state=RunState.UNKNOWN,
+        attempt=attempt.number if attempt else None,
+        end=None,
+        reason=f"runs on {host}, which cannot be asked from {socket.gethostname()}",
+    )
+
+
+def _processes(run: RunDir, record: RunRecord) -> list[Any]:
+    # The owner of the run, not of this process: root may look at a run of somebody else.
+    return find_processes(f"{record.token}.", uid=os.stat(run.path).st_uid)
+
+
+def _role(cookie: str) -> str:
+    return cookie.rpartition(".")[2]
+
+
+def _foreign_host(record: RunRecord) -> str | None:
+    """Name the machine that carries the run when it is not this one."""
+    identity = record.keeper or record.submitter
+    host = str(identity.get("host", "")) if identity else ""
+    return host if host and host != socket.gethostname() else None
+
+
+def _just_made(attempt: AttemptDir | None) -> bool:
+    return attempt is not None and abs(time.time() - os.stat(attempt.path).st_mtime) < START_GRACE_S
+
+
+def _final(end: AttemptEnd | None) -> bool:
+    return end is not None and not end.will_restart

@@ -1,0 +1,90 @@
+"""The surroundings of a run: what was installed, committed and plugged in when it was submitted (`env.json`)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from clusterddp.run.git import describe_commit
+
+_SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
+
+
+def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Collect what can be told without importing torch; no value of an environment variable is among it."""
+    packages = installed_packages()
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "torch": {"version": packages.get("torch"), "cuda": torch_cuda_version()},
+        "gpus": list_gpus(),
+        "git": describe_commit(working_dir, environ),
+        "working_dir": str(working_dir),
+        "packages": packages,
+    }
+
+
+def installed_packages() -> dict[str, str]:
+    """List the installed distributions with their versions; the first one on `sys.path` counts, as for imports."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        # A half removed distribution has no metadata, hence no name.
+        name = distribution.metadata["Name"] if distribution.metadata else None
+        if name:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return dict(sorted(found.items()))
+
+
+def torch_cuda_version() -> str | None:
+    """Say which CUDA the installed torch was built for; None without torch or for a CPU build."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    match = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def list_gpus() -> list[dict[str, str]]:
+    """Describe the NVIDIA GPUs of this machine as nvidia-smi tells them; none where it is not installed or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[value.strip() for value in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+    return [dict(zip(_SMI_FIELDS, row, strict=True)) for row in rows if len(row) == len(_SMI_FIELDS)]

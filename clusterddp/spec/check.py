@@ -1,0 +1,159 @@
+"""From a tree to a JobSpec: the model types it, and every objection becomes a problem in our words at its place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from clusterddp.errors import Problem
+from clusterddp.spec.keys import without_nulls
+from clusterddp.spec.model import JobSpec
+from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.spec.rules import Conflict
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, to_data
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "list_type": "a list"}
+
+
+def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
+    """Type a tree whose keys are known; either there is a job or there are problems."""
+    tree = without_nulls(tree)
+    data = to_data(tree)
+    try:
+        return JobSpec.model_validate(data), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    problems: list[Problem] = []
+    for detail in details:
+        if detail["type"] == "clusterddp_rules":
+            return None, [_conflict_problem(tree, conflict) for conflict in _conflicts(detail)]
+        problems.append(_field_problem(tree, detail))
+    # The rules between fields are only asked once every field is right: ask them about the fields that are.
+    problems += [_conflict_problem(tree, conflict) for conflict in _conflicts_among_the_rest(data, details)]
+    return None, problems
+
+
+def _conflicts_among_the_rest(data: dict[str, Any], details: list[ErrorDetails]) -> list[Conflict]:
+    wrong = [".".join(_named_part(detail["loc"])) for detail in details]
+    for detail in details:
+        _remove(data, _named_part(detail["loc"]))
+    try:
+        JobSpec.model_validate({"name": "unnamed"} | data)
+    except ValidationError as error:
+        conflicts = [conflict for detail in error.errors(include_url=False) for conflict in _conflicts(detail)]
+        return [conflict for conflict in conflicts if not any(_touches(key, wrong) for key in conflict.keys)]
+    return []
+
+
+def _touches(key: str, wrong: list[str]) -> bool:
+    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in wrong)
+
+
+def _conflicts(detail: ErrorDetails) -> tuple[Conflict, ...]:
+    conflicts: tuple[Conflict, ...] = detail.get("ctx", {}).get("conflicts", ())
+    return conflicts
+
+
+def _named_part(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Return the location up to the first list index."""
+    named: list[str] = []
+    for part in loc:
+        if not isinstance(part, str) or part == "[key]":
+            break
+        named.append(part)
+    return tuple(named)
+
+
+def _remove(data: dict[str, Any], path: tuple[str, ...]) -> None:
+    for part in path[:-1]:
+        child = data.get(part)
+        if not isinstance(child, dict):
+            return
+        data = child
+    data.pop(path[-1], None)
+
+
+def _conflict_problem(tree: Mapping, conflict: Conflict) -> Problem:
+    key = next((key for key in conflict.keys if _has(tree, key)), conflict.keys[0])
+    return problem_at(_locate(tree, tuple(key.split(".")))[1], conflict.message, conflict.hint, key=conflict.keys[0])
+
+
+def _has(tree: Mapping, key: str) -> bool:
+    path = tuple(key.split("."))
+    return _locate(tree, path)[2] == len(path)
+
+
+def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
+    is_key = detail["loc"][-1] == "[key]"
+    loc = detail["loc"][:-1] if is_key else detail["loc"]
+    node, place, _ = _locate(tree, loc, of_key=is_key)
+    # A host written as a name alone is typed as the host of a mapping.
+    shown = [str(part) for part in loc]
+    message, hint = _words(detail, node)
+    return problem_at(place, message, hint, key=".".join(shown))
+
+
+def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
+    """Say in our words what pydantic found, as message and hint."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    found = describe(node if isinstance(node, Scalar) else detail["input"])
+    if kind == "clusterddp":
+        return context["message"], context["hint"]
+    if kind == "missing":
+        return "missing, expected " + _missing_words(detail), None
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        bound = context[name]
+        return f"found {found}, expected {words} {bound:g}" if abs(bound) < 1e5 else _exact(found, words, bound), None
+    if kind == "literal_error":
+        return _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
+    if kind in _KINDS:
+        text = node.text if isinstance(node, Scalar) else ""
+        hint = f"write [{text}]" if _KINDS[kind] == "a list" and re.fullmatch(r"[\w.-]{1,40}", text) else None
+        return f"found {found}, expected {_KINDS[kind]}", hint
+    return f"found {found}, expected something else ({kind})", None
+
+
+def _exact(found: str, words: str, bound: float) -> str:
+    return f"found {found}, expected {words} {int(bound)}"
+
+
+def _missing_words(detail: ErrorDetails) -> str:
+    return "`name: my-run`" if detail["loc"] == ("name",) else "a value"
+
+
+def _choice_words(found: str, node: Node | None, choices: list[str]) -> tuple[str, str | None]:
+    listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    written = node.text if isinstance(node, Scalar) else ""
+    hint = None
+    if "none" in choices and (node is None or written.lower() in {"no", "off", "false", "null", "~", ""}):
+        hint = "write none"
+    return f"found {found}, expected {listed}{did_you_mean(written, choices) if not hint else ''}", hint
+
+
+def _locate(tree: Mapping, loc: tuple[int | str, ...], *, of_key: bool = False) -> tuple[Node | None, Place, int]:
+    """Find the node at `loc`, or the nearest one around it; returns it, its place, and how many parts were found.
+
+    A mapping or list in block style begins in the line below its key: then the key is the place.
+    """
+    node: Node = tree
+    place = Place(source=tree.place.source, origin=tree.place.origin)
+    for depth, part in enumerate(loc):
+        if isinstance(node, Mapping) and isinstance(part, str) and part in node.entries:
+            key_place, node = node.keys[part], node.entries[part]
+            place = node.place if isinstance(node, Scalar) and not of_key else key_place
+        elif isinstance(node, ListNode) and isinstance(part, int | str) and str(part).isdecimal():
+            node = node.items[int(part)]
+            place = node.place
+        else:
+            return (node if isinstance(node, Scalar) else None), place, depth
+    return node, place, len(loc)

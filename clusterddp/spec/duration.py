@@ -1,0 +1,74 @@
+"""Time limits in Slurm's words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from clusterddp.spec.scalars import problem, read_text, refuse
+from clusterddp.spec.tree import Scalar
+
+TIME = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})$"
+MAX_DAYS = 3650
+DAY_S = 86_400
+
+_HINT = 'write "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M" or minutes'
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of time as Slurm writes it: the text as given, and what it means in seconds."""
+
+    text: str
+    seconds: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def read_duration(value: object) -> Duration:
+    """Read a time limit in one of Slurm's six forms; a bare number is minutes.
+
+    Source: sbatch(1), option --time.
+    """
+    if isinstance(value, Duration):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Scalar | str | int):
+        refuse(value, "a time", _HINT)
+    text = str(value) if isinstance(value, int) else read_text(value)
+    if text.lower() in {"infinite", "unlimited"}:
+        refuse(value, "a time", "leave time out for no limit of your own")
+    if not re.fullmatch(TIME, text) or len(text) > 20:
+        refuse(value, "a time", _HINT)
+    seconds = _duration_seconds(text, value)
+    if text.isdecimal() and seconds > DAY_S:
+        _refuse_minutes(text)
+    if not 0 < seconds <= MAX_DAYS * DAY_S:
+        hint = None if seconds else "leave time out for no limit of your own"
+        refuse(value, f"a time above 0 and up to {MAX_DAYS} days", hint)
+    return Duration(text, seconds)
+
+
+def _refuse_minutes(text: str) -> NoReturn:
+    """Refuse a bare number that was hardly meant as minutes."""
+    minutes = int(text)
+    hint = f'if you mean that, write "{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}"'
+    if minutes % 60 == 0:
+        hours, rest = divmod(minutes, 3600)
+        hint = f'{minutes} seconds are "{hours}:{rest // 60:02}:00"; ' + hint
+    raise problem(f"{text} means {text} minutes ({minutes / 1440:.3g} days), as in Slurm", hint)
+
+
+def _duration_seconds(text: str, value: object) -> int:
+    days, _, clock = text.rpartition("-")
+    fields = [int(part) for part in clock.split(":")]
+    if any(part > 59 for part in fields[1:]) or (days and fields[0] > 23):
+        refuse(value, "minutes and seconds up to 59, and hours up to 23 behind days", _HINT)
+    if days:
+        hours, minutes, seconds = [*fields, 0, 0][:3]
+    elif len(fields) == 1:
+        hours, minutes, seconds = 0, fields[0], 0
+    else:
+        hours, minutes, seconds = [0, *fields][-3:]
+    return int(days or 0) * DAY_S + hours * 3600 + minutes * 60 + seconds

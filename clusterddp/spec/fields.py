@@ -1,0 +1,85 @@
+"""The types of the spec's fields: a reader, a range, and what the JSON Schema says of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+
+from clusterddp.spec.duration import TIME, Duration, read_duration
+from clusterddp.spec.scalars import (
+    VARIABLE,
+    matching,
+    read_bool,
+    read_filled_text,
+    read_float,
+    read_int,
+    read_loose_text,
+    read_option,
+    read_port,
+    read_variable,
+    read_word,
+)
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+MODULE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+HOST = r"^[A-Za-z0-9_\[][A-Za-z0-9_.:@,\[\]-]*$"
+INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$"
+
+_LOOSE: dict[str, Any] = {"type": ["string", "number", "boolean"]}
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(read_int)]
+RankCount = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(read_int)]
+GpuCount = Annotated[int, Field(ge=0, le=128), BeforeValidator(read_int)]
+CpuCount = Annotated[int, Field(ge=1, le=4_096), BeforeValidator(read_int)]
+Restarts = Annotated[int, Field(ge=0, le=100), BeforeValidator(read_int)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(read_int)]
+Gigabytes = Annotated[float, Field(gt=0, le=1_000_000), BeforeValidator(read_float)]
+Positive = Annotated[float, Field(gt=0, le=1e6), BeforeValidator(read_float)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6), BeforeValidator(read_float)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(read_float)]
+BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(read_float)]
+Switch = Annotated[bool, BeforeValidator(read_bool)]
+Text = Annotated[str, Field(min_length=1), BeforeValidator(read_filled_text)]
+LooseText = Annotated[str, BeforeValidator(read_loose_text), WithJsonSchema(_LOOSE)]
+Word = BeforeValidator(read_word)
+"""For choices: `Annotated[Literal["a", "b"], Word]`."""
+
+Name = Annotated[
+    str,
+    Field(pattern=NAME),
+    BeforeValidator(matching(NAME, "1 to 64 letters, digits, dots, - and _, beginning with a letter or digit")),
+]
+Module = Annotated[
+    str, Field(pattern=MODULE), BeforeValidator(matching(MODULE, "a module's dotted name, such as package.train"))
+]
+Host = Annotated[
+    str, Field(pattern=HOST), BeforeValidator(matching(HOST, 'a host or a set of hosts, such as gpu01 or "gpu[02-04]"'))
+]
+Interface = Annotated[
+    str,
+    Field(pattern=INTERFACE),
+    BeforeValidator(matching(INTERFACE, "auto or the name of an interface, such as eth0")),
+]
+SlurmKey = Annotated[
+    str,
+    BeforeValidator(matching(r"^[a-z][a-z0-9_-]*$", "a long option of sbatch, such as partition or mail_type")),
+]
+Variable = Annotated[str, Field(pattern=VARIABLE), BeforeValidator(read_variable)]
+Option = Annotated[str | bool, PlainValidator(read_option), WithJsonSchema(_LOOSE)]
+Port = Annotated[
+    int | Literal["auto"],
+    PlainValidator(read_port),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1024, "maximum": 65535}]}),
+]
+TimeLimit = Annotated[
+    Duration,
+    PlainValidator(read_duration),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "string", "pattern": TIME}, {"type": "integer", "minimum": 1, "maximum": 1440}],
+            "examples": ["2:00:00", "1-12:00:00", 30],
+        }
+    ),
+]

@@ -1,0 +1,232 @@
+"""The spec, typed: what a run is, as frozen pydantic models whose descriptions are the reference of every field.
+
+A spec that reads is right in itself: types, ranges, and the rules between fields (rules.py). Whether the machines can
+carry it is asked later, by the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from clusterddp.spec import fields
+from clusterddp.spec.fields import Count, Word
+from clusterddp.spec.rules import check_rules
+from clusterddp.spec.tree import Scalar
+
+
+class Section(BaseModel):
+    """A part of the spec: frozen, and strict about keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Resources(Section):
+    """How many machines, ranks, GPUs and cores the run takes."""
+
+    nodes: fields.RankCount = Field(
+        default=1,
+        validation_alias=AliasChoices("nodes", "nnodes"),
+        description="Machines, or slots for them. Alias: nnodes.",
+    )
+    procs_per_node: fields.RankCount | None = Field(
+        default=None,
+        validation_alias=AliasChoices("procs_per_node", "nproc_per_node", "ntasks_per_node"),
+        description="Ranks on each node; default: gpus_per_node, else 1. Aliases: nproc_per_node, ntasks_per_node.",
+    )
+    gpus_per_node: fields.GpuCount | None = Field(
+        default=None,
+        description="GPUs on each node, one rank each; 0: none; default: one for each rank where there are any.",
+    )
+    cpus_per_task: fields.CpuCount | None = Field(
+        default=None,
+        description="Cores for each rank; OMP_NUM_THREADS follows it. Default: the node's cores shared out.",
+    )
+    memory_gb: fields.Gigabytes | None = Field(
+        default=None, description="Memory on each node in gigabytes; default: no limit."
+    )
+    time: fields.TimeLimit | None = Field(
+        default=None,
+        description='Time limit of one attempt as Slurm writes it: "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M", or '
+        "minutes (a bare number, up to a day). Ranks are asked to checkpoint and end shortly before. Default: none.",
+    )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.procs_per_node or self.gpus_per_node or 1
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Network(Section):
+    """How the ranks find and reach each other."""
+
+    interface: fields.Interface = Field(
+        default="auto", description="Network interface of the gang's traffic; auto: the one that routes to node 0."
+    )
+    master_port: fields.Port = Field(
+        default="auto", description="Port of the rendezvous on node 0, 1024 to 65535; auto: a free one."
+    )
+    backend: Annotated[Literal["auto", "gloo", "nccl"], Word] = Field(
+        default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
+    )
+
+
+class EntrySpec(Section):
+    """A program of yours that every rank runs: a script or a module."""
+
+    script: fields.Text | None = Field(default=None, description="Path of a Python script, from where you submit.")
+    module: fields.Module | None = Field(default=None, description="Dotted name of a module, as for python -m.")
+    args: tuple[fields.LooseText, ...] = Field(
+        default=(), description="Arguments of the program, each passed on unchanged."
+    )
+
+
+class TrainSpec(Section):
+    """The built-in trainer: an image classifier on CIFAR-10 and its kin."""
+
+    model: Annotated[Literal["resnet18", "fastnet"], Word] = Field(
+        default="resnet18",
+        description="resnet18 (11.2 million parameters, 3x3 stem for 32x32 images) or fastnet (small, quick).",
+    )
+    dataset: Annotated[Literal["shapes", "cifar10", "fashion_mnist", "random"], Word] = Field(
+        default="shapes",
+        description="shapes (generated, learnable, needs no file), cifar10, fashion_mnist, or random (generated noise: "
+        "its accuracy means nothing).",
+    )
+    data_dir: fields.Text | None = Field(
+        default=None, description="Directory of the data set on every node; default: the user's cache directory."
+    )
+    download: fields.Switch = Field(
+        default=True, description="Download the data set where it is missing, once per host."
+    )
+    samples: Count | None = Field(
+        default=None,
+        description="Training images that are used or generated; default: all, or 10000 where they are generated. "
+        "Generated sets have a fifth of it as test images.",
+    )
+    epochs: Count = Field(default=10, description="Passes over the training images.")
+    batch_size: Count = Field(default=128, description="Images per rank and step.")
+    accumulate: Count = Field(default=1, description="Batches whose gradients are summed before one optimizer step.")
+    max_steps: Count | None = Field(
+        default=None, description="Optimizer steps in all, after which training ends; default: none."
+    )
+    precision: Annotated[Literal["auto", "fp32", "bf16"], Word] = Field(
+        default="auto", description="Arithmetic of the model; auto: bf16 on GPUs that have it, else fp32."
+    )
+    seed: fields.Seed = Field(default=0, description="Seed of weights, order and augmentation, 0 to 2^32-1.")
+    deterministic: fields.Switch = Field(
+        default=False, description="Bit-equal results from run to run; slower on GPUs."
+    )
+    lr: fields.Positive = Field(
+        default=0.1, description="Peak learning rate, meant for a global batch of lr_batch images."
+    )
+    lr_scaling: Annotated[Literal["linear", "none"], Word] = Field(
+        default="linear",
+        description="linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is.",
+    )
+    lr_batch: Count = Field(default=128, description="Global batch that lr is meant for.")
+    warmup: fields.Fraction = Field(
+        default=0.2, description="Fraction of all steps over which the learning rate rises."
+    )
+    schedule: Annotated[Literal["onecycle", "triangle", "constant"], Word] = Field(
+        default="onecycle",
+        description="Learning rate after the warm-up: down by a cosine, down by a straight line, or constant.",
+    )
+    momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
+    nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")
+    weight_decay: fields.NotNegative = Field(default=5e-4, description="Weight decay of SGD.")
+    label_smoothing: fields.BelowOne = Field(
+        default=0.1, description="Share of each label that is spread over all classes."
+    )
+    augment: Annotated[Literal["none", "flip", "flip_translate"], Word] = Field(
+        default="flip_translate",
+        description="Random changes to training images: none, mirrored, or mirrored and moved.",
+    )
+    width: fields.Positive = Field(default=1.0, description="Multiplier of fastnet's channels.")
+    eval_every: Count = Field(default=1, description="Epochs between evaluations on the test images.")
+    checkpoint_every: Count = Field(default=1, description="Epochs between checkpoints.")
+    keep_checkpoints: Count = Field(default=2, description="Checkpoints that are kept; older ones are deleted.")
+    log_every: Count = Field(default=20, description="Steps between lines of metrics.")
+
+
+class SshHost(Section):
+    """A machine that is reached by SSH."""
+
+    host: fields.Host = Field(description='Name or alias from ssh_config, or a set of them such as "gpu[02-04]".')
+    gpus: fields.GpuCount | None = Field(
+        default=None, description="GPUs to use on each of them; default: gpus_per_node."
+    )
+
+
+class Ssh(Section):
+    """Where the ssh launcher starts the nodes."""
+
+    hosts: tuple[SshHost, ...] = Field(
+        default=(), description="Hosts in the order of the nodes: names, sets, or {host, gpus}."
+    )
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _accept_names(cls, hosts: Any) -> Any:
+        if not isinstance(hosts, list | tuple):
+            return hosts
+        return [{"host": host} if isinstance(host, Scalar | str) else host for host in hosts]
+
+
+class JobSpec(Section):
+    """What to run and where: one spec, whatever starts it."""
+
+    name: fields.Name = Field(
+        description="Name of the job: 1 to 64 letters, digits, dots, - and _, beginning with a letter or digit."
+    )
+    launcher: Annotated[Literal["local", "ssh", "slurm"], Word] = Field(
+        default="local",
+        description="What starts the ranks: this machine, machines over SSH, or Slurm. --launcher overrides it.",
+    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], Word] = Field(
+        default="auto", description="Where ranks compute; auto: on GPUs where there are any. --cpu overrides it."
+    )
+    resources: Resources = Field(default_factory=Resources, description="Machines, ranks, GPUs, cores, time.")
+    network: Network = Field(default_factory=Network, description="Interface, port and backend of the gang.")
+    env: dict[fields.Variable, fields.LooseText] = Field(
+        default_factory=dict, description="Variables for every rank; they beat what clusterddp would set."
+    )
+    secrets: tuple[fields.Variable, ...] = Field(
+        default=(),
+        description="Names of variables that are handed to the ranks from where you submit; values are never stored.",
+    )
+    restarts: fields.Restarts = Field(
+        default=0, description="How often the gang is started again from its last checkpoint after a failure, 0 to 100."
+    )
+    snapshot: fields.Switch = Field(
+        default=True, description="Run a copy of the code, so that later edits change nothing."
+    )
+    train: TrainSpec | None = Field(
+        default=None, description="The built-in trainer; also what runs when there is no entry."
+    )
+    entry: EntrySpec | None = Field(default=None, description="A program of yours instead of the built-in trainer.")
+    slurm: dict[fields.SlurmKey, fields.Option] = Field(
+        default_factory=dict, description="Options of sbatch by their long names, for the slurm launcher."
+    )
+    ssh: Ssh = Field(default_factory=Ssh, description="Hosts, for the ssh launcher.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_by_default(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("train") is None and data.get("entry") is None:
+            return data | {"train": {}}
+        return data
+
+    @field_validator("slurm", mode="after")
+    @classmethod
+    def _spell_options_one_way(cls, options: dict[str, str | bool]) -> dict[str, str | bool]:
+        return {key.replace("-", "_"): value for key, value in options.items()}
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> JobSpec:
+        check_rules(self)
+        return self

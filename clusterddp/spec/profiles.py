@@ -1,0 +1,92 @@
+"""Profiles: where to run, kept apart from what to run, in the user's `config.yaml`.
+
+profiles:
+  lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
+default_profile: lab
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as Map
+from pathlib import Path
+
+import platformdirs
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.spec.textfile import decode, read_bytes
+from clusterddp.spec.tree import Mapping, Place, Scalar, describe
+from clusterddp.spec.yamlfile import parse
+
+CONFIG_VARIABLE = "CLUSTERDDP_CONFIG"
+_KEYS = ("profiles", "default_profile")
+
+
+def config_path(environ: Map[str, str]) -> Path | None:
+    """Return where the user's configuration lies; None: there is none (CLUSTERDDP_CONFIG is empty, or no home)."""
+    if CONFIG_VARIABLE in environ:
+        return Path(environ[CONFIG_VARIABLE]) if environ[CONFIG_VARIABLE] else None
+    if "HOME" not in environ and "XDG_CONFIG_HOME" not in environ:
+        return None
+    return platformdirs.user_config_path("clusterddp") / "config.yaml"
+
+
+def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
+    """Read the profile `name`, or the default one; None when none is asked for.
+
+    Raises: SpecError: no such profile, or the configuration is wrong.
+    """
+    path = config_path(environ)
+    if path is None or not (path.exists() or CONFIG_VARIABLE in environ):
+        if name is not None:
+            raise _unknown(Place(source=f"--profile {name}", origin=""), name, [], path)
+        return None
+    text = decode(read_bytes(path), str(path))
+    profiles, default = _read_config(parse(text, str(path), may_be_empty=True))
+    place = Place(source=f"--profile {name}", origin="")
+    if name is None:
+        if default is None:
+            return None
+        name, place = default.text, default.place
+    if name not in profiles:
+        raise _unknown(place, name, sorted(profiles), path)
+    labelled = parse(text, str(path), origin=f"profile {name}").entries["profiles"]
+    chosen = labelled.entries[name] if isinstance(labelled, Mapping) else None
+    return chosen if isinstance(chosen, Mapping) else None
+
+
+def _read_config(config: Mapping) -> tuple[dict[str, Place], Scalar | None]:
+    """Check the configuration's own keys; returns the profiles' names with their places, and the default's name."""
+    problems: list[Problem] = [
+        problem_at(place, f"unknown key{did_you_mean(key, _KEYS)}", key=key)
+        for key, place in config.keys.items()
+        if key not in _KEYS
+    ]
+    default = config.entries.get("default_profile")
+    if isinstance(default, Scalar) and default.null:
+        default = None
+    if default is not None and not isinstance(default, Scalar):
+        message = f"found {describe(default)}, expected the name of a profile"
+        problems.append(problem_at(config.keys["default_profile"], message, key="default_profile"))
+        default = None
+    profiles = config.entries.get("profiles")
+    names: dict[str, Place] = {}
+    if isinstance(profiles, Mapping):
+        names = profiles.keys
+        for name, profile in profiles.entries.items():
+            if not isinstance(profile, Mapping) and not (isinstance(profile, Scalar) and profile.null):
+                message = f"found {describe(profile)}, expected keys and values of a spec"
+                problems.append(problem_at(profile.place, message, key=f"profiles.{name}"))
+    elif profiles is not None and not (isinstance(profiles, Scalar) and profiles.null):
+        message = f"found {describe(profiles)}, expected a mapping of names to profiles"
+        problems.append(problem_at(config.keys["profiles"], message, key="profiles"))
+    if problems:
+        raise SpecError(tuple(problems))
+    return names, default
+
+
+def _unknown(place: Place, name: str, names: list[str], path: Path | None) -> SpecError:
+    known = f"there are: {', '.join(names)}" if names else "there are none"
+    where = f" ({path})" if path is not None else ""
+    message = f"no profile {describe(name)}; {known}{where}{did_you_mean(name, names)}"
+    return SpecError((problem_at(place, message),))

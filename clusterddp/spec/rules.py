@@ -1,0 +1,115 @@
+"""The rules between fields: what each value allows on its own and the whole does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import EntrySpec, JobSpec, TrainSpec
+
+MAX_RANKS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conflict:
+    """Values that do not go together. `keys` are the dotted keys concerned; the first one given is pointed at."""
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str | None = None
+
+
+def check_rules(job: JobSpec) -> None:
+    """Raise one error that carries every conflict in `job`."""
+    conflicts = tuple(_conflicts(job))
+    if conflicts:
+        text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in conflicts)
+        raise PydanticCustomError("clusterddp_rules", "{text}", {"text": text, "conflicts": conflicts})
+
+
+def _conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.train is not None and job.entry is not None:
+        yield Conflict(
+            keys=("entry", "train"),
+            message="a spec has either train or entry, this one has both",
+            hint="~train or ~entry on the command line drops one of them",
+        )
+    if job.entry is not None:
+        yield from _entry_conflicts(job.entry)
+    if job.train is not None:
+        yield from _train_conflicts(job.train)
+    yield from _size_conflicts(job)
+    yield from _device_conflicts(job)
+    yield from _name_conflicts(job)
+    if job.launcher == "ssh" and not job.ssh.hosts:
+        yield Conflict(
+            keys=("ssh.hosts", "launcher"),
+            message="launcher ssh has no hosts",
+            hint="ssh: {hosts: [gpu01, gpu02]} names them in the order of the nodes",
+        )
+
+
+def _entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
+    if entry.script is None and entry.module is None:
+        yield Conflict(keys=("entry",), message="has neither script nor module, expected one of them")
+    if entry.script is not None and entry.module is not None:
+        yield Conflict(
+            keys=("entry.module", "entry.script"), message="has both script and module, expected one of them"
+        )
+
+
+def _train_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.nesterov and train.momentum == 0:
+        yield Conflict(
+            keys=("train.momentum", "train.nesterov"),
+            message="nesterov needs a momentum above 0",
+            hint="train.nesterov: false is plain SGD",
+        )
+    if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
+        yield Conflict(
+            keys=("train.samples", "train.dataset"),
+            message=f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
+        )
+
+
+def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    resources = job.resources
+    if resources.world_size > MAX_RANKS:
+        yield Conflict(
+            keys=("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
+            message=f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "
+            f"expected at most {MAX_RANKS}",
+        )
+    gpus = resources.gpus_per_node
+    if gpus and job.device != "cpu" and resources.ranks_per_node > gpus:
+        yield Conflict(
+            keys=("resources.procs_per_node", "resources.gpus_per_node"),
+            message=f"{resources.ranks_per_node} ranks on each node share {gpus} GPUs, expected one rank per GPU",
+            hint="leave procs_per_node out: it follows gpus_per_node",
+        )
+
+
+def _device_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.device == "cuda" and job.resources.gpus_per_node == 0:
+        yield Conflict(
+            keys=("resources.gpus_per_node", "device"), message="device cuda needs GPUs, found 0 on each node"
+        )
+    if job.network.backend == "nccl" and (job.device == "cpu" or job.resources.gpus_per_node == 0):
+        why = "device is cpu" if job.device == "cpu" else "gpus_per_node is 0"
+        yield Conflict(
+            keys=("network.backend", "device", "resources.gpus_per_node"),
+            message=f"nccl needs GPUs, and {why}",
+            hint="gloo works on the CPU; auto chooses it there",
+        )
+
+
+def _name_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    for index, name in enumerate(job.secrets):
+        if name in job.env:
+            yield Conflict(keys=(f"env.{name}",), message="is also under secrets; a secret has no value in the spec")
+        if name in job.secrets[:index]:
+            yield Conflict(keys=(f"secrets.{index}",), message=f"{name} is named twice")

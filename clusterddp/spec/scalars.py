@@ -1,0 +1,213 @@
+"""How one value of a spec is read: each reader takes what was written and returns a typed value or says what is wrong.
+
+Scalars of a file arrive as text with the note whether they were quoted (`tree.Scalar`); values from Python or JSON
+arrive as they are. No YAML rule types anything before the schema does, so `4:00:00` is a time and `no` is no boolean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Literal, NoReturn
+
+from pydantic_core import PydanticCustomError
+
+from clusterddp.spec.tree import Scalar, describe
+
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+MAX_INT = 2**63 - 1
+
+RANK_VARIABLES = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+    }
+)  # fmt: skip
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_TRUE_WORDS = frozenset({"yes", "on", "y", "1", "t"})
+_FALSE_WORDS = frozenset({"no", "off", "n", "0", "f"})
+
+
+def refuse(found: object, expected: str, hint: str | None = None) -> NoReturn:
+    """Raise the error that names what was found and what was expected."""
+    raise problem(f"found {describe(found)}, expected {expected}", hint)
+
+
+def problem(message: str, hint: str | None = None) -> PydanticCustomError:
+    """Make an error in our own words; `load` takes message and hint from its context."""
+    return PydanticCustomError("clusterddp", "{message}", {"message": message, "hint": hint})
+
+
+def read_int(value: object) -> int:
+    """Read a whole number in decimal digits."""
+    expected = "a whole number"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, Scalar):
+        refuse(value, expected)
+    if value.quoted:
+        refuse(value, expected, _unquote_hint(value.text, _INT))
+    if _INT.fullmatch(value.text):
+        if len(value.text) > 20 or abs(int(value.text)) > MAX_INT:
+            refuse(value, f"{expected} below 2^63")
+        return int(value.text)
+    refuse(value, expected, _int_hint(value.text))
+
+
+def read_float(value: object) -> float:
+    """Read a finite number."""
+    expected = "a number"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            refuse(value, "a finite number")
+        if not math.isfinite(number):
+            refuse(value, "a finite number")
+        return number
+    if not isinstance(value, Scalar):
+        refuse(value, expected)
+    if value.quoted:
+        refuse(value, expected, _unquote_hint(value.text, _FLOAT))
+    if not _FLOAT.fullmatch(value.text):
+        refuse(value, "a finite number" if _not_finite(value.text) else expected, _float_hint(value.text))
+    number = float(value.text)
+    if not math.isfinite(number):
+        refuse(value, "a finite number")
+    return number
+
+
+def read_bool(value: object) -> bool:
+    """Read `true` or `false`; the other words of YAML 1.1 are refused, because only some readers take them."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Scalar) and not value.quoted and value.text.lower() in {"true", "false"}:
+        return value.text.lower() == "true"
+    word = value.text.lower() if isinstance(value, Scalar) else str(value)
+    hint = (
+        "write true" if word in _TRUE_WORDS | {"true"} else "write false" if word in _FALSE_WORDS | {"false"} else None
+    )
+    if hint and isinstance(value, Scalar) and value.quoted:
+        hint += ", without quotes"
+    refuse(value, "true or false", hint)
+
+
+def read_text(value: object) -> str:
+    """Read text byte for byte; a plain `123` is the text 123."""
+    if not isinstance(value, Scalar | str):
+        refuse(value, "text", 'write "" for an empty text' if value is None else None)
+    text = value.text if isinstance(value, Scalar) else value
+    if "\0" in text:
+        refuse(value, "text without NUL characters", "no argument, path or variable of a process can hold one")
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        refuse(value, "text that UTF-8 can encode", "write the character itself instead of a pair of escapes")
+    return text
+
+
+def read_word(value: object) -> str | None:
+    """Read one of a few words; nothing is let through, for the choices to be named."""
+    return None if value is None else read_text(value)
+
+
+def read_filled_text(value: object) -> str:
+    """Read text that is not empty."""
+    return read_text(value) or refuse(value, "text that is not empty")
+
+
+def read_loose_text(value: object) -> str:
+    """Read text where a number from Python or JSON is as good: variables and arguments of a process."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return read_text(value)
+
+
+def read_option(value: object) -> str | bool:
+    """Read a Slurm option: true and false switch it, anything else is its text."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Scalar) and not value.quoted and value.text in {"true", "True", "TRUE"}:
+        return True
+    if isinstance(value, Scalar) and not value.quoted and value.text in {"false", "False", "FALSE"}:
+        return False
+    text = read_loose_text(value)
+    if any(char < " " or char == "\x7f" for char in text):
+        refuse(value, "text without line breaks or other control characters")
+    return text
+
+
+def read_port(value: object) -> int | Literal["auto"]:
+    """Read a port number, or `auto`."""
+    if isinstance(value, Scalar | str) and read_text(value) == "auto":
+        return "auto"
+    expected = "auto or a port from 1024 to 65535"
+    try:
+        port = read_int(value)
+    except PydanticCustomError as error:
+        refuse(value, expected, (error.context or {}).get("hint"))
+    return port if 1024 <= port <= 65535 else refuse(value, expected)
+
+
+def read_variable(value: object) -> str:
+    """Read the name of an environment variable that the user may set."""
+    # The text is not repeated: somebody may have written a secret's value where its name belongs.
+    name = read_text(value)
+    if not re.fullmatch(VARIABLE, name):
+        hint = "write the name alone, never its value" if "=" in name else None
+        raise problem("not the name of a variable: expected letters, digits and _, beginning with no digit", hint)
+    if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "CLUSTERDDP_")):
+        hint = {
+            "MASTER_PORT": "network.master_port sets it",
+            "MASTER_ADDR": "it is the address of node 0 on network.interface",
+            "WORLD_SIZE": "resources.nodes and resources.procs_per_node decide it",
+        }.get(name)
+        raise problem(f"{name} is set by clusterddp for each rank; a value of yours would break the gang", hint)
+    return name
+
+
+def matching(pattern: str, expected: str) -> Callable[[object], str]:
+    """Make a reader for text that matches `pattern` wholly; `expected` says the pattern in words."""
+    compiled = re.compile(pattern.removesuffix("$").removeprefix("^"))
+
+    def read_matching(value: object) -> str:
+        text = read_text(value)
+        return text if compiled.fullmatch(text) else refuse(value, expected)
+
+    return read_matching
+
+
+def _unquote_hint(text: str, pattern: re.Pattern[str]) -> str | None:
+    return f"write {text}, without quotes" if len(text) <= 20 and pattern.fullmatch(text) else None
+
+
+def _int_hint(text: str) -> str | None:
+    if len(text) > 20:
+        return None
+    if re.fullmatch(r"[-+]?0[0-9]+", text):
+        return f"write {int(text)}; some YAML readers take a leading 0 for octal"
+    if re.fullmatch(r"[0-9][0-9_]*", text):
+        return f"write {text.replace('_', '')}"
+    if re.fullmatch(r"0[xX][0-9a-fA-F]+|0o[0-7]+", text):
+        return f"write {int(text, 0)}"
+    if _FLOAT.fullmatch(text) and math.isfinite(float(text)) and float(text).is_integer() and abs(float(text)) < 1e15:
+        return f"write {int(float(text))}"
+    return None
+
+
+def _float_hint(text: str) -> str | None:
+    if len(text) > 20:
+        return None
+    if re.fullmatch(r"[-+]?0[0-9]+(\.[0-9]*)?", text):
+        return f"write {text.lstrip('+0') or '0'}"
+    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", text):
+        return f"write {text.replace(',', '.')}"
+    if re.fullmatch(r"[0-9][0-9_]*(\.[0-9]*)?", text):
+        return f"write {text.replace('_', '')}"
+    return None
+
+
+def _not_finite(text: str) -> bool:
+    return text.lower().lstrip("+-.") in {"nan", "inf", "infinity"}

@@ -1,0 +1,91 @@
+"""Reading a spec as text: at most 1 MB of a regular file or of the standard input, UTF-8, no control characters."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.problems import problem_at
+from clusterddp.spec.tree import Place
+
+MAX_BYTES = 1_000_000
+
+# PyYAML refuses most of these without saying where, and takes U+0085, U+2028 and U+2029 for line breaks.
+_REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+LINE_BREAK = re.compile("\r\n|\r|\n")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a spec's file, of which at most 1 MB is ever read; a device, a FIFO or a directory is refused.
+
+    Raises: SpecError: it is no regular file, cannot be read, or is too large.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"
+        raise whole_file_error(str(path), f"cannot be read: {reason}") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+            hint = None if stat.S_ISDIR(mode) else "- reads a spec from the standard input"
+            raise whole_file_error(str(path), f"is {kind}, expected a YAML file", hint)
+        with open(descriptor, "rb", closefd=False) as file:
+            return _limited(file.read(MAX_BYTES + 1), str(path))
+    except OSError as error:
+        raise whole_file_error(str(path), f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_stdin() -> bytes:
+    """Read a spec from the standard input, up to 1 MB."""
+    return _limited(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>")
+
+
+def decode(data: bytes, source: str) -> str:
+    """Decode UTF-8, with or without a byte order mark, and refuse characters that YAML does not allow.
+
+    Raises: SpecError: with the place of the first byte or character that is wrong.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig", errors="replace")
+        hint = "save the file as UTF-8"
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise whole_file_error(source, "is UTF-16, expected UTF-8", hint) from error
+        message = f"byte 0x{data[error.start]:02x} is not UTF-8"
+        raise SpecError((problem_at(_place_of(source, before, len(before)), message, hint),)) from error
+    match = _REFUSED.search(text)
+    if match:
+        code = f"U+{ord(match.group()):04X}"
+        hint = f'in a text, write it as "\\u{ord(match.group()):04X}" in double quotes'
+        message = f"character {code} is not allowed in a spec"
+        place = _place_of(source, text, match.start())
+        raise SpecError((problem_at(place, message, hint if ord(match.group()) else "is this a binary file?"),))
+    return text
+
+
+def whole_file_error(source: str, message: str, hint: str | None = None) -> SpecError:
+    """Make the error of a file that is wrong as a whole."""
+    return SpecError((Problem(source=source, message=message, hint=hint),))
+
+
+def _limited(data: bytes, source: str) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise whole_file_error(source, f"is larger than {MAX_BYTES // 1_000_000} MB, expected a spec")
+    return data
+
+
+def _place_of(source: str, text: str, index: int) -> Place:
+    before = LINE_BREAK.split(text[:index])
+    rest = LINE_BREAK.split(text[index:], maxsplit=1)[0]
+    line = before[-1] + rest
+    return Place(source=source, origin="", line=len(before), column=len(before[-1]) + 1, source_line=line)

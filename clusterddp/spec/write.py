@@ -1,0 +1,47 @@
+"""Writing a spec as YAML that reads back to the same JobSpec."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from clusterddp.spec.model import JobSpec
+from clusterddp.spec.tree import NULL_WORDS
+
+# Text that every YAML reader takes for text, so that it needs no quotes.
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n"})
+# What JSON leaves as it is and YAML, or the strict reader, does not.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+def resolved_yaml(job: JobSpec) -> str:
+    """Write every value of `job`, defaults too."""
+    lines: list[str] = []
+    for key, value in job.model_dump(mode="json").items():
+        if value is None:
+            continue
+        if isinstance(value, dict) and value:
+            lines.append(f"{key}:")
+            lines += [f"  {_scalar(name)}: {_flow(inner)}" for name, inner in value.items()]
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED and value not in NULL_WORDS:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)

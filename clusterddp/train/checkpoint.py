@@ -1,0 +1,186 @@
+"""Checkpoints on disk: written whole or not at all, checked before they are read, newest valid one wins.
+
+A generation is `step-00000123-a0.pt` (step, attempt) and a manifest of the same name that ends in `.json`, written
+after it; without the manifest, with its sum, there is no checkpoint. No file is ever written over: an attempt that
+was cut off and writes on, late, cannot touch its successor's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir, write_bytes
+
+_GENERATION = re.compile(r"step-\d{8,}-a\d+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint's data must be like to be believed."""
+
+    file: str
+    sha256: str
+    bytes: int
+    attempt: int
+    epoch: int
+    step: int
+    samples: int
+    created: float
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Orders checkpoints: a later attempt's is newer, whatever its step."""
+        return self.attempt, self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Store:
+    """Where an attempt of a run keeps its checkpoints, and how many generations."""
+
+    run: RunDir
+    attempt: int
+    keep: int
+
+    @property
+    def directory(self) -> Path:
+        return self.run.checkpoints
+
+
+def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
+    """Commit `state` as the newest checkpoint, then drop the generations beyond `store.keep`.
+
+    Raises: ClusterddpError: a later attempt of the run has begun; or the file system refuses, and then the
+    checkpoints that were there are untouched.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return commit(store, buffer.getvalue(), epoch=state["epoch"], step=state["step"], samples=state["samples"])
+
+
+def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
+    """Write `data` durably, then its manifest; see `write_checkpoint`."""
+    name = f"step-{step:08d}-a{store.attempt}"
+    manifest = Manifest(
+        file=f"{name}.pt",
+        sha256=hashlib.sha256(data).hexdigest(),
+        bytes=len(data),
+        attempt=store.attempt,
+        epoch=epoch,
+        step=step,
+        samples=samples,
+        created=time.time(),
+    )
+    path = store.directory / manifest.file
+    _refuse_if_stale(store)
+    path.with_suffix(".json").unlink(missing_ok=True)
+    _write(path, data)
+    try:
+        _refuse_if_stale(store)
+        _write(path.with_suffix(".json"), json.dumps(asdict(manifest), indent=1).encode())
+    except ClusterddpError:
+        path.unlink(missing_ok=True)
+        raise
+    _prune(store)
+    return manifest
+
+
+def read_newest(store: Store, report: Callable[[str], None]) -> tuple[Manifest, bytes] | None:
+    """Read the newest valid checkpoint's bytes; one whose bytes do not fit its manifest is reported and passed over."""
+    for path in sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True):
+        try:
+            manifest = _read_manifest(path)
+            return manifest, read_verified(store.directory, manifest)
+        except (OSError, ClusterddpError) as error:
+            report(f"the checkpoint {path.name} is not valid and is passed over: {error}")
+    return None
+
+
+def read_verified(directory: Path, manifest: Manifest) -> bytes:
+    """Read a checkpoint's bytes and check them against the manifest, before anything unpickles them.
+
+    Raises: ClusterddpError: size or sum is another one. OSError: the file cannot be read.
+    """
+    data = (directory / manifest.file).read_bytes()
+    if len(data) != manifest.bytes:
+        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest says {manifest.bytes:,}")
+    if hashlib.sha256(data).hexdigest() != manifest.sha256:
+        raise ClusterddpError(f"{manifest.file} is damaged: its sha256 is not the manifest's")
+    return data
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """Unpickle a checkpoint's verified bytes; nothing but tensors and plain values is let in."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return state
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_bytes(path, data)
+    except (OSError, ClusterddpError) as error:
+        raise ClusterddpError(
+            f"the checkpoint was not written: {error}",
+            hint="earlier checkpoints are untouched: make room or mend the directory, then resume the run",
+        ) from error
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """Raises: ClusterddpError: the manifest makes no sense."""
+    try:
+        data = json.loads(path.read_bytes())
+        manifest = Manifest(**{field.name: data[field.name] for field in fields(Manifest)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClusterddpError(f"not a manifest ({type(error).__name__}: {error})") from error
+    if manifest.file != f"{path.stem}.pt":
+        raise ClusterddpError(f"it names the file {manifest.file!r}, not {path.stem}.pt")
+    return manifest
+
+
+def _refuse_if_stale(store: Store) -> None:
+    newest = max((attempt.number for attempt in store.run.attempts()), default=store.attempt)
+    if newest > store.attempt:
+        raise ClusterddpError(f"attempt {newest} of the run has begun, this is attempt {store.attempt}")
+
+
+def _prune(store: Store) -> None:
+    """Remove what is older than the generations to keep, and what writers that were killed left behind.
+
+    A manifest goes before its data, so a crash in between leaves no checkpoint without data.
+    """
+    manifests = sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True)
+    kept = [path for path in manifests if _data_fits(path)][: store.keep]
+    names = {path.stem for path in kept}
+    for path in manifests:
+        if path.stem not in names:
+            path.unlink(missing_ok=True)
+    for path in store.directory.iterdir():
+        match = _GENERATION.match(path.name.lstrip("."))
+        if match and match.group() not in names:
+            path.unlink(missing_ok=True)
+
+
+def _data_fits(path: Path) -> bool:
+    """Say whether the manifest at `path` has its data, by size (the sum is for whoever reads it)."""
+    try:
+        manifest = _read_manifest(path)
+        return (path.parent / manifest.file).stat().st_size == manifest.bytes
+    except (OSError, ClusterddpError):
+        return False
+
+
+def _name_age(path: Path) -> tuple[int, int]:
+    """Order by (attempt, step), from the name alone, so that damage inside changes no order."""
+    match = re.fullmatch(r"step-(\d+)-a(\d+)", path.stem)
+    return (int(match[2]), int(match[1])) if match else (-1, -1)

@@ -1,0 +1,224 @@
+"""How ranks talk: joining the group, exchanging gradients, agreeing on a stop.
+
+Every helper also works for a single rank, which joins no group and sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.errors import ClusterddpError
+
+GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process stands among the ranks, as torchrun's variables tell it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    backend: str
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+        """Read the variables; without them the process is the only rank."""
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks that train together, seen from one of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+    """A gloo group over the CPU for small talk beside the gradients; None for a single rank."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join_group(place: Place) -> Group:
+    """Choose this rank's device and meet the other ranks at MASTER_ADDR:MASTER_PORT.
+
+    Raises: ClusterddpError: the rank has no GPU of its own.
+    """
+    device = _choose_device(place)
+    if place.world_size == 1:
+        return Group(rank=0, world_size=1, device=device)
+    dist.init_process_group(
+        place.backend,
+        init_method="env://",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=GROUP_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    assert control is not None
+    return Group(rank=place.rank, world_size=place.world_size, device=device, control=control)
+
+
+def leave_group(group: Group) -> None:
+    """Leave in good order; after an exception a rank must not come here but end at once."""
+    if group.world_size > 1:
+        dist.destroy_process_group()
+
+
+def wrap_exact(model: nn.Module, group: Group) -> nn.Module:
+    """Make the backward pass average the gradients over the ranks, exactly; a single rank's model stays as it is.
+
+    Rank 0's parameters become everybody's. Batch norm's running statistics are left to each rank: nothing reads them
+    while training, and `averaged_buffers` makes them equal where somebody does. That saves a broadcast in every step.
+    """
+    if group.world_size == 1:
+        return model
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers, which torch 2.11 does not have.
+    options: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+    }
+    if "batched_grad_copy" in known:
+        options["batched_grad_copy"] = True  # bucket views alone save no copy once gradients are set to None
+    return DistributedDataParallel(
+        model,
+        device_ids=[group.device] if group.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **options,
+    )
+
+
+def exchange_gradients(wrapped: nn.Module, *, now: bool) -> AbstractContextManager[None]:
+    """Say, around a micro-batch's forward and backward pass, whether its backward pass talks to the other ranks."""
+    if now or not isinstance(wrapped, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return wrapped.no_sync()
+
+
+def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
+    """Add up `values` over the ranks, in place."""
+    if group.world_size > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+@contextlib.contextmanager
+def averaged_buffers(model: nn.Module, group: Group) -> Iterator[None]:
+    """Let every rank's floating-point buffers be their mean over the ranks, inside the `with` only.
+
+    Outside each rank keeps its own, so that looking at a model (evaluation, a checkpoint) never changes what follows:
+    a run that was stopped between two steps goes on exactly like one that was not.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if group.world_size == 1 or not buffers:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    mean = sum_over_ranks(torch.cat([buffer.flatten().double() for buffer in buffers]), group) / group.world_size
+    for buffer, values in zip(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, own, strict=True):
+            buffer.copy_(values)
+
+
+def gather_on_first(value: _T, group: Group) -> list[_T] | None:
+    """Collect one value of each rank, by rank, on rank 0; None elsewhere."""
+    if group.world_size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.world_size if group.is_first else None
+    dist.gather_object(value, values, dst=0, group=group.control)
+    return values
+
+
+def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
+    """Give rank 0's bytes, or its None, to every rank."""
+    if group.world_size == 1:
+        return data
+    size = torch.tensor([-1 if data is None else len(data)])
+    dist.broadcast(size, src=0, group=group.control)
+    if size.item() < 0:
+        return None
+    content = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    )
+    dist.broadcast(content, src=0, group=group.control)
+    return data if data else content.numpy().tobytes()
+
+
+class StopAgreement:
+    """Lets all ranks learn of a stop at the same step, without a step that waits for it.
+
+    `requested` asks this rank's own sources. Its answer travels beside a step's computation and is read one step
+    later, so a rank is as early as the others and nobody waits for a round trip.
+    """
+
+    def __init__(self, requested: Callable[[], bool], group: Group) -> None:
+        self._requested = requested
+        self._group = group
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._pending: dist.Work | None = None
+        self.told = False
+        """True from the moment on that all ranks know of the stop."""
+
+    def agreed(self) -> bool:
+        """Say whether all ranks stop here; every rank must ask equally often."""
+        if self._group.world_size == 1:
+            self.told = self.told or self._requested()
+            return self.told
+        self.settle()
+        if not self.told:
+            self._flag[0] = self._requested()
+            self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True)
+        return self.told
+
+    def agreed_now(self) -> bool:
+        """Like `agreed`, but wait for the answer to the question asked now."""
+        self.agreed()
+        self.settle()
+        return self.told
+
+    def settle(self) -> None:
+        """Wait for the answer that is under way, if one is."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self.told = bool(self._flag.item())
+
+
+def _choose_device(place: Place) -> torch.device:
+    if place.backend != "nccl":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if place.local_rank >= gpus:
+        raise ClusterddpError(
+            f"rank {place.rank} is number {place.local_rank} on its node, which shows it {gpus} GPUs",
+            hint="ask for at most one rank per GPU, or run on the CPU with --cpu",
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device

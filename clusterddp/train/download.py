@@ -1,0 +1,123 @@
+"""Downloads a data set once per host, with torchvision: the only place that imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from urllib.error import URLError
+
+import platformdirs
+import torch
+from filelock import FileLock
+
+from clusterddp.errors import ClusterddpError
+
+_SOCKET_TIMEOUT_S = 30.0  # a compute node behind a firewall answers nothing at all
+
+log = logging.getLogger(__name__)
+_declared_operators: list[torch.library.Library] = []  # torch forgets a declaration with its Library object
+
+
+def download_once(
+    torchvision_name: str,
+    title: str,
+    data_dir: Path,
+    *,
+    find: Callable[[Path], Path | None],
+    result: str,
+) -> Path:
+    """Return the folder that `find` finds under `data_dir`, after downloading the set if need be.
+
+    `torchvision_name` is the class in torchvision.datasets and `result` the name of the entry that it makes in its
+    root. Processes of all ranks may call this at once: one downloads under a lock, the others wait. The files arrive in
+    a staging folder and appear under `data_dir` at one blow.
+
+    Raises:
+        ClusterddpError: nothing can be downloaded or written here.
+    """
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(data_dir / f".{torchvision_name}.lock"):
+            return find(data_dir) or _download(torchvision_name, title, data_dir, find, result)
+    except (OSError, URLError, RuntimeError, ImportError) as error:
+        raise ClusterddpError(
+            f"{title} could not be downloaded to {data_dir}: {type(error).__name__}: {error}",
+            hint="download it where there is a network and set train.data_dir, or take train.dataset=shapes",
+        ) from error
+
+
+def default_data_dir() -> Path:
+    """Return where data sets go when the spec names no place."""
+    return platformdirs.user_cache_path("clusterddp") / "data"
+
+
+def missing_error(title: str, data_dir: Path, *, wanted: str) -> ClusterddpError:
+    """Return the error for a set that is not there and may not be downloaded."""
+    return ClusterddpError(
+        f"{data_dir}: {title} is not there: expected {wanted}",
+        hint="set train.data_dir to the directory that holds it, or train.download=true",
+    )
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, also beside a torch that it was not built for.
+
+    A torchvision built for CUDA does not load its compiled operators beside a CPU build of torch, and then fails at
+    import because two of them, nms and qnms, are unknown ("operator torchvision::nms does not exist"). Declaring their
+    schemas is enough for everything that does not call them, and data sets do not.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        operators = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        _declared_operators.append(operators)
+        log.warning(
+            "torchvision was built for another torch than %s (%s); its operators nms and qnms are declared without "
+            "code, data sets work",
+            torch.__version__,
+            error,
+        )
+        return importlib.import_module("torchvision")
+
+
+def _download(
+    torchvision_name: str, title: str, target: Path, find: Callable[[Path], Path | None], result: str
+) -> Path:
+    import_torchvision()
+    datasets = importlib.import_module("torchvision.datasets")
+    log.info("downloading %s to %s", title, target)
+    staging = Path(tempfile.mkdtemp(prefix=f".{torchvision_name}-", dir=target))
+    try:
+        with _socket_timeout(_SOCKET_TIMEOUT_S):
+            getattr(datasets, torchvision_name)(str(staging), download=True)
+        (staging / result).rename(target / result)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    folder = find(target)
+    if folder is None:
+        raise RuntimeError(f"torchvision reported success, but {target / result} lacks the files")
+    return folder
+
+
+@contextlib.contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

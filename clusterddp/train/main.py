@@ -1,0 +1,175 @@
+"""The built-in trainer as a rank's program: join the group, build, train, leave.
+
+Started once per rank with torchrun's variables and CLUSTERDDP_RUN_DIR, whose plan.json holds the spec; alone it needs
+no more than CLUSTERDDP_RUN_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
+from clusterddp.spec.model import TrainSpec
+from clusterddp.train.checkpoint import Store
+from clusterddp.train.comm import Place, averaged_buffers, join_group, leave_group
+from clusterddp.train.data import load_dataset
+from clusterddp.train.loop import Setting, prepare, train
+from clusterddp.train.metrics import Reporter
+from clusterddp.train.state import TrainState, tensors_sha256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What the run asks of this process, besides its place among the ranks."""
+
+    run: RunDir
+    attempt: AttemptDir
+    stop_file: Path
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Assignment:
+        """Read the variables.
+
+        Raises: ClusterddpError: no run is named.
+        """
+        try:
+            run = RunDir(Path(environ["CLUSTERDDP_RUN_DIR"]))
+        except KeyError as error:
+            raise ClusterddpError(
+                "CLUSTERDDP_RUN_DIR is not set", hint="clusterddp submit starts the trainer"
+            ) from error
+        attempt = run.attempt(int(environ.get("CLUSTERDDP_ATTEMPT", "0")))
+        stop_file = environ.get("CLUSTERDDP_STOP_FILE")
+        return cls(run=run, attempt=attempt, stop_file=Path(stop_file) if stop_file else attempt.stop_file)
+
+
+def main(environ: Mapping[str, str]) -> None:
+    """Carry this rank from its start to its end.
+
+    An exception is not handled here: a rank that fails must end at once, without waiting for the others.
+    """
+    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
+    spec = read_spec(assignment.run)
+    set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
+    group = join_group(place)
+    run, attempt = assignment.run, assignment.attempt.number
+    with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
+        setting = prepare(
+            spec,
+            load_dataset(spec, device=group.device, prepare=place.local_rank == 0),
+            group,
+            store=Store(run=run, attempt=attempt, keep=spec.keep_checkpoints),
+            reporter=reporter,
+            stop_requested=partial(stop_requested, assignment.stop_file),
+        )
+        introduce(setting)
+        start_up = StartUp(reporter)
+        state = train(setting, after_step=start_up)
+        if not state.finished(setting.schedule):
+            confirm(state, assignment, setting)
+        else:
+            with averaged_buffers(state.model, group):
+                reporter.summary(summarise(state, setting, start_up.seconds))
+    leave_group(group)
+
+
+def read_spec(run: RunDir) -> TrainSpec:
+    """Read what to train from the run's plan.
+
+    Raises: ClusterddpError: there is no plan.
+    """
+    plan = read_json(run.plan)
+    if plan is None:
+        raise ClusterddpError(f"{run.plan}: there is no plan")
+    return TrainSpec.model_validate(plan["spec"].get("train") or {})
+
+
+def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
+    """Set what is global in torch: threads, seeds, and how strictly results repeat."""
+    if threads:
+        torch.set_num_threads(int(threads))
+    torch.manual_seed(spec.seed)
+    random.seed(spec.seed)
+    torch.backends.cudnn.benchmark = not spec.deterministic
+    if spec.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+
+
+def introduce(setting: Setting) -> None:
+    """Tell what is going to be trained, on what."""
+    spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
+    ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
+    setting.reporter.say(
+        f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {setting.precision}, "
+        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
+    )
+    if dataset.warning:
+        setting.reporter.say(f"warning: {dataset.warning}")
+
+
+class StartUp:
+    """Measures the time from the process's start to the end of its first step; to be called after every step."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self.seconds: float | None = None
+
+    def __call__(self) -> None:
+        if self.seconds is None:
+            self.seconds = time.time() - psutil.Process().create_time()
+            self._reporter.say(f"first step done {self.seconds:.1f} s after the start of the process")
+
+
+def confirm(state: TrainState, assignment: Assignment, setting: Setting) -> None:
+    """Say that the run stopped where it was told to, its checkpoint being written."""
+    if setting.group.is_first:
+        assignment.attempt.path.mkdir(parents=True, exist_ok=True)
+        confirm_stop(assignment.attempt, {"epoch": state.epoch, "step": state.step, "samples": state.samples})
+    why = stop_reason(assignment.stop_file)
+    setting.reporter.say(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")
+
+
+def summarise(state: TrainState, setting: Setting, start_up_seconds: float | None) -> dict[str, Any]:
+    """Return what summary.json says about a run that came to its end."""
+    evaluation, dataset, spec = state.evaluation, setting.dataset, setting.spec
+    assert evaluation is not None, "a finished run has been evaluated"
+    return {
+        "accuracy": evaluation.accuracy,
+        "best_accuracy": state.best_accuracy,
+        "loss": evaluation.loss,
+        "eval_samples": evaluation.samples,
+        "epochs": state.epoch,
+        "steps": state.step,
+        "samples": state.samples,
+        "images_per_s": state.samples / state.train_seconds,
+        "train_seconds": state.train_seconds,
+        "start_up_seconds": start_up_seconds,
+        "world_size": setting.group.world_size,
+        "device": setting.group.device.type,
+        "precision": setting.precision,
+        "model": spec.model,
+        "dataset": dataset.label,
+        "warning": dataset.warning,
+        "params_sha256": tensors_sha256(state.model.named_parameters()),
+        "buffers_sha256": tensors_sha256(state.model.named_buffers()),
+        "resumed_from": state.resumed_from,
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main(os.environ)

@@ -1,0 +1,43 @@
+"""The models by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from clusterddp.train.augment import normalize
+from clusterddp.train.models.fastnet import FastNet
+from clusterddp.train.models.resnet import resnet18
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import TrainSpec
+    from clusterddp.train.data import Dataset
+
+_WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 12x12 covariance needs
+
+
+def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
+    """Build the model of `spec` for `dataset` on the CPU, with weights that depend on `spec.seed` and the data alone.
+
+    Every rank computes the same start; where hosts round differently, DDP's construction makes rank 0's the one that
+    counts (it broadcasts parameters and buffers, frozen ones too). The global random state is left as it was.
+    """
+    channels = dataset.train_images.shape[1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        if spec.model == "resnet18":
+            return resnet18(channels=channels, num_classes=dataset.num_classes)
+        model = FastNet(channels=channels, num_classes=dataset.num_classes, width=spec.width)
+    initialise(model, normalize(dataset.train_images[:_WHITENING_IMAGES].cpu(), mean=dataset.mean, std=dataset.std))
+    return model
+
+
+def initialise(model: nn.Module, images: Tensor) -> None:
+    """Set what a model takes from the data: FastNet's patch whitening; nothing for other models.
+
+    images: float, normalised, [n, channel, height, width], on the model's device.
+    """
+    if isinstance(model, FastNet):
+        model.whiten_patches(images)

@@ -1,0 +1,93 @@
+"""How weights move: SGD, and its learning rate over the steps of the whole run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from clusterddp.train.data import steps_per_epoch
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import TrainSpec
+
+_ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch.optim.lr_scheduler.OneCycleLR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How long a run is and how its learning rate goes, all in optimizer steps.
+
+    Epochs, and so the samples seen, do not depend on the number of ranks; steps do.
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    global_batch: int
+    """Samples of one optimizer step over all ranks."""
+    peak_lr: float
+    warmup: float
+    """The share of all steps in which the rate rises."""
+    shape: str
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0."""
+        progress = (step + 0.5) / self.total_steps
+        if progress < self.warmup:
+            risen = progress / self.warmup
+            if self.shape == "onecycle":
+                return self.peak_lr * (_ONECYCLE_START + (1 - _ONECYCLE_START) * _half_cosine(risen))
+            return self.peak_lr * risen
+        left = (1 - progress) / (1 - self.warmup)
+        if self.shape == "onecycle":
+            return self.peak_lr * _half_cosine(left)
+        return self.peak_lr * left if self.shape == "triangle" else self.peak_lr
+
+
+def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Schedule:
+    """Count the steps of the run and scale its learning rate with the global batch (Goyal et al. 2017), if asked to.
+
+    Raises: ClusterddpError: the train set is smaller than one step.
+    """
+    global_batch = world_size * spec.batch_size * spec.accumulate
+    per_epoch = steps_per_epoch(num_samples, world=world_size, batch_size=spec.batch_size, accumulate=spec.accumulate)
+    total_steps = spec.epochs * per_epoch
+    return Schedule(
+        epochs=spec.epochs,
+        steps_per_epoch=per_epoch,
+        total_steps=total_steps if spec.max_steps is None else min(total_steps, spec.max_steps),
+        global_batch=global_batch,
+        peak_lr=spec.lr * (global_batch / spec.lr_batch if spec.lr_scaling == "linear" else 1.0),
+        warmup=spec.warmup,
+        shape=spec.schedule,
+    )
+
+
+def build_optimizer(model: nn.Module, spec: TrainSpec, device: torch.device) -> torch.optim.SGD:
+    """Build SGD over what is trained of `model`; biases and batch norm's parameters do not decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(
+        groups,
+        lr=spec.lr,
+        momentum=spec.momentum,
+        nesterov=spec.nesterov and spec.momentum > 0,
+        fused=True if device.type == "cuda" else None,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _half_cosine(share: float) -> float:
+    """Go from 0 to 1, slowly at both ends."""
+    return (1 - math.cos(math.pi * share)) / 2

@@ -1,0 +1,82 @@
+"""How people watch a run: a bar on a terminal, a plain line per report everywhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from clusterddp.train.metrics import TrainReport
+
+
+class Progress(Protocol):
+    """What `metrics` tells people through."""
+
+    def advance(self, report: TrainReport) -> None:
+        """Show how far training has come."""
+
+    def say(self, text: str) -> None:
+        """Tell one thing, on a line that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def open_progress(stream: TextIO) -> Progress:
+    """Choose by whether somebody is looking."""
+    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
+
+
+class ProgressLines:
+    """One line per report, written at once, for log files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def advance(self, report: TrainReport) -> None:
+        steps = f"step {report.step_in_epoch}/{report.steps_per_epoch}"
+        self.say(f"epoch {report.epoch}/{report.epochs_total} {steps} {describe(report)} eta {_duration(report.eta_s)}")
+
+    def say(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class ProgressBar:
+    """One bar over all steps of the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar: Any = Progress(*columns, console=Console(file=stream))
+        self._task = self._bar.add_task("starting", total=None)
+        self._bar.start()
+
+    def advance(self, report: TrainReport) -> None:
+        text = f"epoch {report.epoch}/{report.epochs_total} {describe(report)}"
+        self._bar.update(self._task, description=text, completed=report.step, total=report.steps_total)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def describe(report: TrainReport) -> str:
+    """Return e.g. `loss 0.812 acc 71.3 % lr 0.161 512 img/s`."""
+    return (
+        f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % lr {report.lr:.3g} {report.images_per_s:,.0f} img/s"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the unit that says most: 31 s, 12 min, 3 h 10 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

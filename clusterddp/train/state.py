@@ -1,0 +1,170 @@
+"""Where training stands: everything a checkpoint holds, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.train.comm import Group, averaged_buffers, gather_on_first
+from clusterddp.train.evaluate import Evaluation
+from clusterddp.train.optim import Schedule
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import TrainSpec
+
+_DEFINING = ("model", "width", "dataset", "seed")
+"""Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainState:
+    """What changes while training; `model` is the inner module, never the one wrapped for DDP."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    epoch: int = 0
+    """Epochs that are done, evaluation included."""
+    step_in_epoch: int = 0
+    """Optimizer steps done in the epoch that is under way."""
+    step: int = 0
+    """Optimizer steps done in all."""
+    samples: int = 0
+    """Train samples seen by all ranks together."""
+    train_seconds: float = 0.0
+    """Time spent in steps, over all attempts; without start-up, evaluation and checkpoints."""
+    best_accuracy: float = 0.0
+    evaluation: Evaluation | None = None
+    """The newest one."""
+    resumed_from: str | None = None
+    """The file of the checkpoint that this attempt began with; known on rank 0."""
+
+    def finished(self, schedule: Schedule) -> bool:
+        """Say whether nothing is left to do: all steps taken, and the weights that came out evaluated."""
+        evaluated = self.evaluation is not None and self.evaluation.step == self.step
+        return self.step >= schedule.total_steps and evaluated
+
+
+def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group: Group) -> dict[str, Any] | None:
+    """Collect from all ranks what a checkpoint holds, on rank 0; None elsewhere.
+
+    `model` has the buffers' mean over the ranks, for whoever loads it to use it; `buffers` has each rank's own, for
+    the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`.
+    """
+    own = {name: buffer.detach().cpu() for name, buffer in state.model.named_buffers()}
+    ranks = gather_on_first((own, _random_state(group)), group)
+    with averaged_buffers(state.model, group):
+        weights = {name: value.detach().cpu().clone() for name, value in state.model.state_dict().items()}
+    if ranks is None:
+        return None
+    return {
+        "model": weights,
+        "optimizer": state.optimizer.state_dict(),
+        "epoch": state.epoch,
+        "step_in_epoch": state.step_in_epoch,
+        "step": state.step,
+        "samples": state.samples,
+        "train_seconds": state.train_seconds,
+        "best_accuracy": state.best_accuracy,
+        "evaluation": None if state.evaluation is None else asdict(state.evaluation),
+        "buffers": [buffers for buffers, _ in ranks],
+        "rng": [rng for _, rng in ranks],
+        "spec": spec.model_dump(mode="json"),
+        "world_size": group.world_size,
+        "num_samples": num_samples,
+    }
+
+
+def restore_state(
+    state: TrainState,
+    saved: dict[str, Any],
+    *,
+    spec: TrainSpec,
+    schedule: Schedule,
+    num_samples: int,
+    group: Group,
+) -> None:
+    """Bring `state`, and this rank's random generators, to where `saved` (from `gather_state`) was.
+
+    The number of ranks may have changed: what counts is the samples seen.
+    Raises: ClusterddpError: the checkpoint is of another training, or its place in the epoch falls between two steps.
+    """
+    _check_same_training(saved, spec, num_samples)
+    epoch, step_in_epoch = saved["epoch"], _steps_taken(saved, schedule, group)
+    state.model.load_state_dict(saved["model"])
+    state.optimizer.load_state_dict(saved["optimizer"])
+    state.epoch = epoch
+    state.step_in_epoch = step_in_epoch
+    state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
+    state.samples = saved["samples"]
+    state.train_seconds = saved["train_seconds"]
+    state.best_accuracy = saved["best_accuracy"]
+    state.evaluation = None if saved["evaluation"] is None else Evaluation(**saved["evaluation"])
+    if saved["world_size"] == group.world_size:
+        state.model.load_state_dict(saved["buffers"][group.rank], strict=False)
+        _restore_random_state(saved["rng"][group.rank], group)
+
+
+def spec_changes(saved: dict[str, Any], spec: TrainSpec) -> list[str]:
+    """Tell, in words, what the spec says now and did not say when the checkpoint was written."""
+    now = spec.model_dump(mode="json")
+    return [
+        f"train.{key} {saved['spec'].get(key)} -> {value}"
+        for key, value in now.items()
+        if saved["spec"].get(key) != value
+    ]
+
+
+def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash tensors in the order of their names: name, dtype, shape, and the bytes, little-endian and contiguous."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_same_training(saved: dict[str, Any], spec: TrainSpec, num_samples: int) -> None:
+    now = spec.model_dump(mode="json")
+    then = saved["spec"]
+    wrong = [f"train.{key} was {then[key]}, is {now[key]}" for key in _DEFINING if then[key] != now[key]]
+    if saved["num_samples"] != num_samples:
+        wrong.append(f"the train set had {saved['num_samples']:,} samples, has {num_samples:,}")
+    if wrong:
+        raise ClusterddpError(
+            f"the newest checkpoint belongs to another training: {'; '.join(wrong)}",
+            hint="submit a new run, or undo the change and resume",
+        )
+
+
+def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int:
+    """Count the steps of the epoch under way that cover the samples seen in it, with today's global batch."""
+    then = saved["spec"]
+    global_batch = saved["world_size"] * then["batch_size"] * then["accumulate"]
+    seen: int = saved["step_in_epoch"] * global_batch
+    if seen % schedule.global_batch:
+        was = f"{seen:,} samples into epoch {saved['epoch'] + 1}, {saved['world_size']} ranks, {global_batch:,} a step"
+        now = f"{group.world_size} ranks, {schedule.global_batch:,} a step, which does not divide {seen:,}"
+        raise ClusterddpError(
+            f"the newest checkpoint lies between two steps: it was {was}; it is {now}",
+            hint=f"resume with {saved['world_size']} ranks, or choose train.batch_size so that a step divides it",
+        )
+    return min(seen // schedule.global_batch, schedule.steps_per_epoch)
+
+
+def _random_state(group: Group) -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state(group.device) if group.device.type == "cuda" else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+
+
+def _restore_random_state(saved: dict[str, Any], group: Group) -> None:
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and group.device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"], group.device)
+    random.setstate(saved["python"])

@@ -1,0 +1,67 @@
+"""What happened since the last report, kept on the device so that no step has to wait for a figure."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.train.comm import Group, sum_over_ranks
+from clusterddp.train.state import TrainState
+
+
+class Window:
+    """Each step's loss, and the hits of all steps, of one rank since the last report."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.losses = torch.zeros(length, dtype=torch.float64, device=device)
+        self.hits = torch.zeros(1, dtype=torch.float64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.losses.zero_()
+        self.hits.zero_()
+        self.steps = 0
+        self.began = time.perf_counter()
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Count one micro-batch of the step under way; `loss` is its share of the step's loss."""
+        self.losses[self.steps] += loss
+        self.hits += (logits.argmax(1) == labels).sum()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """A window's figures over all ranks: the mean loss, how many samples were classified right, the time it took."""
+
+    loss: float
+    hits: float
+    seconds: float
+
+
+def read_window(window: Window, state: TrainState, group: Group) -> Figures:
+    """Add up the window over the ranks; this waits for the device, so the time is that of finished steps.
+
+    Raises: ClusterddpError: a loss, or a gradient of the last step, is not finite.
+    """
+    *losses, hits = sum_over_ranks(torch.cat((window.losses, window.hits)), group).tolist()
+    losses = [loss / group.world_size for loss in losses[: window.steps]]
+    for step, loss in enumerate(losses, start=state.step - window.steps + 1):
+        if not math.isfinite(loss):
+            raise _astray(f"the loss of step {step} is {loss}")
+    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).item()
+    if not math.isfinite(norm):
+        raise _astray(f"the gradients of step {state.step} have the norm {norm}")
+    return Figures(loss=sum(losses) / len(losses), hits=hits, seconds=time.perf_counter() - window.began)
+
+
+def _astray(what: str) -> ClusterddpError:
+    return ClusterddpError(
+        f"training has gone astray: {what}",
+        hint="lower train.lr, lengthen train.warmup, or set train.precision to fp32; checkpoints before it are sound",
+    )

@@ -1,0 +1,53 @@
+"""Fit a line with DistributedDataParallel: a script that runs under clusterddp, under torchrun, and alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=0.1)
+    arguments = parser.parse_args()
+
+    for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, alone)
+    dist.init_process_group(os.environ.get("CLUSTERDDP_BACKEND", "gloo"))
+    rank = dist.get_rank()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else "cpu"
+
+    generator = torch.Generator().manual_seed(rank)  # each rank has points of its own
+    x = torch.rand(256, 1, generator=generator).to(device)
+    y = 3 * x + 1
+    model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
+    steps = 0
+    while steps < arguments.steps and not all_agree_to_stop(device):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += 1
+    if rank == 0:
+        weight, bias = (parameter.item() for parameter in model.module.parameters())
+        print(f"after {steps} steps of {dist.get_world_size()} ranks: y = {weight:.3f} x + {bias:.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+def all_agree_to_stop(device: torch.device | str) -> bool:
+    """Say whether any rank was asked to stop; all ranks get the same answer, so all leave after the same step."""
+    stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
+    asked = torch.tensor(float(stop_file is not None and Path(stop_file).exists()), device=device)
+    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    return bool(asked.item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What `status` knows about a run, from files made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from handmade_runs import HOST, complete, fail, make_run, rank_record, start_attempt, train
+
+from clusterddp.look.progress import read_progress
+from clusterddp.look.status import read_log_tail, read_status
+from clusterddp.run.directory import append_jsonl
+from clusterddp.run.record import AttemptEnd, write_end, write_rank
+
+RANK_KEYS = [
+    "rank",
+    "node_rank",
+    "local_rank",
+    "host",
+    "pid",
+    "interface",
+    "master_addr",
+    "master_port",
+    "state",
+    "exit_code",
+]
+
+
+def test_ranks_of_a_pending_run_come_from_its_plan(tmp_path: Path) -> None:
+    status = read_status(make_run(tmp_path, nodes=2, per_node=2)).to_json()
+    assert status["state"] == "PENDING"
+    assert [(rank["rank"], rank["node_rank"], rank["local_rank"]) for rank in status["ranks"]] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 1),
+    ]
+    assert {(rank["pid"], rank["state"]) for rank in status["ranks"]} == {(None, "PENDING")}
+
+
+def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fail(start_attempt(run))
+    status = json.loads(json.dumps(read_status(run).to_json()))
+    promised = ["run", "state", "launcher", "job_id", "attempt", "world_size", "progress", "ranks", "root_cause"]
+    assert [key for key in status if key != "reason"] == promised
+    assert list(status["ranks"][0]) == RANK_KEYS
+    assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
+
+
+def test_running_ranks_are_running(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    start_attempt(run)
+    status = read_status(run)
+    assert status.state.value == "RUNNING"
+    assert [(rank.state, rank.pid) for rank in status.ranks] == [("RUNNING", 1000), ("RUNNING", 1001)]
+
+
+def test_the_rank_that_failed_is_told_from_those_that_were_ended_with_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, nodes=2)
+    fail(start_attempt(run, ranks=4), rank=2, ranks=4)
+    status = read_status(run)
+    assert [rank.state for rank in status.ranks] == ["KILLED", "KILLED", "FAILED", "KILLED"]
+    assert [rank.exit_code for rank in status.ranks] == [143, 143, 1, 143]
+    assert status.root_cause is not None
+    assert (status.root_cause.rank, status.root_cause.host) == (2, HOST)
+
+
+def test_a_rank_whose_end_nobody_recorded_is_lost_when_the_run_is_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start_attempt(run)
+    write_end(attempt, AttemptEnd(outcome="FAILED", reason="the supervisor was killed"))
+    assert [rank.state for rank in read_status(run).ranks] == ["LOST", "LOST"]
+
+
+def test_a_rank_that_never_came_to_start_is_not_started(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start_attempt(run, ranks=1)
+    write_rank(attempt, rank_record(0, exit_code=0, ended=1.0))
+    write_end(attempt, AttemptEnd(outcome="CANCELLED", reason="cancelled"))
+    assert [rank.state for rank in read_status(run).ranks] == ["COMPLETED", "NOT_STARTED"]
+
+
+def test_the_newest_attempt_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fail(start_attempt(run, 0), will_restart=True)
+    complete(run, start_attempt(run, 1))
+    status = read_status(run)
+    assert (status.attempt, status.state.value, status.root_cause) == (1, "COMPLETED", None)
+
+
+def test_a_run_without_metrics_has_no_progress(tmp_path: Path) -> None:
+    assert read_status(make_run(tmp_path)).progress is None
+
+
+def test_progress_is_that_of_the_newest_rows(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    train(run, steps=60)
+    progress = read_progress(run)
+    assert progress is not None
+    assert progress.to_json() == {
+        "epoch": 3,
+        "epochs": 4,
+        "step": 60,
+        "steps": 100,
+        "fraction": 0.6,
+        "loss": pytest.approx(2 / 60),
+        "accuracy": 0.55,
+        "images_per_s": 12800.0,
+        "eta_s": pytest.approx(4.0),
+    }
+
+
+def test_nothing_is_left_to_wait_for_after_the_last_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    train(run, steps=100)
+    progress = read_progress(run)
+    assert progress is not None
+    assert (progress.fraction, progress.eta_s) == (1.0, 0.0)
+
+
+def test_the_pace_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    train(run, steps=10)
+    append_jsonl(run.metrics, {"kind": "train", "attempt": 1, "step": 6, "steps_total": 100, "time": 2e9, "loss": 1.0})
+    progress = read_progress(run)
+    assert progress is not None
+    assert (progress.step, progress.eta_s) == (6, None)
+
+
+def test_progress_reads_only_the_end_of_long_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with open(run.metrics, "wb") as file:
+        file.truncate(5_000_000_000)  # a hole: nobody reads five gigabytes of it in a test
+        file.seek(0, 2)
+        file.write(b'\n{"kind": "train", "step": 3, "steps_total": 4, "epoch": 1, "loss": 0.5}\n')
+    progress = read_progress(run)
+    assert progress is not None
+    assert progress.fraction == 0.75
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"kind": "train", "st', b"[1, 2]\n", b"\xff\xfe\n", b'{"step": "seven"}\n', b"NaN\n"]
+)
+def test_a_row_that_is_none_is_passed_over(tmp_path: Path, tail: bytes) -> None:
+    run = make_run(tmp_path)
+    train(run, steps=3)
+    with open(run.metrics, "ab") as file:
+        file.write(tail)
+    progress = read_progress(run)
+    assert progress is not None
+    assert progress.step == 3
+
+
+def test_a_loss_that_is_not_finite_is_no_json_number_and_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    append_jsonl(run.metrics, {"kind": "train", "step": 1, "loss": float("nan")})
+    progress = read_progress(run)
+    assert progress is not None
+    assert progress.loss is None
+
+
+def test_the_end_of_a_log_is_shown_without_its_escape_sequences(tmp_path: Path) -> None:
+    log = tmp_path / "rank-000.err"
+    log.write_bytes(b"first\n\n\x1b[31mred\x1b[0m\n" + b"x" * 5000 + b"\n\xff last\n")
+    lines = read_log_tail(log, max_lines=3)
+    assert lines == ["\\x1b[31mred\\x1b[0m", "x" * 197 + "...", "\\xff last"]

@@ -1,0 +1,229 @@
+"""What is left when supervisors, guards or what started them are killed: nothing, and the record says why."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+from gang_runs import running, wait_until
+
+FOREVER = "forever()"
+# Every rank leaves a grandchild in a session of its own that ignores SIGTERM: only a sweep finds it.
+STUBBORN = """
+daemon = '''import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+time.sleep(600)
+'''
+subprocess.run([sys.executable, "-c", daemon])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+forever()
+"""
+
+
+def kill(*pids: int) -> float:
+    """Kill processes, one right after the other; return the time."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def test_a_killed_head_takes_the_gang_along_and_its_guard_records_the_end(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        kill(gang.supervisors[0])
+        assert gang.await_nothing_left() < 4
+        cause = gang.end().root_cause
+        pid = gang.supervisors[0]
+        assert cause.error == f"supervisor of node 0 on host0 (pid {pid}) was killed; its ranks 0-1 ended with it"
+        assert (cause.rank, cause.log) == (0, "attempts/0/logs/rank-000.err")
+        assert [(record.exit_code, record.ended is not None) for record in gang.ranks()][:2] == [(137, True)] * 2
+
+
+def test_a_killed_supervisor_of_another_node_takes_the_gang_along(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        killed = kill(gang.supervisors[1])
+        gang.await_end()
+        assert time.monotonic() - killed < 4
+        cause = gang.end().root_cause
+        pid = gang.supervisors[1]
+        assert cause.error == f"supervisor of node 1 on host1 (pid {pid}) was killed; its ranks 2-3 ended with it"
+        assert cause.rank == 2
+        assert [record.exit_code for record in gang.ranks()] == [137] * 4
+
+
+def test_all_supervisors_killed_at_once_leave_nothing(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        kill(*gang.supervisors)
+        assert gang.await_nothing_left() < 4
+        assert (gang.end().outcome, gang.end().root_cause.rank) == ("FAILED", 0)
+
+
+def test_a_supervisor_and_its_guard_killed_together_leave_nothing(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        (guard,) = gang.pids("g1")
+        killed = kill(guard, gang.supervisors[1])
+        gang.await_end()
+        assert time.monotonic() - killed < 4
+        assert gang.end().root_cause.rank == 2
+
+
+def test_a_killed_starter_ends_the_gang(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        kill(gang.starter.pid)
+        assert gang.await_nothing_left() < 4
+        cause = gang.end().root_cause
+        pid = gang.starter.pid
+        assert cause.error == f"the task that carries the run (pid {pid}) was killed; ranks 0-3 ended with it"
+        assert (cause.rank, cause.host) == (0, "host0")
+
+
+def test_everything_that_can_answer_for_the_gang_killed_at_once_leaves_no_rank(tmp_path):
+    with running(tmp_path, FOREVER) as gang:
+        gang.await_up()
+        guards = gang.pids("g0") + gang.pids("g1")
+        assert len(guards) == 2
+        kill(gang.starter.pid, *gang.supervisors, *guards)
+        assert gang.await_nothing_left() < 2
+
+
+def test_a_killed_guard_is_replaced_and_the_gang_goes_on(tmp_path):
+    with running(tmp_path, "until_stop()") as gang:
+        gang.await_up()
+        (guard,) = gang.pids("g1")
+        kill(guard)
+        wait_until(lambda: gang.pids("g1") not in ([], [guard]), what="another guard")
+        kill(gang.supervisors[1])
+        gang.await_end()
+        assert gang.end().root_cause.rank == 2
+
+
+def test_a_supervisor_killed_while_ranks_start_leaves_nothing(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        wait_until(lambda: gang.pids("n1"), what="a rank of node 1")
+        kill(gang.supervisors[1])
+        gang.await_end()
+        assert gang.end().outcome == "FAILED"
+
+
+def test_a_frozen_supervisor_is_lost_at_the_end_of_its_lease(tmp_path):
+    with running(tmp_path, STUBBORN, order={"lease_s": 1.5}) as gang:
+        gang.await_up()
+        pid = gang.supervisors[1]
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: gang.attempt().end.exists(), 8)
+        assert gang.pids("n0") + gang.pids("n1") == []
+        assert gang.end().root_cause.error == (
+            f"supervisor of node 1 on host1 (pid {pid}) is lost: no sign of life for 1.5 s; its ranks 2-3 ended with it"
+        )
+        os.kill(pid, signal.SIGCONT)
+        gang.await_end()
+
+
+def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
+    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 0.5, "only": (0, 1)}) as gang:
+        assert gang.await_end() == [1, 1]
+        assert gang.end().root_cause.error == "node 2 on host2 did not join within 0.5 s"
+        assert gang.end().root_cause.rank is None
+        assert gang.ranks() == []
+
+
+def test_a_starter_killed_before_all_have_joined_is_named(tmp_path):
+    with running(tmp_path, FOREVER, nodes=3, order={"only": (0, 1)}) as gang:
+        kill(gang.starter.pid)
+        assert gang.await_nothing_left() < 3
+        assert gang.end().root_cause.error.endswith("was killed before any rank was started")
+
+
+def test_an_unexpected_exception_in_a_supervisor_ends_its_ranks_and_is_recorded(tmp_path):
+    # A fault put into the running supervisor of node 1 by its own environment: sitecustomize breaks a method late.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, pathlib\n"
+        "if os.environ.get('CLUSTERDDP_COOKIE', '').endswith(('.s0', '.s1')):\n"
+        "    broken = pathlib.Path(__file__).with_name('break' + os.environ['CLUSTERDDP_COOKIE'][-1])\n"
+        "    import clusterddp.node.member as member\n"
+        "    tick = member.Member.tick\n"
+        "    def fault(self, now):\n"
+        "        if broken.exists(): raise KeyError('a mistake of ours')\n"
+        "        tick(self, now)\n"
+        "    member.Member.tick = fault\n"
+    )
+    for node, ranks in ((1, "2-3"), (0, "0-1")):
+        directory = tmp_path / str(node)
+        directory.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(tmp_path))
+            with running(directory, STUBBORN) as gang:
+                gang.await_up()
+                (tmp_path / f"break{node}").touch()
+                gang.await_end()
+                error = f"supervisor of node {node} on host{node} failed: KeyError: 'a mistake of ours'"
+                assert gang.end().root_cause.error.startswith(error)
+                assert "a mistake of ours" in (gang.run.launcher_dir / f"supervisor-{node}.log").read_text()
+
+
+def test_strangers_on_the_link_are_refused_and_harm_nothing(tmp_path):
+    def knock(*words: bytes) -> socket.socket:
+        stranger = socket.create_connection((gang.link["host"], gang.link["port"]))
+        for word in words:
+            try:
+                stranger.sendall(word)
+            except OSError:  # already thrown out
+                break
+        return stranger
+
+    nonce = json.dumps({"nonce": "0" * 32}).encode() + b"\n"
+    join = b'{"kind": "join", "node_rank": 1, "pid": 1}'
+    with running(tmp_path, "until_stop()", order={"start_timeout_s": 20}) as gang:
+        knocks = [
+            knock(b"GET / HTTP/1.1\r\n\r\n"),
+            knock(os.urandom(3000) + b"\n"),
+            knock(nonce, b"0" * 64 + b" " + join + b"\n"),
+            knock(nonce, b"\xff\n"),
+            knock(nonce, b"[" * 100_000 + b"\n"),
+            knock(b"x" * 10_000_000),
+            knock(nonce, b"y" * 10_000_000),
+            knock(b"half a li"),
+            knock(),
+            *[knock() for _ in range(50)],
+        ]
+        gang.await_up()
+        assert [rank.exit_code for rank in gang.ranks()] == [None] * 4
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [0, 0]
+        for stranger in knocks:
+            stranger.close()
+
+
+@pytest.mark.root
+def test_a_full_disk_leaves_no_rank_running(tmp_path):
+    import subprocess  # noqa: PLC0415
+
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        filler = disk / "filler"
+        with running(disk, "up()\nif rank == 0: time.sleep(0.5); os._exit(4)\nforever()") as gang:
+            gang.await_up()
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(b"x" * 4096)
+            wait_until(lambda: not gang.pids("n0") + gang.pids("n1"), 5)
+            filler.unlink()
+            assert gang.await_end() == [1, 1]
+            assert gang.end().root_cause.error == "rank 0 on host0 left with exit code 4"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

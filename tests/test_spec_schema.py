@@ -1,0 +1,77 @@
+"""The JSON Schema: it describes every field, and agrees with the reader about what a spec is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from clusterddp.errors import SpecError
+from clusterddp.spec.load import json_schema, load_spec
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def _properties(schema: Any) -> list[tuple[str, Any]]:
+    parts = [("", schema), *((name, part) for name, part in schema["$defs"].items())]
+    return [(f"{name}.{key}", value) for name, part in parts for key, value in part["properties"].items()]
+
+
+def test_the_schema_names_its_dialect() -> None:
+    assert json_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_every_property_has_a_description() -> None:
+    assert [name for name, value in _properties(json_schema()) if len(value.get("description", "")) < 10] == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"resources": {"nnodes": 2, "nproc_per_node": 4, "time": "2:00:00"}},
+        {"resources": {"nodes": 2, "ntasks_per_node": 4, "time": 30}},
+        {"env": {"A": 1, "B": "x", "C": True}, "secrets": ["TOKEN"]},
+        {"train": {"lr": 1, "max_steps": None, "augment": "none"}},
+        {"entry": {"script": "a.py", "args": ["--lr", 0.1, True]}},
+        {"slurm": {"partition": "gpu", "exclusive": True, "nice": 10}},
+        {"ssh": {"hosts": ["a", "gpu[01-02]", {"host": "b", "gpus": 2}]}, "launcher": "ssh"},
+        {"network": {"master_port": 29500}},
+        {"network": {"master_port": "auto", "interface": "eth0"}},
+    ],
+)
+def test_what_reads_is_valid(validator: Any, extra: dict[str, Any]) -> None:
+    validator.validate({"name": "x"} | extra)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"name": "a b"},
+        {"name": "x", "epochs": 3},
+        {"name": "x", "train": {"epochs": 0}},
+        {"name": "x", "train": {"epochs": "3"}},
+        {"name": "x", "train": {"model": "resnet19"}},
+        {"name": "x", "train": {}, "entry": {"script": "a.py"}},
+        {"name": "x", "entry": {}},
+        {"name": "x", "entry": {"script": "a.py", "module": "a"}},
+        {"name": "x", "resources": {"time": "2h"}},
+        {"name": "x", "resources": {"time": 14400}},
+        {"name": "x", "network": {"master_port": 80}},
+        {"name": "x", "ssh": {"hosts": ["-x"]}},
+        {"name": "x", "ssh": {"hosts": [{"gpus": 2}]}},
+        {"name": "x", "env": {"A": ["b"]}},
+    ],
+)
+def test_what_does_not_read_is_not_valid(validator: Any, spec: dict[str, Any]) -> None:
+    assert not validator.is_valid(spec)
+    with pytest.raises(SpecError):
+        load_spec(json.dumps(spec) + "\n", environ={})

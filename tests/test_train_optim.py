@@ -1,0 +1,99 @@
+"""The learning rate's way over a run, and what SGD is told about each parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clusterddp.spec.model import TrainSpec
+from clusterddp.train.optim import build_optimizer, plan_schedule, set_learning_rate
+
+CPU = torch.device("cpu")
+
+
+def spec(**train: Any) -> TrainSpec:
+    return TrainSpec.model_validate({"epochs": 10, "batch_size": 10, "lr_batch": 10, "lr": 0.5, "warmup": 0.2} | train)
+
+
+def rates(world_size: int = 1, **train: Any) -> list[float]:
+    schedule = plan_schedule(spec(**train), num_samples=100, world_size=world_size)
+    return [schedule.learning_rate(step) for step in range(schedule.total_steps)]
+
+
+@pytest.mark.parametrize("shape", ["onecycle", "triangle", "constant"])
+def test_rate_rises_over_the_warm_up_to_the_peak_and_never_is_zero(shape: str) -> None:
+    run = rates(schedule=shape)
+    assert len(run) == 100
+    assert run[:20] == sorted(run[:20])
+    assert max(run) == pytest.approx(0.5, rel=0.03)
+    assert max(run) <= 0.5
+    assert min(run) > 0
+
+
+def test_one_cycle_and_triangle_fall_to_nearly_nothing() -> None:
+    assert rates(schedule="onecycle")[20:] == sorted(rates(schedule="onecycle")[20:], reverse=True)
+    assert rates(schedule="onecycle")[-1] < 0.001
+    assert rates(schedule="triangle")[-1] == pytest.approx(0.5 * 0.5 / 80)
+
+
+def test_constant_rate_stays_at_the_peak_after_the_warm_up() -> None:
+    assert set(rates(schedule="constant")[20:]) == {0.5}
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    assert rates(schedule="constant", warmup=0)[0] == 0.5
+    assert rates(schedule="triangle", warmup=0)[0] == pytest.approx(0.5 * (1 - 0.5 / 100))
+
+
+def test_linear_scaling_goes_by_the_global_batch() -> None:
+    scaled = plan_schedule(spec(accumulate=2), num_samples=100, world_size=3)
+    assert scaled.global_batch == 60
+    assert scaled.peak_lr == pytest.approx(0.5 * 6)
+
+
+def test_scaling_can_be_switched_off() -> None:
+    assert plan_schedule(spec(lr_scaling="none"), num_samples=100, world_size=3).peak_lr == 0.5
+
+
+def test_more_ranks_change_the_steps_and_not_the_samples() -> None:
+    one, five = (plan_schedule(spec(), num_samples=100, world_size=world) for world in (1, 5))
+    assert one.total_steps * one.global_batch == five.total_steps * five.global_batch == 1000
+    assert one.epochs == five.epochs
+
+
+def test_max_steps_cuts_the_run_and_its_schedule() -> None:
+    assert len(rates(max_steps=7)) == 7
+    assert rates(max_steps=7)[-1] < 0.05
+
+
+def test_accumulation_counts_as_one_step() -> None:
+    assert plan_schedule(spec(accumulate=5), num_samples=100, world_size=1).steps_per_epoch == 2
+
+
+def test_biases_and_batch_norm_do_not_decay_and_frozen_weights_do_not_move() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Linear(2, 2))
+    model[2].weight.requires_grad_(False)
+    weights, rest = build_optimizer(model, spec(weight_decay=0.01), CPU).param_groups
+    assert weights["weight_decay"] == 0.01
+    assert [id(p) for p in weights["params"]] == [id(model[0].weight)]
+    assert rest["weight_decay"] == 0
+    assert {id(p) for p in rest["params"]} == {
+        id(model[0].bias),
+        id(model[1].weight),
+        id(model[1].bias),
+        id(model[2].bias),
+    }
+
+
+def test_no_momentum_means_no_nesterov() -> None:
+    groups = build_optimizer(nn.Linear(2, 2), spec(momentum=0, nesterov=True), CPU).param_groups
+    assert [group["nesterov"] for group in groups] == [False, False]
+
+
+def test_rate_reaches_every_group() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), spec(), CPU)
+    set_learning_rate(optimizer, 0.123)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.123, 0.123]

@@ -1,0 +1,172 @@
+"""Real ranks for the trainer's tests: processes that stay up, meet in a group of their own for each call, and answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.run.directory import RunDir
+from clusterddp.spec.model import TrainSpec
+from clusterddp.train.checkpoint import Store
+from clusterddp.train.comm import Group, Place, join_group, leave_group
+from clusterddp.train.data import load_dataset
+from clusterddp.train.loop import Setting, prepare, train
+from clusterddp.train.metrics import Reporter
+from clusterddp.train.state import TrainState, tensors_sha256
+
+TIMEOUT_S = 60
+TINY: dict[str, Any] = {
+    "model": "fastnet",
+    "width": 0.125,
+    "samples": 288,
+    "batch_size": 16,
+    "epochs": 2,
+    "lr": 0.2,
+    "log_every": 3,
+}
+
+
+class Gang:
+    """Up to `size` ranks; `run` starts those that it needs and keeps them for the next call."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(group, *args)` on every rank of a new group; return the answers by rank."""
+        while len(self._ranks) < world_size:
+            self._ranks.append(_start_rank())
+        port = free_port()
+        for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+            pipe.send((rank, world_size, port, function, args))
+        pipes = [pipe for _, pipe in self._ranks[:world_size]]
+        answers: dict[Connection, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(answers) < world_size:
+            waiting = [pipe for pipe in pipes if pipe not in answers]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            received = [(pipe, *_receive(pipe)) for pipe in ready if isinstance(pipe, Connection)]
+            errors = [answer for _, kind, answer in received if kind == "error"]
+            if errors or not ready:
+                self.close()  # the other ranks may wait for the one that failed
+                raise AssertionError("\n".join(errors) or f"no answer within {TIMEOUT_S} s")
+            answers.update((pipe, answer) for pipe, _, answer in received)
+        return [answers[pipe] for pipe in pipes]
+
+    def close(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks = []
+
+
+@contextlib.contextmanager
+def open_gang() -> Iterator[Gang]:
+    gang = Gang()
+    try:
+        yield gang
+    finally:
+        gang.close()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def one_rank() -> Group:
+    """A group of this process alone."""
+    return join_group(Place(rank=0, local_rank=0, world_size=1, backend="gloo"))
+
+
+def make_run(path: Path, **train: Any) -> Path:
+    """Make a run directory by hand, with the plan that a submit would have left there."""
+    path.mkdir()
+    (path / "plan.json").write_text(json.dumps({"spec": {"train": TINY | train}}))
+    return path
+
+
+def settle(group: Group, path: Path, *, attempt: int = 0, stop_after: int | None = None, **train: Any) -> Setting:
+    """Prepare a tiny training in `path`; rank 0 asks for a stop when it was asked `stop_after` times before."""
+    spec = TrainSpec.model_validate(TINY | train)
+    torch.manual_seed(spec.seed)
+    random.seed(spec.seed)
+    asked = iter(range(10**9))
+    return prepare(
+        spec,
+        load_dataset(spec, device=group.device, prepare=True),
+        group,
+        store=Store(run=RunDir(path), attempt=attempt, keep=spec.keep_checkpoints),
+        reporter=Reporter(RunDir(path), attempt=attempt, first=group.is_first),
+        stop_requested=lambda: stop_after is not None and group.is_first and next(asked) >= stop_after,
+    )
+
+
+def outcome(state: TrainState) -> dict[str, Any]:
+    """What must be equal for two trainings to be the same, and how far they came."""
+    return {
+        "params": tensors_sha256(state.model.named_parameters()),
+        "buffers": tensors_sha256(state.model.named_buffers()),
+        "momentum": tensors_sha256(
+            (str(index), values["momentum_buffer"])
+            for index, values in state.optimizer.state_dict()["state"].items()
+            if values.get("momentum_buffer") is not None
+        ),
+        "step": state.step,
+        "samples": state.samples,
+        "accuracy": None if state.evaluation is None else state.evaluation.accuracy,
+    }
+
+
+def train_once(group: Group, path: Path, **options: Any) -> dict[str, Any]:
+    """Train in `path` until the end or the stop."""
+    setting = settle(group, path, **options)
+    state = train(setting)
+    setting.reporter.close()
+    return outcome(state) | {"finished": state.finished(setting.schedule)}
+
+
+def _start_rank() -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    try:
+        kind, answer = pipe.recv()
+    except EOFError:
+        return "error", "the rank died"
+    return kind, answer
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    while True:
+        rank, world_size, port, function, args = pipe.recv()
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            group = join_group(Place(rank=rank, local_rank=rank, world_size=world_size, backend="gloo"))
+            answer = function(group, *args)
+            leave_group(group)
+        except Exception:  # whatever a test did is the test's answer
+            pipe.send(("error", traceback.format_exc()))
+        else:
+            pipe.send(("answer", answer))
