@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,4 @@ def __getattr__(name: str) -> object:
     """Import the Python interface when it is first asked for: ranks and supervisors import this package too."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from clusterddp import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module("clusterddp.api"), name)

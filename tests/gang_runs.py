@@ -30,6 +30,20 @@ def forever():
     up()
     while True:
         time.sleep(0.02)
+def leave_daemon(environment=None):
+    # Leave a process in a session of its own, an orphan that ignores SIGTERM: only a sweep finds it.
+    program = (
+        "import os, signal, time\\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+        "if os.fork(): os._exit(0)\\n"
+        "os.setsid()\\n"
+        "if os.fork(): os._exit(0)\\n"
+        f"open('daemon-{rank}-%d' % os.getpid(), 'w').close()\\n"
+        "time.sleep(600)\\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=run_dir, check=True, env=environment)
+    while not list(run_dir.glob(f"daemon-{rank}-*")):
+        time.sleep(0.01)
 def until_stop():
     up()
     while not stop_file.exists():
@@ -110,10 +124,14 @@ class GangRun:
     def await_nothing_left(self, timeout_s: float = 8.0) -> float:
         return wait_until(lambda: not self.left(), timeout_s, what=f"nothing left, but: {self.left()}")
 
+    def daemons(self) -> list[int]:
+        """List the pids, dead or alive, of what `leave_daemon` left."""
+        return [int(path.name.rpartition("-")[2]) for path in self.run.path.glob("daemon-*")]
+
     def kill_all(self) -> None:
         """Leave nothing behind, whatever the test found out."""
         for _ in range(3):
-            for pid, _ in self.left():
+            for pid in [pid for pid, _ in self.left()]:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:

@@ -145,7 +145,9 @@ def test_logs_of_an_earlier_attempt(runs_dir: Path, capfd: pytest.CaptureFixture
 
 
 def test_logs_point_to_the_rank_that_failed(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fail(start_attempt(make_run(runs_dir)), rank=1)
+    attempt = start_attempt(make_run(runs_dir))
+    attempt.stdout(0).write_text("fine here\n")
+    fail(attempt, rank=1)
     _, _, err = command(capfd, "logs")
     assert err == "rank 1 failed first: clusterddp logs brisk-otter-3 --rank 1\n"
     assert "ValueError" in command(capfd, "logs", "--rank", "failed")[1]
@@ -155,7 +157,7 @@ def test_logs_that_are_empty_say_so(runs_dir: Path, capfd: pytest.CaptureFixture
     make_run(runs_dir)
     code, out, err = command(capfd, "logs")
     assert (code, out) == (0, "")
-    assert err == "nothing was written yet by rank 0 of brisk-otter-3\n"
+    assert err == "rank 0 of brisk-otter-3 has written nothing\n"
 
 
 @pytest.mark.timeout(30)

@@ -95,7 +95,7 @@ assert os.getsid(0) == os.getpid() == os.getpgid(0)
         ("os._exit(7)", 7, "rank 2 on host1 left with exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "rank 2 on host1 was killed by SIGKILL"),
         ("import ctypes; ctypes.string_at(0)", 139, "rank 2 on host1 was killed by SIGSEGV"),
-        ("exec('1 +')", 1, "rank 2 on host1: File \"<string>\", line 1 1 + ^ SyntaxError: invalid syntax"),
+        ("exec('1 +')", 1, 'rank 2 on host1: File "<string>", line 1 1 + ^ SyntaxError: invalid syntax'),
     ],
 )
 def test_the_rank_that_failed_is_the_root_cause(tmp_path, failure, exit_code, words):
@@ -184,7 +184,7 @@ def test_a_rank_killed_from_outside_is_named_and_the_gang_is_gone_at_once(tmp_pa
         os.kill(gang.ranks()[1].pid, signal.SIGKILL)
         killed = time.monotonic()
         gang.await_end()
-        assert time.monotonic() - killed < 3
+        assert time.monotonic() - killed < 5
         assert gang.end().root_cause.error == "rank 1 on host0 was killed by SIGKILL"
 
 
@@ -196,43 +196,28 @@ def test_a_stopped_sibling_that_ignores_everything_is_ended_too(tmp_path):
         os.kill(gang.ranks()[0].pid, signal.SIGKILL)
         killed = time.monotonic()
         gang.await_end()
-        assert time.monotonic() - killed < 3
+        assert time.monotonic() - killed < 5
         assert gang.end().root_cause.rank == 0
-
-
-DAEMON = """
-import shutil
-daemon = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\nopen('daemon-%d' % os.getpid(), 'w').close()\\ntime.sleep(600)"
-subprocess.run([sys.executable, "-c", daemon], cwd=run_dir, check=True)
-while len(list(run_dir.glob("daemon-*"))) < 4: time.sleep(0.01)
-"""
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)"], ids=["work done", "failed"])
 def test_a_daemon_that_a_rank_left_behind_is_ended_with_the_gang(tmp_path, end):
-    with running(tmp_path, DAEMON + end) as gang:
+    with running(tmp_path, "leave_daemon(); up()\nwhile len(list(run_dir.glob('up-*'))) < 4: pass\n" + end) as gang:
         gang.await_end()
-        daemons = [int(path.name.split("-")[1]) for path in gang.run.path.glob("daemon-*")]
-        assert len(daemons) == 4
-        assert [pid for pid in daemons if Path(f"/proc/{pid}").exists()] == []
+        assert len(gang.daemons()) == 4
+        assert [pid for pid in gang.daemons() if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_a_daemon_that_overwrote_its_environment_is_found_by_descent(tmp_path):
-    program = """
-if rank == 0:
-    daemon = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\nopen('daemon-%d' % os.getpid(), 'w').close()\\ntime.sleep(600)"
-    subprocess.run([sys.executable, "-c", daemon], cwd=run_dir, check=True, env={"PATH": os.environ["PATH"]})
-    while not list(run_dir.glob("daemon-*")): time.sleep(0.01)
-"""
-    with running(tmp_path, program) as gang:
+def test_a_daemon_that_lost_its_environment_is_found_by_descent(tmp_path):
+    with running(tmp_path, "leave_daemon({'PATH': os.environ['PATH']})") as gang:
         gang.await_end()
-        (daemon,) = [int(path.name.split("-")[1]) for path in gang.run.path.glob("daemon-*")]
-        assert not Path(f"/proc/{daemon}").exists()
+        assert len(gang.daemons()) == 4
+        assert [pid for pid in gang.daemons() if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_restart_runs_the_gang_again_and_keeps_both_attempts(tmp_path):
     program = """
-print(f"attempt {attempt} restart {os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}")
+print("attempt", attempt, "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
 up()
 if attempt == 4 and rank == 3: raise ValueError("first time")
 if attempt == 4: time.sleep(60)
@@ -242,8 +227,8 @@ if attempt == 4: time.sleep(60)
         first, second = gang.end(4), gang.end(5)
         assert (first.outcome, first.will_restart, first.root_cause.rank) == ("FAILED", True, 3)
         assert (second.outcome, second.will_restart) == ("COMPLETED", False)
-        assert gang.attempt(4).stdout(1).read_text() == "attempt 4 restart 0 of 2\n"
-        assert gang.attempt(5).stdout(1).read_text() == "attempt 5 restart 1 of 2\n"
+        assert gang.attempt(4).stdout(1).read_text() == "attempt 4 restart 0 2\n"
+        assert gang.attempt(5).stdout(1).read_text() == "attempt 5 restart 1 2\n"
         ports = {json.loads(gang.attempt(number).start.read_text())["master_port"] for number in (4, 5)}
         assert len(ports) == 2
         events = [json.loads(line)["event"] for line in gang.run.events.read_text().splitlines()]

@@ -70,7 +70,7 @@ def test_links_stay_links_and_programs_stay_executable(
     repository: Path, environ: Mapping[str, str], tmp_path: Path
 ) -> None:
     code, _ = take(repository, environ, tmp_path / "runs")
-    assert os.readlink(code / "link.py") == "package/tracked.py"
+    assert (code / "link.py").readlink() == Path("package/tracked.py")
     assert (code / "run.sh").stat().st_mode & stat.S_IXUSR
     assert not (code / "package" / "tracked.py").stat().st_mode & stat.S_IXUSR
 
@@ -87,7 +87,7 @@ def test_the_link_to_a_snapshot_moves_along_with_the_runs_directory(
     repository: Path, environ: Mapping[str, str], tmp_path: Path
 ) -> None:
     code, digest = take(repository, environ, tmp_path / "runs")
-    assert os.readlink(code) == f"../.code/{digest}"
+    assert code.readlink() == Path(f"../.code/{digest}")
 
 
 def test_equal_code_is_kept_once_and_other_code_beside_it(

@@ -33,7 +33,7 @@ def shifts_and_flips(count: int, **changes: object) -> tuple[Tensor, Tensor, Ten
     here, beside = seen[:, 0, 3, 3], seen[:, 0, 3, 4]
     flipped = beside < here
     row, column = here // 8, here % 8
-    right = torch.where(flipped, 4 - column, 3 - column)
+    right = torch.where(flipped, column - 4, 3 - column)
     return 3 - row, right, flipped
 
 

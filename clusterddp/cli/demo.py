@@ -32,22 +32,22 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
     plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
     submitted = submit(plan)
     run = RunDir(Path(submitted.run_dir))
-    say(f"{submitted.run}: {plan.gang.world_size} ranks on this machine learn to tell generated shapes apart")
     try:
+        say(f"{submitted.run}: {plan.gang.world_size} ranks on this machine learn to tell generated shapes apart")
         view = watch_until_ended(run, terminal)
     except KeyboardInterrupt:
         say(f"\n{submitted.run}: {cancel(run)}")
         raise
     if view.state.value != "COMPLETED":
         return say_ending(run, view, terminal)
-    _say_result(run, terminal)
+    say_result(run, terminal)
     return 0
 
 
 COMMANDS = {"demo": demo}
 
 
-def _say_result(run: RunDir, terminal: Terminal) -> None:
+def say_result(run: RunDir, terminal: Terminal) -> None:
     """Tell what was learned, and what to try next.
 
     Raises: RunFailedError: the accuracy is below what the demo always reaches.

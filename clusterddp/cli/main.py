@@ -107,18 +107,22 @@ def cli(ctx: click.Context, *, no_color: bool, debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    terminal = Terminal(os.environ)
+    try:
+        return _run_and_report(list(sys.argv[1:] if arguments is None else arguments), Terminal(os.environ))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run_and_report(arguments: list[str], terminal: Terminal) -> int:
     _prepare_streams()
     try:
-        exit_code = _run(list(sys.argv[1:] if arguments is None else arguments), terminal)
+        exit_code = _run(arguments, terminal)
         with writing_stdout():
             sys.stdout.flush()
         return exit_code
     except BrokenPipeError:
         _drop_stdout()
         return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except Exception as error:
         with click.Context(cli) as context:
             context.color = terminal.color

@@ -16,6 +16,7 @@ from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def logs(
     with detaching(run, terminal):
         anything = write_logs(run, ranks, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
     if not anything and tail_lines != 0:
-        say(f"nothing was written{'' if follow else ' yet'} by rank {ranks} of {run.name}")
+        say(f"rank {ranks} of {run.name} has written nothing")
     if not follow and ranks == "0":
         _say_who_failed(run, attempt, terminal)
 
@@ -123,7 +124,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
     for name in names:
         try:
             run = find_run(runs_dir, name)
-            say(f"{run.name}: {cancel_run(run, save=save)}")
+            say(f"{run.name}: {printable(cancel_run(run, save=save))}")
         except ClusterddpError as error:  # the others are cancelled all the same
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
@@ -222,4 +223,4 @@ def _summaries(runs: Iterator[RunDir]) -> Iterator[RunSummary]:
         try:
             yield read_summary(run, record=read_run(run), view=read_state(run))
         except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
-            say(f"{run.path}: {error}")
+            say(printable(f"{run.path}: {error}"))

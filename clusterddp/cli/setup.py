@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -50,8 +51,11 @@ def init(*, path: Path, launcher: str, force: bool) -> None:
 def schema() -> None:
     """Print the JSON Schema of a spec.
 
-    Editors complete and check with it: clusterddp schema > clusterddp.schema.json, and as the first line of the spec
-    # yaml-language-server: $schema=clusterddp.schema.json
+    Editors complete and check with it:
+
+    \b
+    clusterddp schema > clusterddp.schema.json
+    and as the first line of the spec:  # yaml-language-server: $schema=clusterddp.schema.json
     """
     from clusterddp.spec.schema import json_schema
 
@@ -62,7 +66,13 @@ def schema() -> None:
 @click.argument("shell", type=click.Choice(sorted(_ACTIVATION)))
 @click.pass_context
 def completion(ctx: click.Context, *, shell: str) -> None:
-    """Print the completion script of a shell: commands, options, runs and files."""
+    """Print the completion script of a shell: commands, options, runs and files.
+
+    \b
+    bash  in ~/.bashrc: eval "$(clusterddp completion bash)"
+    zsh   in ~/.zshrc, after compinit: eval "$(clusterddp completion zsh)"
+    fish  clusterddp completion fish > ~/.config/fish/completions/clusterddp.fish
+    """
     from click.shell_completion import get_completion_class
 
     script_class = get_completion_class(shell)
@@ -70,7 +80,8 @@ def completion(ctx: click.Context, *, shell: str) -> None:
         raise UsageError(f"{shell}: click has no completion for it")
     root = ctx.find_root().command
     put(script_class(root, {}, "clusterddp", "_CLUSTERDDP_COMPLETE").source())
-    say(f"# {_ACTIVATION[shell]}")
+    if sys.stdout.isatty():  # in a start-up file of a shell nobody wants to read this every time
+        say(f"# {_ACTIVATION[shell]}")
 
 
 COMMANDS = {"init": init, "schema": schema, "completion": completion}

@@ -33,7 +33,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
-        lines.append(f"  {status.reason}")
+        lines.append(f"  {printable(status.reason)}")
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
     lines += [f"  {run.path}", ""]

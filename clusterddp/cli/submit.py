@@ -12,6 +12,7 @@ import click
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
+from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, foll
     from clusterddp.launch.submit import submit as submit_plan
 
     for note in plan.notes:
-        say(f"note: {note}")
+        say(f"note: {printable(note)}")
     submitted = submit_plan(plan)
     return _stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
 
@@ -172,7 +173,6 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         put_json(_as_json(submitted), indent=None)
     elif not sys.stdout.isatty():  # the person at the terminal has just read it
         put(submitted.run)
-    sys.stdout.flush()
     if not (wait or follow):
         say(f"  follow  clusterddp logs -f {where}")
         say(f"  status  clusterddp status {where}")
@@ -180,7 +180,7 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         return 0
     with detaching(run, terminal):
         if follow:
-            write_logs(run, "0", follow=True)
+            write_logs(run, "0", follow=True, stream=sys.stderr if output == "json" else sys.stdout)
         view = watch_until_ended(run, terminal)
     return say_ending(run, view, terminal)
 

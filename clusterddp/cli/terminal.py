@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.printable import printable
 
 
 class Terminal:
@@ -63,10 +64,10 @@ def say(text: str = "") -> None:
 
 
 def say_error(message: str, *, hint: str | None = None) -> None:
-    """Tell what went wrong, and what to do about it."""
-    say(f"{click.style('error:', fg='red', bold=True)} {message}")
+    """Tell what went wrong, and what to do about it; what others wrote may be part of both."""
+    say(f"{click.style('error:', fg='red', bold=True)} {_printable_lines(message)}")
     if hint:
-        say(f"{click.style('hint:', bold=True)} {hint}")
+        say(f"{click.style('hint:', bold=True)} {_printable_lines(hint)}")
 
 
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
@@ -95,3 +96,7 @@ def duration(seconds: float) -> str:
 def rank_span(ranks: Sequence[int]) -> str:
     """Write which ranks a node has: `0-7`, or `3`."""
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))

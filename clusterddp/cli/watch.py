@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from clusterddp.cli.arguments import address
 from clusterddp.cli.status_text import (
@@ -19,6 +19,7 @@ from clusterddp.cli.status_text import (
 )
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, read_json
 
 if TYPE_CHECKING:
@@ -61,20 +62,22 @@ def write_logs(
     attempt: int | None = None,
     tail_lines: int | None = None,
     escape: bool | None = None,
+    stream: TextIO | None = None,
 ) -> bool:
-    """Write the logs of ranks to stdout; say whether there was anything.
+    """Write the logs of ranks to `stream`, or to stdout; say whether there was anything.
 
-    `escape` None: escape control characters when stdout is a terminal.
+    `escape` None: escape control characters when the stream is a terminal.
     """
     from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
 
     chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
-    escape = sys.stdout.isatty() if escape is None else escape
+    stream = stream or sys.stdout
+    escape = stream.isatty() if escape is None else escape
     if follow:
         pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
     else:
         pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
-    out = sys.stdout.buffer
+    out = stream.buffer
     last = b""
     for piece in pieces:
         with writing_stdout():
@@ -85,6 +88,8 @@ def write_logs(
                 out.flush()
         if isinstance(piece, NewAttempt):
             say(f"attempt {piece.number} of {run.name} starts")
+    with writing_stdout():
+        out.flush()
     if escape and last and not last.endswith((b"\n", b"\r")):
         say()  # what is said next begins on a line of its own
     return bool(last)
@@ -102,7 +107,7 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
     if view.state.value == "COMPLETED" and isinstance(accuracy, float):
         text += f", accuracy {accuracy:.1%}"
     elif view.state.value != "COMPLETED" and not cause and view.reason:
-        text += f": {view.reason}"
+        text += f": {printable(view.reason)}"
     say(text)
     if cause:
         say("\n".join(root_cause_lines(cause, run)))
@@ -133,17 +138,19 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None) -> RunView:
 
 @contextlib.contextmanager
 def _lines(run: RunDir) -> Iterator[Show]:
-    """Show a line when the state or the epoch changes, and from time to time."""
+    """Show a line when the state changes, after each epoch, and from time to time."""
     said: tuple[object, ...] = ()
     said_at = 0.0
 
     def show(view: RunView, progress: Progress | None) -> None:
         nonlocal said, said_at
-        facts = (view.state, view.attempt, progress and (progress.epoch, progress.accuracy))
+        # A new epoch begins with a new accuracy: one line for both.
+        news = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
+        facts = (view.state, view.attempt, news)
         if view.finished or (facts == said and time.monotonic() - said_at < _LINE_INTERVAL_S):
             return
         said, said_at = facts, time.monotonic()
-        reason = "" if view.state.value in SAYS_IT_ALL else view.reason
+        reason = "" if view.state.value in SAYS_IT_ALL else printable(view.reason)
         say(f"{run.name} {view.state.value}  {progress_text(progress) if progress else reason}".rstrip())
 
     yield show

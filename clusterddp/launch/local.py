@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 from collections.abc import Mapping
@@ -27,6 +26,25 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
     """
     token = read_run(run).token
     log = run.launcher_dir / "submit.log"
+    try:
+        exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log)
+        job_id = read_run(run).job_id
+        if exit_code != 0 or job_id is None:
+            raise ClusterddpError(f"{run.name} could not be started: {_last_line(log) or f'exit code {exit_code}'}")
+        return job_id
+    except subprocess.TimeoutExpired as error:
+        sweep(f"{token}.", timeout_s=5.0)
+        raise ClusterddpError(
+            f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
+        ) from error
+    except BaseException:
+        # An interrupt may have come at any point from the first process on; the cookie finds whatever there is.
+        sweep(f"{token}.", timeout_s=5.0)
+        raise
+
+
+def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path) -> int:
+    """Have submitit take the attempt over; return the exit code of the process that asks it to."""
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
             launcher_command(run.path, attempt),
@@ -35,32 +53,11 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
             stderr=output,
             # No file of the user's lies there that could take the place of one of Python's modules.
             cwd=run.launcher_dir,
-            env=process_environment(cookie(token, "task"), environ),
+            env=environment,
             start_new_session=True,
             umask=0o077,
         )
-    try:
-        exit_code = process.wait(START_TIMEOUT_S)
-        job_id = read_run(run).job_id
-        if exit_code == 0 and job_id is not None:
-            return job_id
-        raise ClusterddpError(f"{run.name} could not be started: {_last_line(log) or f'exit code {exit_code}'}")
-    except subprocess.TimeoutExpired as error:
-        _end(process, token)
-        raise ClusterddpError(
-            f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
-        ) from error
-    except BaseException:
-        _end(process, token)
-        raise
-
-
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Leave nothing of a start that went wrong."""
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    sweep(f"{token}.", timeout_s=5.0)
-    process.wait()
+    return process.wait(START_TIMEOUT_S)
 
 
 def _last_line(log: Path) -> str | None:

@@ -57,7 +57,9 @@ def carry(run_dir: str, attempt: int) -> str:
     run = RunDir(Path(run_dir))
     gang = Gang.from_json((read_json(run.plan) or {})["gang"])
     _stop_on_signal(run)
-    if run.cancel_file.exists():
+    if final_end(run) is not None:
+        pass  # who submitted it was interrupted, and wanted nothing of it
+    elif run.cancel_file.exists():
         end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
     else:
         _carry(run, gang, attempt)

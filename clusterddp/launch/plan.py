@@ -121,7 +121,7 @@ def plan_run(
         stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
     )
     memory = ("resources.memory_gb is not enforced on this machine",) if job.resources.memory_gb else ()
-    return _with_run(
+    return move_plan(
         Plan(
             run=run,
             token=token,
@@ -141,28 +141,17 @@ def plan_run(
             files=(),
             commands=(),
         ),
-        run,
+        runs_dir / run,
     )
 
 
 def rename_plan(plan: Plan) -> Plan:
     """Return the same plan under a fresh name, for the name of this one was taken meanwhile."""
-    return _with_run(plan, choose_run_name(plan.runs_dir))
+    return move_plan(plan, plan.runs_dir / choose_run_name(plan.runs_dir))
 
 
-def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    """Raise a UsageError unless every secret is set where the run is started from."""
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise UsageError(
-            f"secrets: {', '.join(missing)} not set in this environment",
-            hint=f"export {missing[0]}=..., then submit; only the name is stored in the run",
-        )
-
-
-def _with_run(plan: Plan, run: str) -> Plan:
-    """Fill in everything that follows from the name of the run."""
-    run_dir = plan.runs_dir / run
+def move_plan(plan: Plan, run_dir: Path) -> Plan:
+    """Return the same plan for another run directory: fill in everything that follows from where it is."""
 
     def moved(path: str) -> str:
         inside = Path(path).is_relative_to(plan.run_dir)
@@ -175,15 +164,36 @@ def _with_run(plan: Plan, run: str) -> Plan:
         working_dir=moved(old.working_dir),
         import_paths=tuple(moved(path) for path in old.import_paths),
     )
-    gang = dataclasses.replace(plan.gang, run=run, entry=entry)
+    gang = dataclasses.replace(plan.gang, run=run_dir.name, entry=entry)
     return dataclasses.replace(
         plan,
-        run=run,
+        run=run_dir.name,
+        runs_dir=run_dir.parent,
         gang=gang,
         rank0=_rank0_variables(gang, run_dir),
-        files=_files(plan, RunDir(run_dir)),
+        files=_files(RunDir(run_dir), with_code=plan.snapshot is not None),
         commands=_commands(gang, run_dir),
     )
+
+
+def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    """Raise a UsageError unless every secret is set where the run is started from."""
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise UsageError(
+            f"secrets: {', '.join(missing)} not set in this environment",
+            hint=f"export {missing[0]}=..., then submit; only the name is stored in the run",
+        )
+
+
+def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
+    """Return the command that hands a run to submitit's local executor."""
+    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
+
+
+def supervisor_command() -> tuple[str, ...]:
+    """Return the command that supervises one node; which node, it is told over its standard input."""
+    return (sys.executable, "-m", "clusterddp.node.supervisor")
 
 
 def _rank0_variables(gang: Gang, run_dir: Path) -> dict[str, dict[str, str]]:
@@ -213,9 +223,9 @@ def _rank0_variables(gang: Gang, run_dir: Path) -> dict[str, dict[str, str]]:
     return {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
 
 
-def _files(plan: Plan, run: RunDir) -> tuple[str, ...]:
+def _files(run: RunDir, *, with_code: bool) -> tuple[str, ...]:
     attempt = run.attempt(0)
-    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if plan.snapshot else [])]
+    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if with_code else [])]
     paths += [attempt.path, run.checkpoints, run.tensorboard, run.launcher_dir]
     return tuple(str(path) for path in paths)
 
@@ -223,16 +233,6 @@ def _files(plan: Plan, run: RunDir) -> tuple[str, ...]:
 def _commands(gang: Gang, run_dir: Path) -> tuple[tuple[str, ...], ...]:
     supervisors = [supervisor_command() for _ in gang.nodes]
     return (launcher_command(run_dir, 0), *supervisors, (sys.executable, "-m", "clusterddp.node.rank", str(run_dir)))
-
-
-def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
-    """Return the command that hands a run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
-
-
-def supervisor_command() -> tuple[str, ...]:
-    """Return the command that supervises one node; which node, it is told over its standard input."""
-    return (sys.executable, "-m", "clusterddp.node.supervisor")
 
 
 def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str]) -> None:

@@ -21,8 +21,10 @@ from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.snapshot import STORE_NAME, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 
-_FORGOTTEN_AFTER_S = 24 * 3600.0
-"""When a staging directory is swept whose submitter cannot be asked: it belongs to another machine, or has no name."""
+_FOREIGN_AFTER_S = 24 * 3600.0
+"""When a staging directory of another machine, whose submitter cannot be asked, is swept."""
+_NAMELESS_AFTER_S = 600.0
+"""When one is swept whose submitter was killed before it could write a name into it."""
 
 
 def make_run(plan: Plan, environ: Mapping[str, str]) -> Plan:
@@ -113,14 +115,12 @@ def _put_in_place(staging: Path, run_dir: Path) -> bool:
 
 
 def _is_abandoned(staging: Path) -> bool:
-    record = None
-    with contextlib.suppress(ClusterddpError):
-        record = read_json(staging / "run.json")
-    if record:
-        alive = ProcessIdentity(**record["submitter"]).alive()
-        if alive is not None:
-            return not alive
-    return time.time() - staging.stat().st_mtime > _FORGOTTEN_AFTER_S
+    age_s = time.time() - staging.stat().st_mtime
+    try:
+        alive = ProcessIdentity(**(read_json(staging / "run.json") or {})["submitter"]).alive()
+    except (ClusterddpError, KeyError, TypeError):
+        return age_s > _NAMELESS_AFTER_S
+    return age_s > _FOREIGN_AFTER_S if alive is None else not alive
 
 
 def _refusal(runs_dir: Path, error: OSError) -> ClusterddpError:

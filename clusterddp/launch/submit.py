@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
@@ -17,7 +17,7 @@ from clusterddp.launch import local
 from clusterddp.launch.attempts import end_run, make_attempt
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.placement import assign_gpus, read_machine
-from clusterddp.launch.plan import Plan, check_secrets
+from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.gang import Gang
@@ -33,7 +33,7 @@ from clusterddp.run.record import (
 )
 from clusterddp.run.state import RunState, RunView, read_state
 from clusterddp.run.stop import request_stop
-from clusterddp.run.sweep import find_processes, sweep
+from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
@@ -59,7 +59,7 @@ def submit(plan: Plan) -> Submitted:
     check_secrets(plan.secrets, environ)
     _check_trainer(plan.gang)
     plan = make_run(plan, environ)
-    return _start(RunDir(plan.run_dir), 0)
+    return start_attempt(RunDir(plan.run_dir), 0)
 
 
 def resume(run: RunDir) -> Submitted:
@@ -70,10 +70,10 @@ def resume(run: RunDir) -> Submitted:
     run = RunDir(run.path.absolute())
     view = read_state(run)
     _refuse_resume(run, view)
-    plan = read_json(run.plan) or {}
-    check_secrets(tuple(plan.get("secrets", ())), inherited_environment())
-    gang = _place_again(run, plan)
-    _check_trainer(gang)
+    plan = _plan_again(run)
+    check_secrets(plan.secrets, inherited_environment())
+    _check_trainer(plan.gang)
+    _clear_away(run, plan.token)
     number = 0 if view.attempt is None else view.attempt + 1
     try:
         make_attempt(run, number)
@@ -85,7 +85,29 @@ def resume(run: RunDir) -> Submitted:
     write_run(run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, job_id=None))
     run.cancel_file.unlink(missing_ok=True)
     log_event(run, "resumed", attempt=number)
-    return _start(run, number)
+    return start_attempt(run, number)
+
+
+def start_attempt(run: RunDir, attempt: int) -> Submitted:
+    """Start an attempt whose directory is ready.
+
+    Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run.
+    """
+    record = read_run(run)
+    try:
+        job_id = local.start(run, attempt, inherited_environment())
+    except KeyboardInterrupt:
+        # Who interrupts a submit does not want the run.
+        _record_end(run, "CANCELLED", "interrupted while it was being started")
+        raise
+    except (ClusterddpError, OSError) as error:
+        reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
+        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log="launcher/submit.log")
+        _record_end(run, "FAILED", reason, cause)
+        if isinstance(error, ClusterddpError):
+            raise
+        raise ClusterddpError(f"{run.name}: {reason}") from error
+    return Submitted(run=run.name, launcher=record.launcher, job_id=job_id, run_dir=run.path)
 
 
 def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
@@ -98,7 +120,9 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     view = read_state(run)
     record = read_run(run)
     if view.state is RunState.LOST:
-        return _clear_away(record, view)
+        num_strays = _clear_away(run, record.token)
+        if num_strays:
+            return f"was lost; {num_strays} processes that were left of it are ended"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
     if save and view.state is not RunState.REQUEUED and view.attempt is not None:
@@ -124,24 +148,6 @@ def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2) -> RunV
         interval = min(1.0, interval * 1.2)
 
 
-def _start(run: RunDir, attempt: int) -> Submitted:
-    record = read_run(run)
-    try:
-        job_id = local.start(run, attempt, inherited_environment())
-    except KeyboardInterrupt:
-        # Who interrupts a submit does not want the run.
-        _record_end(run, "CANCELLED", "interrupted while it was being started")
-        raise
-    except (ClusterddpError, OSError) as error:
-        reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
-        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log="launcher/submit.log")
-        _record_end(run, "FAILED", reason, cause)
-        if isinstance(error, ClusterddpError):
-            raise
-        raise ClusterddpError(f"{run.name}: {reason}") from error
-    return Submitted(run=run.name, launcher=record.launcher, job_id=job_id, run_dir=run.path)
-
-
 def _check_trainer(gang: Gang) -> None:
     """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
     if gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
@@ -157,14 +163,17 @@ def _refuse_resume(run: RunDir, view: RunView) -> None:
         raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
-def _place_again(run: RunDir, plan: dict[str, Any]) -> Gang:
-    """Keep the gang as it was planned, but with the GPUs and the host that there are now."""
-    gang = Gang.from_json(plan["gang"])
-    nodes = assign_gpus(run.name, gang.nodes, read_machine(inherited_environment()))
-    if nodes != gang.nodes:
-        gang = dataclasses.replace(gang, nodes=nodes)
-        write_json(run.plan, plan | {"gang": gang.to_json()})
-    return gang
+def _plan_again(run: RunDir) -> Plan:
+    """Keep to the plan, but with the GPUs, the host and the place of the run directory that there are now."""
+    data = read_json(run.plan)
+    if data is None:
+        raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
+    plan = Plan.from_json(data)
+    nodes = assign_gpus(run.name, plan.gang.nodes, read_machine(inherited_environment()))
+    now = move_plan(dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes)), run.path)
+    if now != plan:
+        write_json(run.plan, now.to_json())
+    return now
 
 
 def _stop(run: RunDir, attempt: int) -> str:
@@ -182,9 +191,8 @@ def _stop(run: RunDir, attempt: int) -> str:
 
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
-    asked = write_json(
-        run.cancel_file, {"by": dataclasses.asdict(ProcessIdentity.of()), "time": time.time()}, exclusive=True
-    )
+    by = f"pid {os.getpid()} on {socket.gethostname()}"
+    asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
@@ -206,15 +214,21 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
     return _became(view) if asked else f"was being cancelled already, {_became(view)}"
 
 
-def _clear_away(record: RunRecord, view: RunView) -> str:
-    """End what is left of a run that nobody answers for."""
-    strays = find_processes(f"{record.token}.")
-    if not strays:
-        return f"has already ended: {view.state.value} ({view.reason})"
-    left = sweep(f"{record.token}.", timeout_s=_ANSWER_S)
+def _clear_away(run: RunDir, token: str) -> int:
+    """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
+
+    Its supervisors and its task may just be on their way out, putting things in order. They take everything that
+    carries the run's cookie for theirs, so the next attempt must not begin before they are gone.
+    Raises: ClusterddpError: some cannot be killed.
+    """
+    deadline = time.monotonic() + _ANSWER_S
+    while any(answers_for_its_run(process) for process in find_processes(f"{token}.")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    strays = find_processes(f"{token}.")
+    left = sweep(f"{token}.", timeout_s=_ANSWER_S) if strays else []
     if left:
-        raise ClusterddpError(f"{record.run}: processes {', '.join(map(str, left))} cannot be killed")
-    return f"was lost; {len(strays)} processes that were left of it are ended"
+        raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
+    return len(strays)
 
 
 def _became(view: RunView) -> str:

@@ -32,6 +32,7 @@ class Attempt:
         self._ends: dict[int, RankEnd] = {}
         self._failures: list[Failure] = []
         self._decide_at = float("inf")
+        self._decided = False
         self._stop_deadline = float("inf")
 
     @property
@@ -47,7 +48,12 @@ class Attempt:
             self.fail(failure_of(end, self._gang.node_of(end.rank).host), now)
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Take in a failure; the verdict is due after a moment in which a weightier one may show."""
+        """Take in a failure; the verdict is due after a moment in which a weightier one may show.
+
+        Once it is decided, only a connection loss still gives way: to what it may have come from.
+        """
+        if self._decided and min((failure.weight for failure in self._failures), default=CERTAIN) <= OWN:
+            return
         self._failures.append(failure)
         wait = {CERTAIN: 0.0, OWN: SETTLE_OWN_S}.get(failure.weight, SETTLE_S)
         self._decide_at = min(self._decide_at, now + wait)
@@ -89,6 +95,10 @@ class Attempt:
         if self.cancel_reason is not None or now >= self._decide_at or not self.running:
             return True
         return self.begun is None and self.stop_reason is not None
+
+    def decide(self) -> None:
+        """Note that the gang is being ended: what fails from now on fails because of that."""
+        self._decided = True
 
     def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
         """Say how the attempt ended. `stop_confirmed`: the program has recorded that it ended because of the stop."""

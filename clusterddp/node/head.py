@@ -80,6 +80,7 @@ class Head:
         kind = report["kind"]
         if kind == "join":
             self._pids[node_rank] = int(report["pid"])
+            note(f"node {node_rank} on {node.host} has joined (supervisor {report['pid']})")
         elif kind == "started":
             self._started_nodes.add(node_rank)
         elif kind == "rank_ended":
@@ -91,7 +92,8 @@ class Head:
         elif kind == "parent_gone":
             self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
         elif kind == "failed":
-            self._fail(Failure(rank=min(node.ranks), host=node.host, error=str(report["error"])), now)
+            error, weight = str(report["error"]), int(report["weight"])
+            self._fail(Failure(rank=min(node.ranks), host=node.host, error=error, weight=weight), now)
         elif kind == "ended":
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
 
@@ -211,6 +213,7 @@ class Head:
             self._attempt.fail(failure, now)
 
     def _end_gang(self, now: float) -> None:
+        self._attempt.decide()
         self._unconfirmed = set(self._pids) - self._lost
         self._ending_until = now + _CONFIRM_S
         self._left.clear()

@@ -59,6 +59,11 @@ class Channel:
         """True once a line with a right signature was heard."""
         return self._heard > 0
 
+    @property
+    def silent(self) -> bool:
+        """True when everything that was to be said was handed to the kernel."""
+        return self._nonces is not None and not self._unsent
+
     def send(self, message: Message) -> None:
         """Say something; it waits until the other end's nonce is known."""
         if self._nonces is None:
@@ -185,12 +190,14 @@ def listen(host: str) -> socket.socket:
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect to the head, trying again until `timeout_s` have passed.
 
-    Raises: OSError: nobody answered in time.
+    Raises: OSError: nobody answered in time, or the head, which listened before anybody was told of it, is gone.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return socket.create_connection((host, port), timeout=5.0)
+        except ConnectionRefusedError:
+            raise
         except OSError:
             if time.monotonic() >= deadline:
                 raise

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from clusterddp.dist.environment import SUPERVISOR_PID, RankPlace, cookie, rank_variables
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.failure import RankEnd, read_rank_end
+from clusterddp.node.failure import OWN, RankEnd, read_rank_end
 from clusterddp.node.link import Message
 from clusterddp.node.processes import Sweep, count_oom_kills, signal_group, start_rank
 from clusterddp.node.rank import ENDING
@@ -123,6 +123,8 @@ class Member:
         for pid, returncode in exits.items():
             rank = attempt.pids.pop(pid, None)
             if rank is not None:
+                # It may have seen a request to stop before we did.
+                self._look_for_stop(attempt, complete=False)
                 self._rank_ended(attempt, rank, returncode)
 
     def tick(self, now: float) -> None:
@@ -135,7 +137,13 @@ class Member:
             return
         if attempt.ending is not None:
             self._go_on_ending(attempt, attempt.ending, now)
-        elif not attempt.stop_seen and _is_complete(attempt.dir):
+        else:
+            self._look_for_stop(attempt, complete=True)
+
+    def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
+        if attempt.stop_seen or attempt.ending is not None:
+            return
+        if _is_complete(attempt.dir) if complete else attempt.dir.stop_file.exists():
             attempt.stop_seen = True
             self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
 
@@ -245,7 +253,8 @@ class Member:
         return f"cancelled by {by}" if by else "cancelled"
 
     def _fail(self, error: str) -> None:
-        self._report({"kind": "failed", "error": error})
+        # It may follow from how a rank ended: that one is then the first of two equals.
+        self._report({"kind": "failed", "error": error, "weight": OWN})
 
 
 def _is_complete(attempt: AttemptDir) -> bool:

@@ -81,7 +81,7 @@ def _die_with_supervisor() -> None:
     if expected is None:
         return
     if sys.platform == "linux":
-        import ctypes  # noqa: PLC0415  (only where it is needed: start-up)
+        import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The supervisor may have died before the call; its death is then never reported.
@@ -94,7 +94,7 @@ def _stop_on_signal() -> None:
     path = os.environ.get("CLUSTERDDP_STOP_FILE")
     if path is None:
         return
-    from clusterddp.run.stop import request_stop  # noqa: PLC0415
+    from clusterddp.run.stop import request_stop
 
     stop_file = Path(path)
     rank = os.environ.get("RANK", "?")
@@ -114,7 +114,7 @@ def _stop_on_signal() -> None:
 
 def _fail(error: BaseException) -> NoReturn:
     """Report the exception and leave at once: threads of a broken collective would hold up an orderly exit."""
-    import traceback  # noqa: PLC0415
+    import traceback
 
     told = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
     with contextlib.suppress(OSError, ValueError):

@@ -22,8 +22,8 @@ SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract
 
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
 node_rank), `started`, `rank_ended` (a RankEnd), `stop_requested` (reason), `cancel` (reason), `parent_gone` (pid),
-`failed` (error), `ended` (left: pids that cannot be killed). Orders: `start` (attempt, restart, master_port), `stop`
-(reason), `kill`, `finish` (exit_code). Both ways: `beat`.
+`failed` (error, weight), `ended` (left: pids that cannot be killed). Orders: `start` (attempt, restart, master_port),
+`stop` (reason), `kill`, `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations

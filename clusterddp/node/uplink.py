@@ -9,12 +9,14 @@ import time
 from collections import deque
 from typing import Protocol
 
+from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
 from clusterddp.node.link import JOIN_TIMEOUT_S, Channel, Message, connect, listen
 from clusterddp.node.note import note
 from clusterddp.run.gang import Gang
 
 _MAX_STRANGERS = 32
+_CONFESSION_S = 1.0
 
 
 class Uplink(Protocol):
@@ -186,10 +188,12 @@ class HeadElsewhere:
         return orders
 
     def confess(self, error: str) -> None:
-        self._channel.send({"kind": "failed", "error": error})
-        self._channel.sock.setblocking(True)
-        self._channel.sock.settimeout(1.0)
-        self._channel.flush()
+        self._channel.send({"kind": "failed", "error": error, "weight": CERTAIN})
+        deadline = time.monotonic() + _CONFESSION_S
+        while not self._channel.silent and self._channel.lost is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self._channel.receive(time.monotonic())
+            self._channel.flush()
 
     def _connect(self) -> Channel:
         sock: socket.socket = connect(*self._link, timeout_s=max(0.0, self._join_until - time.monotonic()))

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
 
 _T = TypeVar("_T")
@@ -185,7 +186,10 @@ def _read(kind: type[_T], path: Path) -> _T:
     data = read_json(path)
     if data is None:
         raise FileNotFoundError(path)
-    return kind(**_known(kind, data))
+    try:
+        return kind(**_known(kind, data))
+    except (TypeError, AttributeError) as error:
+        raise ClusterddpError(f"{path}: not a {kind.__name__}: {error}") from error
 
 
 def _known(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:

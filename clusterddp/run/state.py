@@ -17,7 +17,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
-from clusterddp.run.sweep import find_processes, read_cookie
+from clusterddp.run.sweep import answers_for_its_run, find_processes
 
 START_GRACE_S = 3.0
 """How long after an attempt's directory was made a missing starter is no news: it may be between two system calls."""
@@ -133,9 +133,8 @@ def _answered_for(run: RunDir, record: RunRecord) -> bool:
     if identity and ProcessIdentity(**identity).alive():
         return True
     # Between the start of the launcher and the record of it, and while a guard or the task puts things in order, only
-    # the cookie tells. Ranks do not count: they never write an end.
-    roles = [_role(read_cookie(process)) for process in _processes(run, record)]
-    return any(role == "task" or role[:1] in {"s", "g"} for role in roles)
+    # the cookie tells.
+    return any(answers_for_its_run(process) for process in _processes(run, record))
 
 
 def _lost(run: RunDir, record: RunRecord, attempt: AttemptDir | None, reason: str, end: AttemptEnd | None) -> RunView:
@@ -157,10 +156,6 @@ def _unknown(attempt: AttemptDir | None, host: str) -> RunView:
 def _processes(run: RunDir, record: RunRecord) -> list[Any]:
     # The owner of the run, not of this process: root may look at a run of somebody else.
     return find_processes(f"{record.token}.", uid=os.stat(run.path).st_uid)
-
-
-def _role(cookie: str) -> str:
-    return cookie.rpartition(".")[2]
 
 
 def _foreign_host(record: RunRecord) -> str | None:

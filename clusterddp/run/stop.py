@@ -38,7 +38,7 @@ def stop_reason(stop_file: Path) -> str:
     try:
         data = json.loads(stop_file.read_text(encoding="utf-8"))
         return str(data["reason"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return f"the file {stop_file.name}"
 
 

@@ -96,10 +96,8 @@ def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
     is_key = detail["loc"][-1] == "[key]"
     loc = detail["loc"][:-1] if is_key else detail["loc"]
     node, place, _ = _locate(tree, loc, of_key=is_key)
-    # A host written as a name alone is typed as the host of a mapping.
-    shown = [str(part) for part in loc]
     message, hint = _words(detail, node)
-    return problem_at(place, message, hint, key=".".join(shown))
+    return problem_at(place, message, hint, key=".".join(map(str, loc)))
 
 
 def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
@@ -109,11 +107,10 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
     if kind == "clusterddp":
         return context["message"], context["hint"]
     if kind == "missing":
-        return "missing, expected " + _missing_words(detail), None
+        return f"missing, expected {'`name: my-run`' if detail['loc'] == ('name',) else 'a value'}", None
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        bound = context[name]
-        return f"found {found}, expected {words} {bound:g}" if abs(bound) < 1e5 else _exact(found, words, bound), None
+        return f"found {found}, expected {words} {float(context[name]):.12g}", None
     if kind == "literal_error":
         return _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
     if kind in _KINDS:
@@ -121,14 +118,6 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         hint = f"write [{text}]" if _KINDS[kind] == "a list" and re.fullmatch(r"[\w.-]{1,40}", text) else None
         return f"found {found}, expected {_KINDS[kind]}", hint
     return f"found {found}, expected something else ({kind})", None
-
-
-def _exact(found: str, words: str, bound: float) -> str:
-    return f"found {found}, expected {words} {int(bound)}"
-
-
-def _missing_words(detail: ErrorDetails) -> str:
-    return "`name: my-run`" if detail["loc"] == ("name",) else "a value"
 
 
 def _choice_words(found: str, node: Node | None, choices: list[str]) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ was cut off and writes on, late, cannot touch its successor's files.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -71,8 +72,13 @@ def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
 def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
     """Write `data` durably, then its manifest; see `write_checkpoint`."""
     name = f"step-{step:08d}-a{store.attempt}"
+    path = store.directory / f"{name}.pt"
+    with contextlib.suppress(OSError, ClusterddpError):
+        already = _read_manifest(path.with_suffix(".json"))
+        read_verified(store.directory, already)
+        return already  # a stop right after an epoch's end; writing over it would put it at risk
     manifest = Manifest(
-        file=f"{name}.pt",
+        file=path.name,
         sha256=hashlib.sha256(data).hexdigest(),
         bytes=len(data),
         attempt=store.attempt,
@@ -81,9 +87,7 @@ def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) ->
         samples=samples,
         created=time.time(),
     )
-    path = store.directory / manifest.file
     _refuse_if_stale(store)
-    path.with_suffix(".json").unlink(missing_ok=True)
     _write(path, data)
     try:
         _refuse_if_stale(store)

@@ -22,7 +22,7 @@ _GENERATED_SAMPLES = 10_000
 _TRAIN, _TEST, _ORDER = 1, 2, 3  # what a seed derived from the spec's is for
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dataset:
     """A whole data set on one device.
 

@@ -48,8 +48,9 @@ def download_once(
         with FileLock(data_dir / f".{torchvision_name}.lock"):
             return find(data_dir) or _download(torchvision_name, title, data_dir, find, result)
     except (OSError, URLError, RuntimeError, ImportError) as error:
+        cause = " ".join(str(error).split())  # torchvision's own texts have several lines
         raise ClusterddpError(
-            f"{title} could not be downloaded to {data_dir}: {type(error).__name__}: {error}",
+            f"{title} could not be downloaded to {data_dir}: {type(error).__name__}: {cause}",
             hint="download it where there is a network and set train.data_dir, or take train.dataset=shapes",
         ) from error
 

@@ -17,7 +17,7 @@ def random_bits(indices: Tensor, *, seed: int, stream: int) -> Tensor:
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a seed (0..2^32-1: torch's generator takes no more in) that belongs to `numbers`, such as (seed, epoch)."""
+    """Return a seed that belongs to `numbers`, such as (seed, epoch): 0..2^32-1, all that a torch generator takes."""
     key = 0
     for number in numbers:
         key = _mix(key ^ number & _MASK)

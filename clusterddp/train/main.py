@@ -69,7 +69,7 @@ def main(environ: Mapping[str, str]) -> None:
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,
-            load_dataset(spec, device=group.device, prepare=place.local_rank == 0),
+            load_dataset(spec, device=group.device, prepare=True),
             group,
             store=Store(run=run, attempt=attempt, keep=spec.keep_checkpoints),
             reporter=reporter,

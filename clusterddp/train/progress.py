@@ -33,8 +33,9 @@ class ProgressLines:
         self._stream = stream
 
     def advance(self, report: TrainReport) -> None:
-        steps = f"step {report.step_in_epoch}/{report.steps_per_epoch}"
-        self.say(f"epoch {report.epoch}/{report.epochs_total} {steps} {describe(report)} eta {_duration(report.eta_s)}")
+        place = f"epoch {report.epoch}/{report.epochs_total} step {report.step_in_epoch}/{report.steps_per_epoch}"
+        figures = f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % lr {report.lr:.3g}"
+        self.say(f"{place} {figures} {report.images_per_s:,.0f} img/s eta {_duration(report.eta_s)}")
 
     def say(self, text: str) -> None:
         self._stream.write(f"{text}\n")
@@ -51,13 +52,19 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar: Any = Progress(*columns, console=Console(file=stream))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar: Any = Progress(*columns, console=Console(file=stream), expand=True)
         self._task = self._bar.add_task("starting", total=None)
         self._bar.start()
 
     def advance(self, report: TrainReport) -> None:
-        text = f"epoch {report.epoch}/{report.epochs_total} {describe(report)}"
+        figures = f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % {report.images_per_s:,.0f} img/s"
+        text = f"epoch {report.epoch}/{report.epochs_total} {figures}"
         self._bar.update(self._task, description=text, completed=report.step, total=report.steps_total)
 
     def say(self, text: str) -> None:
@@ -65,13 +72,6 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def describe(report: TrainReport) -> str:
-    """Return e.g. `loss 0.812 acc 71.3 % lr 0.161 512 img/s`."""
-    return (
-        f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % lr {report.lr:.3g} {report.images_per_s:,.0f} img/s"
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import gzip
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.spec.model import TrainSpec
+from clusterddp.train.data import Dataset, batch_indices, epoch_order, load_dataset, steps_per_epoch
+from clusterddp.train.shapes import generate_shapes
+
+CPU = torch.device("cpu")
+
+
+def load(**train: Any) -> Dataset:
+    return load_dataset(TrainSpec(**train), device=CPU, prepare=False)
+
+
+def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_change() -> None:
+    order = epoch_order(1000, 7, 2)
+    torch.manual_seed(99)
+    assert torch.equal(order.sort().values, torch.arange(1000))
+    assert torch.equal(epoch_order(1000, 7, 2), order)
+    assert not torch.equal(epoch_order(1000, 7, 3), order)
+    assert not torch.equal(epoch_order(1000, 8, 2), order)
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (3, 1), (1, 4), (3, 2)])
+def test_all_ranks_and_micro_batches_of_a_step_cover_its_samples_once(world: int, accumulate: int) -> None:
+    order = epoch_order(100, 0, 0)
+    per_step = world * accumulate * 5
+    shape = {"world": world, "batch_size": 5, "accumulate": accumulate}
+    for step in range(steps_per_epoch(100, **shape)):
+        parts = [
+            batch_indices(order, step, rank=rank, micro=micro, **shape)
+            for rank in range(world)
+            for micro in range(accumulate)
+        ]
+        assert (
+            torch.cat(parts).sort().values.tolist()
+            == order[step * per_step : (step + 1) * per_step].sort().values.tolist()
+        )
+
+
+def test_n_ranks_and_one_rank_that_accumulates_n_times_see_the_same_chunks() -> None:
+    order = epoch_order(60, 1, 0)
+    for step in range(5):
+        ranks = [
+            batch_indices(order, step, world=4, rank=rank, batch_size=3, accumulate=1, micro=0) for rank in range(4)
+        ]
+        micros = [
+            batch_indices(order, step, world=1, rank=0, batch_size=3, accumulate=4, micro=micro) for micro in range(4)
+        ]
+        assert torch.equal(torch.stack(ranks), torch.stack(micros))
+
+
+def test_the_incomplete_last_batch_is_dropped() -> None:
+    assert steps_per_epoch(100, world=3, batch_size=8, accumulate=2) == 2
+
+
+def test_fewer_images_than_one_global_batch_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ClusterddpError, match=r"global batch of 128 \(4 ranks x batch 16 x accumulate 2\).* 100 train"):
+        steps_per_epoch(100, world=4, batch_size=16, accumulate=2)
+
+
+def test_shapes_are_the_same_for_a_seed_and_leave_the_global_random_state_alone() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, again, other = (load(dataset="shapes", samples=50, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.train_images, again.train_images)
+    assert torch.equal(first.test_labels, again.test_labels)
+    assert not torch.equal(first.train_images, other.train_images)
+
+
+def test_shapes_have_a_fifth_as_test_images_and_none_of_them_twice() -> None:
+    dataset = load(dataset="shapes", samples=1000)
+    images = torch.cat((dataset.train_images, dataset.test_images)).flatten(1)
+    assert (len(dataset.train_images), len(dataset.test_images)) == (1000, 200)
+    assert len(images.unique(dim=0)) == 1200
+
+
+def test_shapes_have_all_classes_in_equal_shares_and_random_order() -> None:
+    images, labels = generate_shapes(1000, seed=0)
+    assert labels.bincount().tolist() == [100] * 10
+    assert not torch.equal(labels, torch.arange(1000) % 10)
+    assert (images.dtype, tuple(images.shape)) == (torch.uint8, (1000, 3, 32, 32))
+
+
+def test_generated_sets_have_ten_thousand_images_unless_told_otherwise() -> None:
+    assert [len(load(dataset=name).train_images) for name in ("shapes", "random")] == [10_000, 10_000]
+
+
+def test_mean_and_deviation_of_shapes_are_those_of_the_train_images() -> None:
+    dataset = load(dataset="shapes", samples=200)
+    pixels = dataset.train_images.double() / 255
+    torch.testing.assert_close(torch.tensor(dataset.mean).double(), pixels.mean((0, 2, 3)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(dataset.std).double(), pixels.std((0, 2, 3)), atol=1e-4, rtol=0)
+
+
+def test_random_data_carries_the_warning_that_its_accuracy_means_nothing() -> None:
+    dataset = load(dataset="random", samples=20)
+    assert dataset.label == "random noise"
+    assert "mean nothing" in str(dataset.warning)
+    assert load(dataset="shapes", samples=20).warning is None
+
+
+def idx(values: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+
+
+def write_fashion_mnist(folder: Path, *, zipped: bool) -> tuple[np.ndarray, np.ndarray]:
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    images, labels = random.integers(0, 256, (6, 28, 28), dtype=np.uint8), random.integers(0, 10, 6, dtype=np.uint8)
+    files = {"train-images-idx3": images, "train-labels-idx1": labels}
+    files |= {"t10k-images-idx3": images[:2], "t10k-labels-idx1": labels[:2]}
+    for name, values in files.items():
+        path = folder / f"{name}-ubyte{'.gz' if zipped else ''}"
+        path.write_bytes(gzip.compress(idx(values)) if zipped else idx(values))
+    return images, labels
+
+
+def load_fashion_mnist(folder: Path) -> Dataset:
+    return load(dataset="fashion_mnist", data_dir=str(folder), download=False)
+
+
+@pytest.mark.parametrize(("place", "zipped"), [(".", True), (".", False), ("FashionMNIST/raw", False)])
+def test_fashion_mnist_is_read_zipped_or_plain_and_padded_to_32x32(tmp_path: Path, place: str, zipped: bool) -> None:
+    images, labels = write_fashion_mnist(tmp_path / place, zipped=zipped)
+    dataset = load_fashion_mnist(tmp_path)
+    assert tuple(dataset.train_images.shape) == (6, 1, 32, 32)
+    assert torch.equal(dataset.train_images[:, 0, 2:30, 2:30], torch.from_numpy(images))
+    assert int(dataset.train_images.long().sum()) == int(images.sum())
+    assert dataset.train_labels.tolist() == labels.tolist()
+    assert dataset.label == "Fashion-MNIST (not the whole set: 6 train, 2 test)"
+    assert len(dataset.mean) == len(dataset.std) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "begins with nothing"),
+        (b"\x00\x00\x09\x03" + bytes(12), r"begins with 00 00 09 03.*expected 00 00 08 03"),
+        (idx(np.zeros((6, 28, 28), np.uint8))[:-1], "4,703 bytes of values, the header says 4,704"),
+        (idx(np.zeros((6, 28, 28), np.uint8)) + b"x", "more bytes of values, the header says 4,704"),
+        (idx(np.zeros((6, 28, 27), np.uint8)), r"images of \[28, 27\], expected 28x28"),
+        (bytes((0, 0, 8, 3)) + b"\xff" * 12, "the header claims 4,294,967,295 entries"),
+        (idx(np.zeros((5, 28, 28), np.uint8)), "6 labels for 5 images"),
+    ],
+)
+def test_an_idx_file_that_does_not_fit_is_named(tmp_path: Path, content: bytes, complaint: str) -> None:
+    write_fashion_mnist(tmp_path, zipped=False)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(ClusterddpError, match=rf"train-(images|labels)-idx.-ubyte: .*{complaint}"):
+        load_fashion_mnist(tmp_path)
+
+
+def test_a_zipped_idx_file_cut_short_is_named(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path, zipped=True)
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ClusterddpError, match=r"t10k-images-idx3-ubyte\.gz: cut short or damaged"):
+        load_fashion_mnist(tmp_path)
+
+
+def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path, zipped=False)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.array([3, 10], np.uint8)))
+    with pytest.raises(ClusterddpError, match=r"t10k-labels-idx1-ubyte: label 10 is not in 0\.\.9"):
+        load_fashion_mnist(tmp_path)
+
+
+def test_the_trainers_data_rooms_do_not_import_torchvision() -> None:
+    code = """
+import sys, torch
+from clusterddp.spec.model import TrainSpec
+from clusterddp.train import augment, data, models
+spec = TrainSpec(model="fastnet", dataset="shapes", samples=10)
+models.build_model(spec, data.load_dataset(spec, device=torch.device("cpu"), prepare=True))
+print([name for name in ("torchvision", "PIL", "tensorboard") if name in sys.modules])
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert output.stdout.strip() == "[]"
