@@ -23,11 +23,11 @@ from clusterddp.train.comm import (
 )
 from clusterddp.train.data import Dataset, batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.metrics import Reporter, TrainReport
+from clusterddp.train.metrics import Reporter
 from clusterddp.train.models import build_model
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
 from clusterddp.train.state import TrainState, gather_state, restore_state, spec_changes
-from clusterddp.train.window import Window, read_window
+from clusterddp.train.window import TrainReport, Window, read_window
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import TrainSpec

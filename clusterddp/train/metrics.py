@@ -10,30 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.progress import Progress, open_progress
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """The steps since the last report, over all ranks. `epoch` counts from 1; `accuracy` is a share, 0..1."""
-
-    epoch: int
-    step: int
-    loss: float
-    accuracy: float
-    images_per_s: float
-    lr: float
-    epochs_total: int
-    steps_total: int
-    step_in_epoch: int
-    steps_per_epoch: int
-    eta_s: float
-    """Seconds of steps that are left at this pace."""
+from clusterddp.train.window import TrainReport
 
 
 class Reporter:

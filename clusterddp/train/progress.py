@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
-    from clusterddp.train.metrics import TrainReport
+    from clusterddp.train.window import TrainReport
 
 
 class Progress(Protocol):

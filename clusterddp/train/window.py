@@ -43,6 +43,24 @@ class Figures:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """The steps since the last report, over all ranks. `epoch` counts from 1; `accuracy` is a share, 0..1."""
+
+    epoch: int
+    step: int
+    loss: float
+    accuracy: float
+    images_per_s: float
+    lr: float
+    epochs_total: int
+    steps_total: int
+    step_in_epoch: int
+    steps_per_epoch: int
+    eta_s: float
+    """Seconds of steps that are left at this pace."""
+
+
 def read_window(window: Window, state: TrainState, group: Group) -> Figures:
     """Add up the window over the ranks; this waits for the device, so the time is that of finished steps.
 
