@@ -1,0 +1,1 @@
+"""What a rank must know of its gang: variables, port, interface, devices."""
