@@ -115,10 +115,16 @@ class GangRun:
         wait_until(lambda: all(name.exists() for name in names), what="ranks up")
         wait_until(lambda: len(self.ranks(number)) == self.gang.world_size, what="rank records")
 
-    def await_end(self, timeout_s: float = 20.0) -> list[int]:
-        """Wait until all supervisors have gone; return their exit codes."""
+    def await_end(self, timeout_s: float = 20.0, *, after_kill: bool = False) -> list[int]:
+        """Wait until all supervisors have gone, and nothing else is left; return their exit codes.
+
+        `after_kill`: a supervisor was killed, whose guard may need another moment to put things in order.
+        """
         out, _ = self.starter.communicate(timeout=timeout_s)
-        assert self.left() == []
+        if after_kill:
+            self.await_nothing_left(5.0)
+        left = self.left()
+        assert left == [], f"left: {left}"
         return list(json.loads(out.splitlines()[-1])["exit_codes"])
 
     def await_nothing_left(self, timeout_s: float = 8.0) -> float:
