@@ -51,12 +51,14 @@ def until_stop():
 """
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, *, what: str = "") -> float:
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = 20.0, *, what: str | Callable[[], object] = ""
+) -> float:
     """Wait until `condition` is true; return how long it took in seconds."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > timeout_s:
-            raise AssertionError(f"not within {timeout_s} s: {what or condition}")
+            raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}")
         time.sleep(0.01)
     return time.monotonic() - start
 
@@ -128,7 +130,7 @@ class GangRun:
         return list(json.loads(out.splitlines()[-1])["exit_codes"])
 
     def await_nothing_left(self, timeout_s: float = 8.0) -> float:
-        return wait_until(lambda: not self.left(), timeout_s, what=f"nothing left, but: {self.left()}")
+        return wait_until(lambda: not self.left(), timeout_s, what=self.left)
 
     def daemons(self) -> list[int]:
         """List the pids, dead or alive, of what `leave_daemon` left."""

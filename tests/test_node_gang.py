@@ -167,7 +167,7 @@ def test_a_connection_loss_that_is_seen_first_waits_for_its_cause(tmp_path, fail
 up()
 if rank == 3:
     while len(list(run_dir.glob("lost-*"))) < 3: time.sleep(0.002)
-    time.sleep(0.1)
+    time.sleep(0.02)
     {failure}
 while not (run_dir / "up-0-3").exists(): time.sleep(0.002)
 (run_dir / f"lost-{{rank}}").touch()

@@ -86,6 +86,25 @@ def test_everything_that_can_answer_for_the_gang_killed_at_once_leaves_no_rank(t
         assert gang.await_nothing_left() < 5
 
 
+def test_a_head_and_its_guard_killed_together_are_cleared_away_by_the_other_node(tmp_path):
+    with running(tmp_path, STUBBORN) as gang:
+        gang.await_up()
+        kill(*gang.pids("g0"), gang.supervisors[0])
+        assert gang.await_nothing_left() < 5
+
+
+def test_a_supervisor_killed_before_it_joined_is_named_at_once(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('CLUSTERDDP_COOKIE', '').endswith('.s1'): time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with running(tmp_path, FOREVER) as gang:
+        kill(gang.supervisors[1])
+        gang.await_end(timeout_s=10)
+        error = "supervisor of node 1 on host1 was killed by SIGKILL before any rank was started"
+        assert (gang.end().root_cause.error, gang.end().root_cause.rank) == (error, None)
+
+
 def test_a_killed_guard_is_replaced_and_the_gang_goes_on(tmp_path):
     with running(tmp_path, "until_stop()") as gang:
         gang.await_up()
@@ -120,9 +139,9 @@ def test_a_frozen_supervisor_is_lost_at_the_end_of_its_lease(tmp_path):
 
 
 def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
-    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 0.5, "only": (0, 1)}) as gang:
+    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 2, "only": (0, 1)}) as gang:
         assert gang.await_end() == [1, 1]
-        assert gang.end().root_cause.error == "node 2 on host2 did not join within 0.5 s"
+        assert gang.end().root_cause.error == "node 2 on host2 did not join within 2 s"
         assert gang.end().root_cause.rank is None
         assert gang.ranks() == []
 

@@ -75,7 +75,7 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
         return RankEnd(rank=rank, exit_code=0, on_order=on_order)
     error, traceback = read_error_file(attempt.error_file(rank))
     last_words = read_tail(attempt.stderr(rank))
-    name = _signal_name(-returncode) if returncode < 0 else None
+    name = signal_name(-returncode) if returncode < 0 else None
     told = f"{error}\n{traceback}" if error else "\n".join(last_words.splitlines()[-5:])
     weight = _weigh(told)
     if name is not None and (name != "SIGABRT" or weight == OWN):
@@ -148,17 +148,18 @@ def spell_ranks(ranks: Iterable[int]) -> str:
     return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
 
 
-def _weigh(told: str) -> int:
-    if _CASCADE.search(told):
-        return CASCADE
-    return CONNECTION if _CONNECTION.search(told) else OWN
-
-
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Name a signal as people know it."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _weigh(told: str) -> int:
+    if _CASCADE.search(told):
+        return CASCADE
+    return CONNECTION if _CONNECTION.search(told) else OWN
 
 
 def _one_line(text: str) -> str:

@@ -22,15 +22,14 @@ from typing import Any
 from clusterddp.dist.environment import COOKIE, cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import spell_ranks
+from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard, sweep
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_end, write_rank
+from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
 from clusterddp.run.sweep import find_processes
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
-RECORD_PATIENCE_S = 10.0
-"""How long a disk that refuses the record of the end is asked again."""
 _MAX_RESPAWNS = 20
 
 
@@ -146,24 +145,6 @@ def bury(facts: Facts, what_happened: str) -> None:
     log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
     cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)
     record_end(facts.attempt_dir, AttemptEnd(outcome="FAILED", reason=words, root_cause=cause))
-
-
-def record_end(attempt: AttemptDir, end: AttemptEnd) -> None:
-    """Record the end of an attempt, asking a full disk again for a while.
-
-    Raises: ClusterddpError: it still cannot be written.
-    """
-    deadline = time.monotonic() + RECORD_PATIENCE_S
-    while True:
-        try:
-            with contextlib.suppress(OSError):
-                attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_end(attempt, end)
-            return
-        except ClusterddpError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.5)
 
 
 def _complete_rank_records(facts: Facts) -> None:

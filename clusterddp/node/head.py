@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import time
 from collections.abc import Callable
-from typing import Any
 
 from clusterddp.dist.environment import cookie
 from clusterddp.dist.port import hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
-from clusterddp.node.failure import Failure, RankEnd, spell_ranks
-from clusterddp.node.guard import Guard, record_end
-from clusterddp.node.link import Message
+from clusterddp.node.failure import Failure, RankEnd, signal_name, spell_ranks
+from clusterddp.node.guard import Guard
+from clusterddp.node.history import log, log_end, record_end, record_start
+from clusterddp.node.link import Message, facts_of
 from clusterddp.node.member import GIVE_UP_S
 from clusterddp.node.note import note
 from clusterddp.node.processes import sweep
 from clusterddp.node.rank import ENDING
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event
+from clusterddp.run.record import AttemptEnd
 
 _CONFIRM_S = GIVE_UP_S + 4.0
 """How long nodes may take to confirm that nothing of them is left."""
@@ -79,12 +78,11 @@ class Head:
         node = self._gang.nodes[node_rank]
         kind = report["kind"]
         if kind == "join":
-            self._pids[node_rank] = int(report["pid"])
-            note(f"node {node_rank} on {node.host} has joined (supervisor {report['pid']})")
+            self._join(node, int(report["pid"]))
         elif kind == "started":
             self._started_nodes.add(node_rank)
         elif kind == "rank_ended":
-            self._attempt.rank_ended(RankEnd(**{key: value for key, value in report.items() if key != "kind"}), now)
+            self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
             self._stop(str(report["reason"]), now)
         elif kind == "cancel":
@@ -94,6 +92,8 @@ class Head:
         elif kind == "failed":
             error, weight = str(report["error"]), int(report["weight"])
             self._fail(Failure(rank=min(node.ranks), host=node.host, error=error, weight=weight), now)
+        elif kind == "supervisor_ended":
+            self._miss(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
 
@@ -129,6 +129,12 @@ class Head:
         if attempt.is_over(now):
             self._end_gang(now)
 
+    def _join(self, node: Node, pid: int) -> None:
+        self._pids[node.node_rank] = pid
+        note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
+        if self.exit_code is not None:
+            self._finish(self.exit_code)
+
     def _await_joins(self, now: float) -> None:
         missing = [node for node in self._gang.nodes if node.node_rank not in self._pids]
         if not missing:
@@ -137,6 +143,14 @@ class Head:
             names = " and ".join(f"node {node.node_rank} on {node.host}" for node in missing)
             error = f"{names} did not join within {self._start_timeout_s:g} s"
             self._fail(Failure(rank=None, host=missing[0].host, error=error), now)
+
+    def _miss(self, node_rank: int, exit_code: int, now: float) -> None:
+        """Take in that a supervisor has ended, as its starter sees it; one that had joined is missed by its link."""
+        if node_rank in self._pids:
+            return
+        node = self._gang.nodes[node_rank]
+        how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
+        self._fail_nodes((node,), f"supervisor of node {node_rank} on {node.host} {how}", now)
 
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
@@ -150,7 +164,7 @@ class Head:
             return
         attempt.begun = now
         self._guard.know(started=True)
-        self._log("attempt_started", attempt=attempt.number, master_port=self._master_port)
+        log(self._run, "attempt_started", attempt=attempt.number, master_port=self._master_port)
         for node in gang.nodes:
             self._tell(
                 node.node_rank,
@@ -164,23 +178,12 @@ class Head:
 
     def _record_start(self, now: float) -> None:
         self._start_recorded = True
-        gang = self._gang
-        facts = {
-            "attempt": self._attempt.number,
-            "started": time.time(),
-            "world_size": gang.world_size,
-            "master_addr": gang.master_addr,
-            "master_port": self._master_port,
-            "backend": gang.backend,
-            "supervisor": dataclasses.asdict(ProcessIdentity.of()),
-        }
+        directory = self._run.attempt(self._attempt.number)
         try:
-            directory = self._run.attempt(self._attempt.number)
-            directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_json(directory.start, facts)
+            record_start(directory, self._gang, master_port=self._master_port)
         except (ClusterddpError, OSError) as error:
             note(f"the start could not be recorded: {error}")
-            self._fail(Failure(rank=0, host=gang.nodes[0].host, error=str(error)), now)
+            self._fail(Failure(rank=0, host=self._gang.nodes[0].host, error=str(error)), now)
 
     def _cancel(self, reason: str) -> None:
         self._final = True
@@ -193,7 +196,7 @@ class Head:
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
-        self._log("stop_requested", attempt=self._attempt.number, reason=reason)
+        log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason)
         for node_rank in self._pids.keys() - self._lost:
             self._tell(node_rank, {"kind": "stop", "reason": reason})
 
@@ -218,7 +221,7 @@ class Head:
         self._ending_until = now + _CONFIRM_S
         self._left.clear()
         for node_rank in sorted(self._unconfirmed):
-            self._tell(node_rank, {"kind": "kill"})
+            self._tell(node_rank, {"kind": "kill", "whole_gang": False})
 
     def _confirm(self, node_rank: int, left: list[int]) -> None:
         if self._unconfirmed is not None:
@@ -244,12 +247,11 @@ class Head:
             end = dataclasses.replace(end, will_restart=True)
             self._guard.know(attempt=attempt.number + 1, started=False)
         try:
-            # The end of a gang is worth waiting for a disk: nothing runs any more.
             record_end(directory, end)
         except ClusterddpError as error:
             note(f"the end could not be recorded: {error}; it was {end.outcome}: {end.reason}")
             end = dataclasses.replace(end, outcome="FAILED", will_restart=False)
-        self._log_end(end)
+        log_end(self._run, attempt.number, end)
         if self._port is not None:
             self._port.close()
         if end.will_restart:
@@ -291,16 +293,3 @@ class Head:
             for node, pids in sorted(self._left.items())
         ]
         return dataclasses.replace(end, reason="; ".join([end.reason, *places]))
-
-    def _log_end(self, end: AttemptEnd) -> None:
-        number = self._attempt.number
-        if end.root_cause is not None:
-            self._log("rank_failed", attempt=number, rank=end.root_cause.rank, error=end.root_cause.error)
-        facts: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason, "will_restart": end.will_restart}
-        self._log("attempt_ended", attempt=number, **facts)
-
-    def _log(self, event: str, **facts: Any) -> None:
-        # The history is a convenience; what must be true is in start.json and end.json, whose writers do insist.
-        note(f"{event} {facts}")
-        with contextlib.suppress(OSError):
-            log_event(self._run, event, **facts)

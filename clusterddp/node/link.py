@@ -170,6 +170,11 @@ class Channel:
         self._lose(why)
 
 
+def facts_of(message: Message) -> Message:
+    """Return what a message says beside its kind."""
+    return {key: value for key, value in message.items() if key != "kind"}
+
+
 def listen(host: str) -> socket.socket:
     """Listen on `host` at a port that the kernel chooses; bound before anybody is told.
 

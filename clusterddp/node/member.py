@@ -95,12 +95,21 @@ class Member:
         elif order["kind"] == "kill":
             if self._attempt is None:
                 self._report({"kind": "ended", "left": []})
-            self.begin_end(now)
+            self.begin_end(now, whole_gang=order["whole_gang"])
 
-    def begin_end(self, now: float) -> None:
-        """End all ranks of this node: SIGTERM, SIGKILL after the grace, then a sweep; `tick` carries it on."""
+    def begin_end(self, now: float, *, whole_gang: bool = False) -> None:
+        """End all ranks of this node: SIGTERM, SIGKILL after the grace, then a sweep; `tick` carries it on.
+
+        `whole_gang`: the sweep is for the ranks of all nodes as far as they are on this host; nobody else may be left
+        to end them.
+        """
         attempt = self._attempt
-        if attempt is None or attempt.ending is not None:
+        if attempt is None:
+            return
+        nodes = self._gang.nodes if whole_gang else (self._node,)
+        cookies = tuple(cookie(self._gang.token, f"n{node.node_rank}") for node in nodes)
+        if attempt.ending is not None:
+            attempt.ending.sweep.cookies = max(attempt.ending.sweep.cookies, cookies, key=len)
             return
         if attempt.pids:
             with contextlib.suppress(OSError):
@@ -110,9 +119,7 @@ class Member:
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + GIVE_UP_S,
-            sweep=Sweep(
-                cookies=(cookie(self._gang.token, f"n{self._node.node_rank}"),), descendants_but=self._guard_pid()
-            ),
+            sweep=Sweep(cookies=cookies, descendants_but=self._guard_pid()),
         )
 
     def on_exits(self, exits: Mapping[int, int]) -> None:

@@ -2,7 +2,7 @@
 
     python -m clusterddp.node.supervisor        with CLUSTERDDP_COOKIE=<token>.s<node rank> in its environment
 
-The order is one line of JSON on standard input, at once followed by nothing; the pipe stays open:
+The order is one line of JSON on standard input; the pipe stays open:
 
     {"run_dir": str,            the run's directory on this host
      "gang": Gang.to_json(),
@@ -13,6 +13,9 @@ The order is one line of JSON on standard input, at once followed by nothing; th
      "start_timeout_s": 60,     optional: how long all nodes may take to join
      "lease_s": 15}             optional: how long the head and a node may be silent before they count as lost
 
+Afterwards node 0 may be told, one line each, that another node's supervisor has ended, `{"ended": node rank,
+"exit_code": int}` (negative: a signal): if it had not joined yet, nobody need wait for it until the start time-out.
+
 Node 0 answers with one line of JSON on standard output, `{"link": {"host": str, "port": int}}`: the link that the
 orders of the other nodes must name. Nothing else is ever said there. Each supervisor logs to
 `launcher/supervisor-<node>.log` in its run directory. It exits with 0 when the run was completed, stopped or cancelled,
@@ -22,8 +25,8 @@ SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract
 
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
 node_rank), `started`, `rank_ended` (a RankEnd), `stop_requested` (reason), `cancel` (reason), `parent_gone` (pid),
-`failed` (error, weight), `ended` (left: pids that cannot be killed). Orders: `start` (attempt, restart, master_port),
-`stop` (reason), `kill`, `finish` (exit_code). Both ways: `beat`.
+`failed` (error, weight), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank, exit_code). Orders:
+`start` (attempt, restart, master_port), `stop` (reason), `kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
+from clusterddp.errors import ClusterddpError
 from clusterddp.node.guard import Facts, Guard, bury
 from clusterddp.node.head import Head
 from clusterddp.node.link import LEASE_S
@@ -104,14 +108,45 @@ class Signals:
             return set()
 
 
+class Parent:
+    """The process that started this one, at the other end of standard input."""
+
+    def __init__(self) -> None:
+        self.pid = os.getppid()
+        self._unread = b""
+
+    def read_order(self) -> dict[str, Any]:
+        """Wait for the order; what follows it is kept for `read`."""
+        while b"\n" not in self._unread:
+            data = os.read(sys.stdin.fileno(), 65536)
+            if not data:
+                raise SystemExit("clusterddp.node.supervisor: no order on standard input")
+            self._unread += data
+        os.set_blocking(sys.stdin.fileno(), False)
+        line, _, self._unread = self._unread.partition(b"\n")
+        return dict(json.loads(line))
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """Return the lines that were said since, and whether the pipe has ended."""
+        ended = False
+        try:
+            while data := os.read(sys.stdin.fileno(), 4096):
+                self._unread += data
+            ended = True
+        except BlockingIOError:
+            pass
+        *lines, self._unread = self._unread.split(b"\n")
+        return lines, ended
+
+
 class Supervisor:
     """The loop of one supervisor. One thread only: a rank's parent-death signal follows the thread that started it."""
 
-    def __init__(self, order: Order, signals: Signals, guard: Guard) -> None:
+    def __init__(self, order: Order, parent: Parent, signals: Signals, guard: Guard) -> None:
         self._order = order
         self._signals = signals
         self._guard = guard
-        self._parent = os.getppid()
+        self._parent = parent
         self._selector = selectors.PollSelector()
         self._selector.register(signals.reader, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -176,20 +211,35 @@ class Supervisor:
             self.uplink.report({"kind": "stop_requested", "reason": reason})
 
     def _hear_parent(self, now: float) -> None:
-        if not self._stdin_open or not _at_end(sys.stdin.fileno()):
+        if not self._stdin_open:
+            return
+        lines, ended = self._parent.read()
+        for line in lines:
+            self._hear_line(line)
+        if not ended:
             return
         self._stdin_open = False
         self._selector.unregister(sys.stdin.fileno())
         if self._order.parent_bound:
-            note(f"the process that started this supervisor (pid {self._parent}) is gone")
-            self.uplink.report({"kind": "parent_gone", "pid": self._parent})
+            note(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
+            self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid})
             self._member.begin_end(now)
+
+    def _hear_line(self, line: bytes) -> None:
+        try:
+            words = json.loads(line)
+            report = {"kind": "supervisor_ended", "node_rank": words["ended"], "exit_code": words["exit_code"]}
+        except (ValueError, KeyError, TypeError):
+            note(f"not understood on standard input: {line[:200]!r}")
+            return
+        self.uplink.report(report)
 
 
 def main() -> int:
     """Read the order, supervise, leave nothing behind."""
     signals = Signals()
-    order = Order.from_json(json.loads(_read_line(sys.stdin.fileno())))
+    parent = Parent()
+    order = Order.from_json(parent.read_order())
     with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
         open_log(order.run, order.node.node_rank)
     become_subreaper()
@@ -207,11 +257,11 @@ def main() -> int:
     guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno())
     supervisor: Supervisor | None = None
     try:
-        supervisor = Supervisor(order, signals, guard)
+        supervisor = Supervisor(order, parent, signals, guard)
         exit_code = supervisor.run()
     except Exception as error:
         # Whatever it is, our own mistake or the machine's: no rank outlives it, and it is the recorded cause.
-        note(traceback.format_exc())
+        note(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
         exit_code = 1
         _give_up(order, guard, supervisor, error)
     guard.dismiss()
@@ -228,27 +278,6 @@ def _give_up(order: Order, guard: Guard, supervisor: Supervisor | None, error: E
         bury(facts, what)
     except Exception:
         note(traceback.format_exc())
-
-
-def _read_line(descriptor: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        data = os.read(descriptor, 65536)
-        if not data:
-            raise SystemExit("clusterddp.node.supervisor: no order on standard input")
-        line += data
-    return line
-
-
-def _at_end(descriptor: int) -> bool:
-    """Say whether the pipe has ended; whatever is said on it is passed over."""
-    os.set_blocking(descriptor, False)
-    try:
-        while data := os.read(descriptor, 4096):
-            del data
-        return True
-    except BlockingIOError:
-        return False
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import time
 from collections import deque
 from typing import Protocol
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
 from clusterddp.node.link import JOIN_TIMEOUT_S, Channel, Message, connect, listen
@@ -184,7 +184,7 @@ class HeadElsewhere:
                 return []
             note(f"the head is lost: {self._channel.lost}")
             self.exit_code = 1
-            orders.append({"kind": "kill"})
+            orders.append({"kind": "kill", "whole_gang": True})
         return orders
 
     def confess(self, error: str) -> None:
@@ -196,7 +196,11 @@ class HeadElsewhere:
             self._channel.flush()
 
     def _connect(self) -> Channel:
-        sock: socket.socket = connect(*self._link, timeout_s=max(0.0, self._join_until - time.monotonic()))
+        try:
+            sock = connect(*self._link, timeout_s=max(0.0, self._join_until - time.monotonic()))
+        except OSError as error:
+            host, port = self._link
+            raise ClusterddpError(f"the head at {host}:{port} cannot be reached: {error}") from error
         channel = Channel(sock, token=self._token, side="member", now=time.monotonic())
         channel.send(self._join)
         self._selector.register(sock, selectors.EVENT_READ)

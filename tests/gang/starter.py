@@ -2,13 +2,16 @@
 
 ORDERS.json holds one order for each node, node 0 first, without links. Node 0's supervisor is started first and says
 its link; the others are given it. Every supervisor's standard input is a pipe that stays open as long as this process
-lives. Prints {"supervisors": [pids]} and, when all have ended, {"exit_codes": [...]}.
+lives. The head is told when another supervisor ends. Prints {"supervisors": [pids]} and, when all have ended,
+{"exit_codes": [...]}.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 
@@ -30,4 +33,14 @@ head = start(orders[0], None)
 link = json.loads(head.stdout.readline())["link"]
 supervisors = [head, *[start(order, link) for order in orders[1:]]]
 print(json.dumps({"supervisors": [process.pid for process in supervisors], "link": link}), flush=True)
-print(json.dumps({"exit_codes": [process.wait() for process in supervisors]}), flush=True)
+told = set()
+while any(process.poll() is None for process in supervisors):
+    for order, process in list(zip(orders, supervisors, strict=True))[1:]:
+        if process.poll() is not None and process.pid not in told:
+            told.add(process.pid)
+            with contextlib.suppress(BrokenPipeError):
+                news = {"ended": order["node_rank"], "exit_code": process.returncode}
+                head.stdin.write(json.dumps(news).encode() + b"\n")
+                head.stdin.flush()
+    time.sleep(0.02)
+print(json.dumps({"exit_codes": [process.returncode for process in supervisors]}), flush=True)

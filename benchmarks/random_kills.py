@@ -1,0 +1,106 @@
+"""Kill random processes of local runs with SIGKILL, and count what is left and what the record says.
+
+    python benchmarks/random_kills.py [SEED [COUNT]]
+
+Each round submits a run of 2 nodes x 2 ranks that trains on the CPU, waits for up to nine seconds, and kills one or two
+of its processes: submitit's controller or the task, supervisors, guards, ranks. Right is: nothing of the run is left,
+it is FAILED, and the cause is named; or, when only guards were killed, that it goes on. A run whose task dies before a
+supervisor is there has nobody who could write its end; it must be LOST.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SPEC = """
+name: random_kills
+device: cpu
+resources: {nodes: 2, procs_per_node: 2}
+snapshot: false
+train: {model: fastnet, width: 0.125, dataset: shapes, samples: 4000, epochs: 40, batch_size: 32}
+"""
+GONE_WITHIN_S = 15.0
+
+
+def main() -> int:
+    seed, count = [int(argument) for argument in (sys.argv[1:] + ["1", "40"][len(sys.argv) - 1 :])]
+    chance = random.Random(seed)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(count):
+            told, right = one_round(chance, Path(directory))
+            wrong += not right
+            print(f"{number:3d}  {'ok   ' if right else 'WRONG'}  {told}", flush=True)
+    print(f"{count - wrong} of {count} right (seed {seed})")
+    return 1 if wrong else 0
+
+
+def one_round(chance: random.Random, directory: Path) -> tuple[str, bool]:
+    """Submit, kill, look; return what happened in words, and whether it is as it should be."""
+    spec = directory / "job.yaml"
+    spec.write_text(SPEC)
+    submitted = json.loads(clusterddp(directory, "submit", str(spec), "-o", "json"))
+    run = submitted["run"]
+    token = json.loads((Path(submitted["run_dir"]) / "run.json").read_text())["token"]
+    time.sleep(chance.uniform(0, 9))
+    alive = processes_of(token)
+    victims = chance.sample(alive, min(chance.choice([1, 1, 2]), len(alive)))
+    killed_at = time.monotonic()
+    for pid, _ in victims:
+        os.kill(pid, signal.SIGKILL)
+    roles = " ".join(role for _, role in victims)
+    if all(role.startswith("g") for _, role in victims):
+        time.sleep(2)
+        state = status(directory, run)["state"]
+        clusterddp(directory, "cancel", run)
+        return f"killed {roles}: the run is {state}", state == "RUNNING"
+    while processes_of(token) and time.monotonic() < killed_at + GONE_WITHIN_S:
+        time.sleep(0.02)
+    took = time.monotonic() - killed_at
+    left = processes_of(token)
+    found = status(directory, run)
+    cause = found["root_cause"]
+    never_started = cause is None and "task" in roles and all(rank["pid"] is None for rank in found["ranks"])
+    right = not left and (found["state"] == "FAILED" if cause else never_started)
+    return (
+        f"killed {roles}: gone after {took:.2f} s, {found['state']}, {cause['error'] if cause else 'no cause'}",
+        right,
+    )
+
+
+def processes_of(token: str) -> list[tuple[int, str]]:
+    """List (pid, role) of the live processes of a run, by /proc alone: not what the product itself uses."""
+    mark = f"CLUSTERDDP_COOKIE={token}.".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            _, carries, rest = (entry / "environ").read_bytes().partition(mark)
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if carries and state not in "ZX":
+            found.append((int(entry.name), rest.partition(b"\0")[0].decode()))
+    return sorted(found)
+
+
+def status(directory: Path, run: str) -> dict[str, object]:
+    return json.loads(clusterddp(directory, "status", run, "-o", "json"))
+
+
+def clusterddp(directory: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "clusterddp", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

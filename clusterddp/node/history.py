@@ -1,0 +1,68 @@
+"""What the head, or whoever takes its place, writes of an attempt: its start, its end, and the events in between."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.note import note
+from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
+
+RECORD_PATIENCE_S = 10.0
+"""How long a disk that refuses the record of the end is asked again."""
+
+
+def record_start(attempt: AttemptDir, gang: Gang, *, master_port: int) -> None:
+    """Record that the ranks of an attempt were started, and by whom: the calling process, the head.
+
+    Raises: ClusterddpError, OSError: it cannot be written.
+    """
+    attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = {
+        "attempt": attempt.number,
+        "started": time.time(),
+        "world_size": gang.world_size,
+        "master_addr": gang.master_addr,
+        "master_port": master_port,
+        "backend": gang.backend,
+        "supervisor": dataclasses.asdict(ProcessIdentity.of()),
+    }
+    write_json(attempt.start, facts)
+
+
+def record_end(attempt: AttemptDir, end: AttemptEnd) -> None:
+    """Record the end of an attempt, asking a full disk again for a while: nothing runs any more, so that may wait.
+
+    Raises: ClusterddpError: it still cannot be written.
+    """
+    deadline = time.monotonic() + RECORD_PATIENCE_S
+    while True:
+        try:
+            with contextlib.suppress(OSError):
+                attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_end(attempt, end)
+            return
+        except ClusterddpError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.5)
+
+
+def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
+    """Log the end of an attempt, and which rank failed first if one did."""
+    if end.root_cause is not None:
+        log(run, "rank_failed", attempt=attempt, rank=end.root_cause.rank, error=end.root_cause.error)
+    facts: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason, "will_restart": end.will_restart}
+    log(run, "attempt_ended", attempt=attempt, **facts)
+
+
+def log(run: RunDir, event: str, **facts: Any) -> None:
+    """Log an event. The history is a convenience: what must be true is in start.json and end.json."""
+    note(f"{event} {facts}")
+    with contextlib.suppress(OSError):
+        log_event(run, event, **facts)
