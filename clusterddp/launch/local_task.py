@@ -25,10 +25,9 @@ from clusterddp.dist.environment import cookie, inherited_environment
 from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_run, final_end
 from clusterddp.launch.environment import process_environment
-from clusterddp.node.failure import read_tail, spell_ranks
-from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, RootCause
+from clusterddp.run.directory import RunDir, read_json, read_tail
+from clusterddp.run.gang import Gang, Node, spell_ranks
+from clusterddp.run.record import AttemptEnd, RootCause, signal_name
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import sweep
 
@@ -102,7 +101,7 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
         except OSError as error:
             return f"the supervisor of node {node.node_rank} could not be started: {error}"
         supervisors.append(supervisor)
-        _give_order(
+        _tell(
             supervisor.process,
             {
                 "run_dir": str(run.path),
@@ -140,11 +139,11 @@ def _start_supervisor(run: RunDir, gang: Gang, node: Node) -> _Supervisor:
     return _Supervisor(node=node, process=process, log=log)
 
 
-def _give_order(supervisor: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
-    """Tell a supervisor what to do; the pipe stays open, for its end would mean that this task has died."""
+def _tell(supervisor: subprocess.Popen[bytes], words: dict[str, Any]) -> None:
+    """Give a supervisor its order, or news; the pipe stays open, for its end would mean that this task has died."""
     assert supervisor.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: the wait tells how
-        supervisor.stdin.write(json.dumps(order).encode() + b"\n")
+        supervisor.stdin.write(json.dumps(words).encode() + b"\n")
         supervisor.stdin.flush()
 
 
@@ -159,9 +158,16 @@ def _read_link(head: subprocess.Popen[bytes]) -> dict[str, Any] | None:
 
 
 def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
-    """Wait until all have ended; `ended` lists them in the order in which they did."""
+    """Wait until all have ended; `ended` lists them in the order in which they did.
+
+    The head is told of the others' ends: one that dies before it has joined would be waited for.
+    """
     while len(ended) < len(supervisors):
-        ended += [each for each in supervisors if each not in ended and each.process.poll() is not None]
+        news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
+        for each in news:
+            if each.node.node_rank != 0:
+                _tell(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
+        ended += news
         time.sleep(0.05)
 
 
@@ -182,7 +188,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
     node, code = first.node, first.process.returncode
     who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
     if code < 0:
-        error = f"{who} was killed by {_signal_name(-code)}"
+        error = f"{who} was killed by {signal_name(-code)}"
     else:
         last_line = read_tail(first.log).rpartition("\n")[2]
         error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
@@ -204,17 +210,10 @@ def _stop_on_signal(run: RunDir) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         # A full disk must not become an exception just anywhere.
         with contextlib.suppress(OSError):
-            request_stop(run.attempts()[-1].stop_file, f"{_signal_name(number)} to the task that carries the run")
+            request_stop(run.attempts()[-1].stop_file, f"{signal_name(number)} to the task that carries the run")
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGUSR2, handle)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _die_with(controller: int) -> None:

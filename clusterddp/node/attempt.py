@@ -5,9 +5,9 @@ Nothing here touches a process, a file or a clock; the head feeds it and acts on
 
 from __future__ import annotations
 
-from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of, spell_ranks
+from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang
+from clusterddp.run.gang import Gang, spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause
 
 SETTLE_S = 0.5

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import AttemptDir
+from clusterddp.run.directory import AttemptDir, read_tail
+from clusterddp.run.record import signal_name
 
 CERTAIN = 0
 """A signal from outside, a lost node: no other rank's end brings it about."""
@@ -36,7 +35,6 @@ _CASCADE = re.compile(
 )
 _WORDS = 400
 _TRACEBACK = 8_000
-_TAIL = 8_192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,36 +122,6 @@ def read_error_file(path: Path) -> tuple[str | None, str | None]:
         return _one_line(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
-
-
-def read_tail(path: Path) -> str:
-    """Read the end of a log, without the blank lines that follow it."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            return file.read().decode("utf-8", errors="replace").rstrip()
-    except OSError:
-        return ""
-
-
-def spell_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks as people do: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
-
-
-def signal_name(number: int) -> str:
-    """Name a signal as people know it."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _weigh(told: str) -> int:

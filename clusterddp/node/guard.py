@@ -21,12 +21,12 @@ from typing import Any
 
 from clusterddp.dist.environment import COOKIE, cookie
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.failure import spell_ranks
 from clusterddp.node.history import record_end
-from clusterddp.node.processes import start_guard, sweep
+from clusterddp.node.processes import start_guard
 from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.gang import spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
-from clusterddp.run.sweep import find_processes
+from clusterddp.run.sweep import find_processes, sweep
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
@@ -127,7 +127,7 @@ def main() -> int:
 
 def bury(facts: Facts, what_happened: str) -> None:
     """Put a node in order whose supervisor is no more: end its ranks, complete the records; as head, record the end."""
-    swept = sweep(facts.cookies[:1], timeout_s=5.0)
+    left = sweep(facts.cookies[0], timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
     if not facts.is_head:
@@ -135,12 +135,12 @@ def bury(facts: Facts, what_happened: str) -> None:
     deadline = time.monotonic() + OTHERS_END_S
     while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
         time.sleep(0.05)
-    swept = sweep(facts.cookies, timeout_s=5.0) if facts.other_nodes else swept
+    left = sweep(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
     words = f"{what_happened}; its {spell_ranks(facts.ranks)} ended with it"
     if not facts.started:
         words = f"{what_happened} before any rank was started"
-    if swept.left:
-        words += f"; processes {', '.join(map(str, swept.left))} could not be killed"
+    if left:
+        words += f"; processes {', '.join(map(str, left))} could not be killed"
     rank = min(facts.ranks) if facts.started else None
     log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
     cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)

@@ -11,17 +11,17 @@ from clusterddp.dist.environment import cookie
 from clusterddp.dist.port import hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
-from clusterddp.node.failure import Failure, RankEnd, signal_name, spell_ranks
+from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
 from clusterddp.node.link import Message, facts_of
 from clusterddp.node.member import GIVE_UP_S
 from clusterddp.node.note import note
-from clusterddp.node.processes import sweep
 from clusterddp.node.rank import ENDING
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd
+from clusterddp.run.gang import Gang, Node, spell_ranks
+from clusterddp.run.record import AttemptEnd, signal_name
+from clusterddp.run.sweep import sweep
 
 _CONFIRM_S = GIVE_UP_S + 4.0
 """How long nodes may take to confirm that nothing of them is left."""
@@ -232,7 +232,7 @@ class Head:
     def _sweep_lost_nodes(self) -> None:
         # A lost node may be a slot of this very machine, and its guard may have been killed too.
         if self._lost and self._attempt.begun is not None:
-            sweep([cookie(self._gang.token, f"n{node}") for node in self._lost], timeout_s=3.0)
+            sweep(*(cookie(self._gang.token, f"n{node}") for node in self._lost), timeout_s=3.0)
 
     def _conclude(self, now: float) -> None:
         """Record how the attempt ended; start the next one or finish."""

@@ -18,12 +18,13 @@ from clusterddp.dist.environment import SUPERVISOR_PID, RankPlace, cookie, rank_
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import OWN, RankEnd, read_rank_end
 from clusterddp.node.link import Message
-from clusterddp.node.processes import Sweep, count_oom_kills, signal_group, start_rank
+from clusterddp.node.processes import count_oom_kills, signal_group, start_rank
 from clusterddp.node.rank import ENDING
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
+from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
 """How long ranks have between SIGTERM and SIGKILL when the gang is ended."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 
+_TAIL_BYTES = 8_192
 STAGING_PREFIX = ".staging-"
 
 
@@ -256,6 +257,16 @@ def _created_ns(run: RunDir) -> int:
         return int(read_json(run.record)["created_ns"])  # type: ignore[index]
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError):
         return 0
+
+
+def read_tail(path: Path) -> str:
+    """Read the end of a log, without the blank lines that follow it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").rstrip()
+    except OSError:
+        return ""
 
 
 def sync_directory(path: Path) -> None:

@@ -7,6 +7,7 @@ the supervisor starts exactly that. Nothing here touches the machine.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,3 +86,15 @@ class Gang:
             Node(**(node | {"ranks": tuple(node["ranks"]), "gpus": tuple(node["gpus"])})) for node in data["nodes"]
         )
         return cls(**(data | {"entry": Entry(**entry), "nodes": nodes}))
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks as people do: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -160,6 +161,14 @@ def read_ranks(attempt: AttemptDir) -> list[RankRecord]:
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
     """Append to the run's history: what happened, when, in the words of the one who saw it."""
     append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
+
+
+def signal_name(number: int) -> str:
+    """Name a signal as people know it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def boot_id() -> str:
