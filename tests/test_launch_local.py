@@ -105,6 +105,20 @@ def test_a_run_is_detached_from_whoever_submitted_it(start: Starter) -> None:
     cancel(run)
 
 
+def test_a_supervisor_that_dies_before_it_has_joined_is_not_waited_for(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = "import os, time\nif os.environ.get('CLUSTERDDP_COOKIE', '').endswith('.s1'): time.sleep(120)\n"
+    (tmp_path / "sitecustomize.py").write_text(asleep)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = start(SLEEP)
+    kill(wait_until(lambda: processes_of(run).get("s1"))[0])
+    view = assert_all_gone(run, time.monotonic())
+    assert view.state is RunState.FAILED
+    assert "supervisor of node 1" in view.reason
+    assert "SIGKILL before any rank was started" in view.reason
+
+
 @pytest.mark.parametrize("role", ["n0", "n1", "s0", "s1", "task", "controller"])
 def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank(start: Starter, role: str) -> None:
     run = start(SLEEP)
