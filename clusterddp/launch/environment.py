@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import clusterddp
 from clusterddp.dist.environment import COOKIE
 
 _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
@@ -32,7 +31,7 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
     }
     paths = [str(Path(path).absolute()) for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not _is_installed():
-        paths.append(str(Path(clusterddp.__file__).absolute().parents[1]))
+        paths.append(str(Path(__file__).absolute().parents[2]))
     if paths:
         kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return kept | {COOKIE: cookie}
