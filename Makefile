@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check unit wheel clean
+.PHONY: help demo test check unit rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
 	@echo "make test    what CI runs: linters, types, import contracts, all tests"
 	@echo "make check   linters, types and import contracts only"
 	@echo "make unit    tests that take no longer than ten seconds each"
+	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/rack/README.md)"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
 
@@ -17,6 +18,7 @@ demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
 test: check
+	tests/rack/install
 	$(BIN)/pytest
 
 unit: $(VENV)/.dev
@@ -27,6 +29,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+rack:
+	CLUSTERDDP_TEST_RACK=required tests/rack/install
+	cd tests && $(PYTHON) -m rack
 
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

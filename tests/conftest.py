@@ -1,0 +1,24 @@
+"""Fixtures that several test files share."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from rack.rack import Rack, find_obstacle, running_rack
+
+
+@pytest.fixture(scope="session")
+def needs_rack() -> None:
+    """Skip, with the reason, where no rack can run; fail where CLUSTERDDP_TEST_RACK says that it must."""
+    obstacle = find_obstacle()
+    if obstacle and os.environ.get("CLUSTERDDP_TEST_RACK") == "required":
+        pytest.fail(obstacle)
+    if obstacle:
+        pytest.skip(obstacle)
+
+
+@pytest.fixture(scope="session")
+def rack(needs_rack: None) -> Iterator[Rack]:
+    """A rack of four nodes for tests that leave it as they found it; the others start their own."""
+    with running_rack() as rack:
+        yield rack

@@ -1,0 +1,233 @@
+"""The rack: starts its hosts, runs commands on them, fails them, and takes everything down again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rack.files import write_rack_files
+from rack.plan import HEAD, RackPlan
+
+HERE = Path(__file__).parent
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOOLS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ssh", "ssh-keygen", "ip", "tc", "nsenter", "setpriv")
+UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+
+
+class RackError(Exception):
+    """The rack or one of its commands did not do what it was asked to."""
+
+
+def find_obstacle() -> str:
+    """Say why no rack can run here, or nothing."""
+    if os.geteuid() != 0:
+        return "the rack needs root"
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=SYSTEM_PATH) is None]
+    if missing:
+        return f"the rack needs {', '.join(missing)}; hint: tests/rack/install"
+    probe = subprocess.run([*UNSHARE, "true"], check=False, capture_output=True, text=True)
+    return f"the rack needs namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+@dataclass(kw_only=True)
+class Rack:
+    """A running rack; made by `running_rack`."""
+
+    plan: RackPlan
+    dir: Path
+    """All state of the rack; `dir/shared` is storage that every host and the owner see and any user may write."""
+    keeper: subprocess.Popen[bytes]
+    powered: dict[str, int] = field(default_factory=dict)
+    """Host -> pidfd of its init."""
+    inits: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Node -> the process that ends with the node."""
+
+    def argv(
+        self,
+        host: str,
+        command: Sequence[str],
+        *,
+        user: str = "root",
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """Plan the command that runs `command` on a host in a fresh environment, as if `user` had just logged in."""
+        home = self.dir / "home" / user
+        variables = {"PATH": SYSTEM_PATH, "HOME": str(home), "USER": user, "LOGNAME": user, "LANG": "C.UTF-8"}
+        entries = [f"{name}={value}" for name, value in {**variables, **(env or {})}.items()]
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"] if user != "root" else []
+        return [*self._enter(host), *become, "env", "-i", f"--chdir={cwd or home}", *entries, *command]
+
+    def run(
+        self,
+        host: str,
+        command: Sequence[str],
+        *,
+        user: str = "root",
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
+        check: bool = True,
+        stdin: str = "",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end.
+
+        Raises: RackError when it fails and `check` is set; subprocess.TimeoutExpired.
+        """
+        argv = self.argv(host, command, user=user, cwd=cwd, env=env)
+        done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=timeout_s, input=stdin)
+        if check and done.returncode:
+            raise RackError(f"{host}: {command} left with {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def power_off(self, node: str) -> None:
+        """Let a node lose power: its peers hear nothing more from it, not even that its connections are closed."""
+        self.pull_cable(node)
+        pidfd = self.powered.pop(node)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+        (self.dir / "pid" / node).unlink()
+
+    def power_on(self, *nodes: str) -> None:
+        """Start nodes and wait until their init has started the daemons; Slurm learns of them a little later."""
+        for node in nodes:
+            init = [str(HERE / "host.sh"), str(self.dir), node, self.plan.address(node), self.plan.port(node)]
+            log = self.dir / "log" / f"{node}.init"
+            self.inits[node] = start_detached([*self._enter(HEAD), *UNSHARE, *init], log, stdin=subprocess.DEVNULL)
+        for node in nodes:
+            self._await_init(node)
+
+    def pull_cable(self, node: str) -> None:
+        """Cut a node from the network; its own interface keeps its address and loses the carrier."""
+        self.run(HEAD, ["ip", "link", "set", self.plan.port(node), "down"])
+
+    def plug_cable(self, node: str) -> None:
+        """Connect a node to the network again."""
+        self.run(HEAD, ["ip", "link", "set", self.plan.port(node), "up"])
+
+    def set_link_rate(self, node: str, mbit_per_s: float | None) -> None:
+        """Make a node's cable this slow, in both directions, each on its own; None takes the limit away."""
+        for host, device in ((HEAD, self.plan.port(node)), (node, "eth0")):
+            self.run(host, ["tc", "qdisc", "delete", "dev", device, "root"], check=False)
+            if mbit_per_s is not None:
+                burst = max(65_536, int(mbit_per_s * 1e6 / 8 / 250))  # one timer tick's worth, and a whole GSO packet
+                limit = ["rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms"]
+                self.run(host, ["tc", "qdisc", "add", "dev", device, "root", "tbf", *limit])
+
+    def node_state(self, node: str) -> str:
+        """Ask Slurm how a node is: idle, mixed, down, ...; `*` says that it does not answer."""
+        return self.run(HEAD, ["sinfo", "-h", "-N", "-p", "low", "-n", node, "-o", "%T"]).stdout.strip()
+
+    def await_idle(self, *nodes: str, within_s: float = 60) -> None:
+        """Wait until Slurm calls these nodes (all, when none is named) idle."""
+        wanted = nodes or self.plan.nodes
+        query = ["sinfo", "-h", "-N", "-p", "low", "-n", ",".join(wanted), "-o", "%T"]
+
+        def all_idle() -> bool:
+            return self.run(HEAD, query, check=False).stdout.split() == ["idle"] * len(wanted)
+
+        try:
+            wait_until(all_idle, within_s)
+        except RackError as error:
+            raise RackError(f"nodes did not become idle in {within_s} s\n{self.log_tails()}") from error
+
+    def log_tails(self) -> str:
+        """Read the last lines of every daemon's log."""
+        logs = sorted((self.dir / "log").iterdir())
+        return "\n".join(f"== {log.name}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs)
+
+    def stop(self) -> None:
+        """End every process of the rack and remove its directory."""
+        assert self.keeper.stdin is not None
+        self.keeper.stdin.close()
+        for process in (self.keeper, *self.inits.values()):
+            process.wait(timeout=30)
+        for pidfd in self.powered.values():
+            os.close(pidfd)
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def tell_keeper_to_go(self) -> None:
+        """Start the head."""
+        assert self.keeper.stdin is not None
+        self.keeper.stdin.write(b"go\n")
+        self.keeper.stdin.flush()
+        self._await_init(HEAD)
+
+    def _enter(self, host: str) -> list[str]:
+        """Plan the way into a host.
+
+        `ip netns exec` would remount /sys and hide the cgroups from slurmd.
+        """
+        pid_file = self.dir / "pid" / host
+        if not pid_file.exists():
+            raise RackError(f"{host} is off")
+        return ["nsenter", "-t", pid_file.read_text().strip(), "-n", "-u", "-i", "-m", "-p", "--"]
+
+    def _await_init(self, host: str) -> None:
+        pid_file = self.dir / "pid" / host
+
+        def is_settled() -> bool:
+            ended = (self.dir / "ended").exists() if host == HEAD else self.inits[host].poll() is not None
+            return pid_file.exists() or ended
+
+        wait_until(is_settled, 30)
+        if not pid_file.exists():
+            raise RackError(f"{host} did not start\n{self.log_tails()}")
+        self.powered[host] = os.pidfd_open(int(pid_file.read_text()))
+
+
+@contextlib.contextmanager
+def running_rack(plan: RackPlan | None = None) -> Iterator[Rack]:
+    """Start a rack and wait until all its nodes are idle; take it down at the end.
+
+    The rack also ends, and removes its directory, when its owner dies: the head's init reads a pipe that only the owner
+    holds. (A child that the owner makes with a bare fork holds it too.)
+    """
+    plan = plan or RackPlan()
+    directory = Path(tempfile.mkdtemp(prefix="rack-"))
+    (directory / "log").mkdir()
+    # The keeper stays outside the namespaces to clear away what they leave.
+    keeper = 'dir=$1; shift; read -r go && "$@"; touch "$dir/ended"; read -r _; rm -rf "$dir"'
+    init = [str(HERE / "host.sh"), str(directory), HEAD, plan.address(HEAD)]
+    argv = ["sh", "-c", keeper, "rack-keeper", str(directory), *UNSHARE, *init]
+    process = start_detached(argv, directory / "log" / "head.init", stdin=subprocess.PIPE)
+    rack = Rack(plan=plan, dir=directory, keeper=process)
+    try:
+        write_rack_files(plan, directory)
+        rack.tell_keeper_to_go()
+        rack.power_on(*plan.nodes)
+        rack.await_idle()
+        yield rack
+    finally:
+        rack.stop()
+
+
+def start_detached(argv: Sequence[str], log: Path, *, stdin: int) -> subprocess.Popen[bytes]:
+    """Start a process that a Ctrl-C in the terminal does not reach, in an environment of its own."""
+    environment = {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"}
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            argv, stdin=stdin, stdout=out, stderr=out, start_new_session=True, env=environment, cwd="/"
+        )
+
+
+def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
+    """Look every 50 ms.
+
+    Raises: RackError when it is not true in time.
+    """
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise RackError(f"not within {within_s} s")
+        time.sleep(0.05)
