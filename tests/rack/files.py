@@ -12,6 +12,21 @@ from pathlib import Path
 from rack.plan import HEAD, USER, USER_ID, RackPlan
 
 HERE = Path(__file__).parent
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=head
+AccountingStorageTRES=gres/gpu"""
+SLURMDBD_CONF = """\
+DbdHost=head
+SlurmUser=root
+AuthType=auth/munge
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+PidFile=/run/slurmdbd.pid
+LogFile={directory}/log/slurmdbd
+"""
 
 
 def write_rack_files(plan: RackPlan, directory: Path) -> None:
@@ -68,10 +83,15 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "requeue_wait_s": plan.requeue_wait_s,
         "preempt_grace_s": plan.preempt_grace_s,
         "job_requeue": int(plan.job_requeue),
+        "accounting": ACCOUNTING if plan.accounting else "",
         "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
     }
     template = string.Template((HERE / "slurm.conf").read_text())
     (directory / "etc/slurm/slurm.conf").write_text(template.substitute(values))
+    if plan.accounting:
+        dbd_conf = directory / "etc/slurm/slurmdbd.conf"
+        dbd_conf.write_text(SLURMDBD_CONF.format(directory=directory))
+        dbd_conf.chmod(0o600)
     devices = [directory / "dev" / f"nvidia{index}" for index in range(plan.gpus_per_host)]
     for device in devices:
         os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # the numbers of /dev/null: opening it does no harm

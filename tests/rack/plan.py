@@ -28,6 +28,8 @@ class RackPlan:
     requeue_wait_s: int = 5
     """For how long a requeued job is not started again; Slurm takes no less than 5, and 120 by default."""
     preempt_grace_s: int = 0
+    accounting: bool = False
+    """slurmdbd and mariadb on the head, so that sacct answers; needs the packages of the same names."""
 
     def address(self, host: str) -> str:
         """Give the address of a host on the rack's own network."""

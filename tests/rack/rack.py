@@ -19,8 +19,22 @@ from rack.plan import HEAD, RackPlan
 
 HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-TOOLS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ssh", "ssh-keygen", "ip", "tc", "nsenter", "setpriv")
+TOOLS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ssh", "ssh-keygen", "ip", "tc", "nsenter", "setpriv", "pkill")
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+
+KEEPER = """\
+dir=$1
+shift
+if read -r go; then
+    setpriv --pdeathsig KILL "$@" &
+    read -r eof
+    pkill -KILL -P $! || kill -KILL $!
+    wait $!
+fi
+rm -rf "$dir"
+"""
+"""Stays outside of the namespaces. Starts the head when it is told to, and when the pipe that the owner holds is closed, kills
+the head's init, with which the kernel ends every process of the rack, and clears away the directory."""
 
 
 class RackError(Exception):
@@ -174,13 +188,8 @@ class Rack:
         return ["nsenter", "-t", pid_file.read_text().strip(), "-n", "-u", "-i", "-m", "-p", "--"]
 
     def _await_init(self, host: str) -> None:
-        pid_file = self.dir / "pid" / host
-
-        def is_settled() -> bool:
-            ended = (self.dir / "ended").exists() if host == HEAD else self.inits[host].poll() is not None
-            return pid_file.exists() or ended
-
-        wait_until(is_settled, 30)
+        pid_file, failed = self.dir / "pid" / host, self.dir / "pid" / f"{host}.failed"
+        wait_until(lambda: pid_file.exists() or failed.exists(), 60)
         if not pid_file.exists():
             raise RackError(f"{host} did not start\n{self.log_tails()}")
         self.powered[host] = os.pidfd_open(int(pid_file.read_text()))
@@ -190,16 +199,14 @@ class Rack:
 def running_rack(plan: RackPlan | None = None) -> Iterator[Rack]:
     """Start a rack and wait until all its nodes are idle; take it down at the end.
 
-    The rack also ends, and removes its directory, when its owner dies: the head's init reads a pipe that only the owner
-    holds. (A child that the owner makes with a bare fork holds it too.)
+    The rack also ends, and removes its directory, when its owner dies: the keeper reads a pipe that only the owner holds.
+    (A child that the owner makes with a bare fork holds it too.)
     """
     plan = plan or RackPlan()
     directory = Path(tempfile.mkdtemp(prefix="rack-"))
     (directory / "log").mkdir()
-    # The keeper stays outside the namespaces to clear away what they leave.
-    keeper = 'dir=$1; shift; read -r go && "$@"; touch "$dir/ended"; read -r _; rm -rf "$dir"'
     init = [str(HERE / "host.sh"), str(directory), HEAD, plan.address(HEAD)]
-    argv = ["sh", "-c", keeper, "rack-keeper", str(directory), *UNSHARE, *init]
+    argv = ["sh", "-c", KEEPER, "rack-keeper", str(directory), *UNSHARE, *init]
     process = start_detached(argv, directory / "log" / "head.init", stdin=subprocess.PIPE)
     rack = Rack(plan=plan, dir=directory, keeper=process)
     try:
