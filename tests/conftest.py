@@ -7,14 +7,24 @@ import pytest
 from rack.rack import Rack, find_obstacle, running_rack
 
 
-@pytest.fixture(scope="session")
-def needs_rack() -> None:
-    """Skip, with the reason, where no rack can run; fail where CLUSTERDDP_TEST_RACK says that it must."""
-    obstacle = find_obstacle()
+def demand_rack(*, accounting: bool) -> None:
+    obstacle = find_obstacle(accounting=accounting)
     if obstacle and os.environ.get("CLUSTERDDP_TEST_RACK") == "required":
         pytest.fail(obstacle)
     if obstacle:
         pytest.skip(obstacle)
+
+
+@pytest.fixture(scope="session")
+def needs_rack() -> None:
+    """Skip, with the reason, where no rack can run; fail where CLUSTERDDP_TEST_RACK says that it must."""
+    demand_rack(accounting=False)
+
+
+@pytest.fixture(scope="session")
+def needs_rack_accounting() -> None:
+    """Skip or fail likewise where no rack with slurmdbd can run."""
+    demand_rack(accounting=True)
 
 
 @pytest.fixture(scope="session")

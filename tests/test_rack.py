@@ -140,8 +140,8 @@ def test_a_pulled_cable_cuts_and_heals(rack):
     assert not reaches(rack, "node3", "node4")
     assert reaches(rack, HEAD, "node4")
     rack.plug_cable("node3")
-    assert reaches(rack, HEAD, "node3")
-    assert reaches(rack, "node3", "node4")
+    wait_until(lambda: reaches(rack, HEAD, "node3"), 30)
+    wait_until(lambda: reaches(rack, "node3", "node4"), 30)
     rack.await_idle("node3")
 
 
@@ -198,6 +198,18 @@ def test_slurm_is_set_up_as_the_plan_says(needs_rack):
     }
 
 
+def test_sacct_says_that_there_is_no_accounting(rack):
+    done = rack.run(HEAD, ["sacct"], check=False)
+    assert (done.returncode, done.stderr) == (1, "Slurm accounting storage is disabled\n")
+
+
+def test_sacct_answers_with_accounting(needs_rack_accounting):
+    with running_rack(RackPlan(nodes=["node1"], accounting=True)) as rack:
+        job = submit(rack, "exit 3")
+        query = ["sacct", "-n", "-X", "-P", "-j", job, "--format=State,ExitCode"]
+        wait_until(lambda: rack.run(HEAD, query, user=USER).stdout == "FAILED|3:0\n", 30)
+
+
 def test_two_racks_at_once_do_not_disturb_each_other(rack):
     before = own_interfaces()
     with running_rack(RackPlan(nodes=["node1", "node2"])) as other:
@@ -222,8 +234,11 @@ def test_nothing_is_left_after_the_end(needs_rack):
     assert own_interfaces() == before
 
 
-def test_nothing_is_left_after_kill_9_of_the_owner(needs_rack):
-    program = "from rack.rack import *\nwith running_rack() as rack: print(rack.dir, flush=True); input()"
+@pytest.mark.parametrize("moment", ["while it is up", "while it starts"])
+def test_nothing_is_left_after_kill_9_of_the_owner(needs_rack, moment):
+    up = "with running_rack() as rack: print(rack.dir, flush=True); input()"
+    starting = "Rack.power_on = lambda rack, *nodes: [print(rack.dir, flush=True), input()]\n"
+    program = f"from rack.rack import *\n{starting if moment == 'while it starts' else ''}{up}"
     owner = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent,

@@ -19,7 +19,21 @@ from rack.plan import HEAD, RackPlan
 
 HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-TOOLS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ssh", "ssh-keygen", "ip", "tc", "nsenter", "setpriv", "pkill")
+TOOLS = (
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "munged",
+    "sshd",
+    "ssh",
+    "ssh-keygen",
+    "ip",
+    "tc",
+    "nsenter",
+    "setpriv",
+    "pkill",
+)
+ACCOUNTING_TOOLS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 
 KEEPER = """\
@@ -33,19 +47,19 @@ if read -r go; then
 fi
 rm -rf "$dir"
 """
-"""Stays outside of the namespaces. Starts the head when it is told to, and when the pipe that the owner holds is closed, kills
-the head's init, with which the kernel ends every process of the rack, and clears away the directory."""
+"""Stays outside of the namespaces and starts the head when it is told to. When the pipe that the owner holds is closed,
+it kills the head's init, with which the kernel ends every process of the rack, and clears away the directory."""
 
 
 class RackError(Exception):
     """The rack or one of its commands did not do what it was asked to."""
 
 
-def find_obstacle() -> str:
-    """Say why no rack can run here, or nothing."""
+def find_obstacle(*, accounting: bool = False) -> str:
+    """Say why no rack, or none with accounting, can run here; or nothing."""
     if os.geteuid() != 0:
         return "the rack needs root"
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=SYSTEM_PATH) is None]
+    missing = [tool for tool in TOOLS + ACCOUNTING_TOOLS * accounting if shutil.which(tool, path=SYSTEM_PATH) is None]
     if missing:
         return f"the rack needs {', '.join(missing)}; hint: tests/rack/install"
     probe = subprocess.run([*UNSHARE, "true"], check=False, capture_output=True, text=True)
@@ -199,8 +213,8 @@ class Rack:
 def running_rack(plan: RackPlan | None = None) -> Iterator[Rack]:
     """Start a rack and wait until all its nodes are idle; take it down at the end.
 
-    The rack also ends, and removes its directory, when its owner dies: the keeper reads a pipe that only the owner holds.
-    (A child that the owner makes with a bare fork holds it too.)
+    The rack also ends, and removes its directory, when its owner dies: the keeper reads a pipe that only the owner
+    holds. (A child that the owner makes with a bare fork holds it too.)
     """
     plan = plan or RackPlan()
     directory = Path(tempfile.mkdtemp(prefix="rack-"))
