@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import EntrySpec, JobSpec
 
 TRAINER = "clusterddp.train.main"
-CODE = "code"
-"""Where the snapshot lies in a run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +75,7 @@ def entry_of(program: Program, *, run_dir: Path, working_dir: Path) -> Entry:
         root = program.snapshot.root if program.snapshot else None
         if root is None or not Path(path).is_relative_to(root):
             return path
-        return str(run_dir / CODE / Path(path).relative_to(root))
+        return str(RunDir(run_dir).code / Path(path).relative_to(root))
 
     # The working directory is on a module's path. The trainer needs nothing from there, and a `random.py` that lies
     # where somebody submits must not take the place of Python's own; so it works where no code lies.

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.environment import process_environment
-from clusterddp.launch.plan import launcher_command
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import sweep
 
 START_TIMEOUT_S = 60.0
+
+
+def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
+    """Return the command that hands a run to submitit's local executor."""
+    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
+
+
+def supervisor_command() -> tuple[str, ...]:
+    """Return the command that supervises one node; which node, it is told over its standard input."""
+    return (sys.executable, "-m", "clusterddp.node.supervisor")
 
 
 def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
@@ -30,7 +40,8 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
         exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log)
         job_id = read_run(run).job_id
         if exit_code != 0 or job_id is None:
-            raise ClusterddpError(f"{run.name} could not be started: {_last_line(log) or f'exit code {exit_code}'}")
+            last_line = read_tail(log).rpartition("\n")[2].strip()  # of a traceback: what happened
+            raise ClusterddpError(f"{run.name} could not be started: {last_line or f'exit code {exit_code}'}")
         return job_id
     except subprocess.TimeoutExpired as error:
         sweep(f"{token}.", timeout_s=5.0)
@@ -58,12 +69,6 @@ def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path
             umask=0o077,
         )
     return process.wait(START_TIMEOUT_S)
-
-
-def _last_line(log: Path) -> str | None:
-    """A traceback's last line says what happened."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), None)
 
 
 def _private(path: str, flags: int) -> int:

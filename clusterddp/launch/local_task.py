@@ -25,6 +25,7 @@ from clusterddp.dist.environment import cookie, inherited_environment
 from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_run, final_end
 from clusterddp.launch.environment import process_environment
+from clusterddp.launch.local import supervisor_command
 from clusterddp.run.directory import RunDir, read_json, read_tail
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, signal_name
@@ -126,7 +127,7 @@ def _start_supervisor(run: RunDir, gang: Gang, node: Node) -> _Supervisor:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.supervisor"],
+            supervisor_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if node.node_rank == 0 else descriptor,
             stderr=descriptor,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from clusterddp.dist.environment import RankPlace, rank_variables
 from clusterddp.errors import UsageError
 from clusterddp.launch.entry import entry_of, plan_program
+from clusterddp.launch.local import launcher_command, supervisor_command
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.placement import plan_placement, read_machine
 from clusterddp.run.directory import RunDir
@@ -186,40 +186,9 @@ def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
         )
 
 
-def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
-    """Return the command that hands a run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
-
-
-def supervisor_command() -> tuple[str, ...]:
-    """Return the command that supervises one node; which node, it is told over its standard input."""
-    return (sys.executable, "-m", "clusterddp.node.supervisor")
-
-
 def _rank0_variables(gang: Gang, run_dir: Path) -> dict[str, dict[str, str]]:
-    node = gang.node_of(0)
-    variables = rank_variables(
-        RankPlace(
-            rank=0,
-            local_rank=0,
-            node_rank=node.node_rank,
-            world_size=gang.world_size,
-            local_world_size=len(node.ranks),
-            num_nodes=len(gang.nodes),
-        ),
-        run=gang.run,
-        attempt=0,
-        restarts=gang.restarts,
-        master_addr=gang.master_addr,
-        master_port=gang.master_port or "a free port, chosen at the start",
-        threads=gang.threads_per_rank,
-        gpus=node.gpus,
-        interface=gang.interface,
-        backend=gang.backend,
-        run_dir=str(run_dir),
-        token=gang.token,
-        user=gang.env,
-    )
+    port = gang.master_port or "a free port, chosen at the start"
+    variables = gang.variables_of(0, run_dir=str(run_dir), attempt=0, master_port=port)
     return {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from clusterddp.dist.environment import SUPERVISOR_PID, RankPlace, cookie, rank_variables
+from clusterddp.dist.environment import SUPERVISOR_PID, cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import OWN, RankEnd, read_rank_end
 from clusterddp.node.link import Message
@@ -174,29 +174,12 @@ class Member:
 
     def _start_rank(self, attempt: _Attempt, order: Message, rank: int, local_rank: int) -> None:
         gang, node = self._gang, self._node
-        place = RankPlace(
-            rank=rank,
-            local_rank=local_rank,
-            node_rank=node.node_rank,
-            world_size=gang.world_size,
-            local_world_size=len(node.ranks),
-            num_nodes=len(gang.nodes),
-        )
-        variables = rank_variables(
-            place,
-            run=gang.run,
+        variables = gang.variables_of(
+            rank,
+            run_dir=str(self._run.path),
             attempt=order["attempt"],
             restart=order["restart"],
-            restarts=gang.restarts,
-            master_addr=gang.master_addr,
             master_port=attempt.master_port,
-            threads=gang.threads_per_rank,
-            gpus=node.gpus,
-            interface=gang.interface,
-            backend=gang.backend,
-            run_dir=str(self._run.path),
-            token=gang.token,
-            user=gang.env,
         )
         environment = dict(self._environment) | {key: variable.value for key, variable in variables.items()}
         pid = start_rank(

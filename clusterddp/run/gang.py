@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -71,6 +73,38 @@ class Gang:
     def node_of(self, rank: int) -> Node:
         """Return the node that `rank` belongs to."""
         return next(node for node in self.nodes if rank in node.ranks)
+
+    def variables_of(
+        self, rank: int, *, run_dir: str, attempt: int, master_port: int | str, restart: int = 0
+    ) -> dict[str, Variable]:
+        """Compute the variables of one rank: what the plan shows is what the supervisor sets.
+
+        See `rank_variables` for `restart`, and for a `master_port` in words.
+        """
+        node = self.node_of(rank)
+        return rank_variables(
+            RankPlace(
+                rank=rank,
+                local_rank=node.ranks.index(rank),
+                node_rank=node.node_rank,
+                world_size=self.world_size,
+                local_world_size=len(node.ranks),
+                num_nodes=len(self.nodes),
+            ),
+            run=self.run,
+            attempt=attempt,
+            restart=restart,
+            restarts=self.restarts,
+            master_addr=self.master_addr,
+            master_port=master_port,
+            threads=self.threads_per_rank,
+            gpus=node.gpus,
+            interface=self.interface,
+            backend=self.backend,
+            run_dir=run_dir,
+            token=self.token,
+            user=self.env,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -57,7 +57,7 @@ def download_once(
 
 def default_data_dir() -> Path:
     """Return where data sets go when the spec names no place."""
-    return platformdirs.user_cache_path("clusterddp") / "data"
+    return platformdirs.user_cache_path("clusterddp") / "datasets"
 
 
 def missing_error(title: str, data_dir: Path, *, wanted: str) -> ClusterddpError:
