@@ -4,6 +4,7 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 |-- UsageError             2  the command line asks for something that makes no sense
 |-- SpecError              2  the spec, an override or a profile is wrong; carries every problem found
 |-- PreflightError         3  the machines are not ready: too few GPUs, a host that does not answer
+|   `-- SlurmError         3  a command of Slurm failed, or could not ask the controller (`transient`)
 |-- RunNotFoundError       4  no run of that name
 |-- RunFailedError         5  the run that was waited for failed
 `-- RunCancelledError      6  the run that was waited for was cancelled
@@ -64,6 +65,14 @@ class PreflightError(ClusterddpError):
     """The machines are not ready for what the spec asks."""
 
     exit_code = 3
+
+
+class SlurmError(PreflightError):
+    """A command of Slurm failed; `transient`: Slurm could not be asked, so nothing is known of what was asked for."""
+
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.transient = transient
 
 
 class RunNotFoundError(ClusterddpError):

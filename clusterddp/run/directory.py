@@ -46,6 +46,11 @@ class AttemptDir:
         return self.path / "stopped.json"
 
     @property
+    def claim(self) -> Path:
+        """On Slurm: which start of which job carries this attempt."""
+        return self.path / "claim.json"
+
+    @property
     def ranks(self) -> Path:
         return self.path / "ranks"
 
@@ -121,6 +126,16 @@ class RunDir:
     def launcher_dir(self) -> Path:
         """What the launcher itself keeps: submitit's folder, supervisors' own logs."""
         return self.path / "launcher"
+
+    @property
+    def job_environment(self) -> Path:
+        """On Slurm: the variables that go from the submitting shell to the ranks; mode 0600, like all files."""
+        return self.launcher_dir / "environment.json"
+
+    @property
+    def job_secrets(self) -> Path:
+        """On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed."""
+        return self.launcher_dir / "secrets.json"
 
     @property
     def cancel_file(self) -> Path:

@@ -76,6 +76,16 @@ class RunRecord:
     """The `ProcessIdentity` of the process that submits, to tell a submit under way from one that died."""
     keeper: dict[str, Any] | None = None
     """The `ProcessIdentity` of the process that carries the run; None where a scheduler does."""
+    base_attempt: int = 0
+    """The attempt of the last submit or resume; `restarts` counts from it."""
+    job_tag: str | None = None
+    """On Slurm: what is in the job's name and tells it from any other (slurm/identity.py)."""
+    job_attempt: int = 0
+    """On Slurm: the attempt that the job `job_id` begins with; a requeue goes on counting under the same job."""
+    array_index: int | None = None
+    """On Slurm: the task of a job array (a sweep) that carries this run; all its runs share job and tag."""
+    cluster: str | None = None
+    """On Slurm: the cluster that sbatch named, where it names one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +110,8 @@ class AttemptEnd:
     reason: str
     root_cause: RootCause | None = None
     will_restart: bool = False
+    needs_job: bool = False
+    """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
     ended: float = 0.0
 
 

@@ -1,0 +1,1 @@
+"""What Slurm's own commands say, as values: the queue, the accounting, the cluster. Nothing here submits."""
