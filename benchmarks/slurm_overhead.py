@@ -1,0 +1,114 @@
+"""From `submit` to the first training step on Slurm: clusterddp against an sbatch script written by hand.
+
+    python benchmarks/slurm_overhead.py [PAIRS [NODES [RANKS_PER_NODE]]]    (root: it starts a rack)
+
+Both start the same script: it imports torch, joins a gloo group, builds ResNet-18 in DistributedDataParallel, makes one
+step, and rank 0 prints the time. The other way is what people write by hand: `#SBATCH` lines, MASTER_ADDR from
+`scontrol show hostnames`, MASTER_PORT from the job's number, `srun python step.py`. The clock starts before the command
+that submits. Pairs are run in turns, the order within a pair alternates; the figure is the median of the pairs' ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from rack.plan import RackPlan
+from rack.rack import Rack, running_rack
+
+STEP = """\
+import os, time
+import torch, torchvision.transforms, yaml
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from clusterddp.train.models.resnet import resnet18
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=int(os.environ.get("RANK", os.environ["SLURM_PROCID"])),
+                        world_size=int(os.environ.get("WORLD_SIZE", os.environ["SLURM_NTASKS"])))
+torch.manual_seed(0)
+model = DistributedDataParallel(resnet18(num_classes=10))
+loss = torch.nn.functional.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, dtype=torch.long))
+loss.backward()
+if dist.get_rank() == 0:
+    print("first step at", time.time(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+BY_HAND = """\
+#!/bin/bash
+#SBATCH --job-name=byhand --nodes={nodes} --ntasks-per-node={ranks} --cpus-per-task=1 --output=byhand.out
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 PYTHONPATH={path}
+srun --cpus-per-task=1 {python} -u step.py
+"""
+SPEC = """\
+name: overhead
+launcher: slurm
+device: cpu
+resources: {{nodes: {nodes}, procs_per_node: {ranks}, cpus_per_task: 1, time: "0:10:00"}}
+entry: {{script: step.py}}
+"""
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    pairs, nodes, ranks = [int(word) for word in sys.argv[1:] + ["5", "2", "8"][len(sys.argv) - 1 :]]
+    with running_rack(RackPlan(nodes=[f"node{number + 1}" for number in range(nodes)])) as rack:
+        place = rack.dir / "shared"
+        (place / "step.py").write_text(STEP)
+        (place / "job.yaml").write_text(SPEC.format(nodes=nodes, ranks=ranks))
+        (place / "byhand.sh").write_text(
+            BY_HAND.format(nodes=nodes, ranks=ranks, python=sys.executable, path=os.environ.get("PYTHONPATH", ROOT))
+        )
+        by_hand(rack, place)  # once for the page cache
+        ratios = []
+        for number in range(pairs):
+            ways = (with_clusterddp, by_hand) if number % 2 else (by_hand, with_clusterddp)
+            took = {way.__name__: way(rack, place) for way in ways}
+            ratios.append(took["with_clusterddp"] / took["by_hand"])
+            print(
+                f"clusterddp {took['with_clusterddp']:6.2f} s   by hand {took['by_hand']:6.2f} s   {ratios[-1]:.3f}",
+                flush=True,
+            )
+    print(
+        f"{nodes} x {ranks} ranks, {pairs} pairs: median ratio {statistics.median(ratios):.3f}, "
+        f"{min(ratios):.3f} to {max(ratios):.3f}"
+    )
+
+
+def with_clusterddp(rack: Rack, place: Path) -> float:
+    began = time.time()
+    command = [sys.executable, "-m", "clusterddp", "submit", "job.yaml"]
+    run = rack.run("head", command, cwd=place, env={"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}).stdout
+    return await_step(rack, place / "runs" / run.strip() / "attempts/0/logs/rank-000.out") - began
+
+
+def by_hand(rack: Rack, place: Path) -> float:
+    log = place / "byhand.out"
+    log.unlink(missing_ok=True)
+    began = time.time()
+    rack.run("head", ["sbatch", "byhand.sh"], cwd=place)
+    return await_step(rack, log) - began
+
+
+def await_step(rack: Rack, log: Path) -> float:
+    """Wait for the first step and for the end of the job; return when the step was made, in seconds since the epoch."""
+    deadline = time.time() + 300
+    made = None
+    while time.time() < deadline:
+        text = log.read_text() if log.exists() else ""
+        made = next((float(line.split()[-1]) for line in text.splitlines() if line.startswith("first step at")), made)
+        if made and not rack.run("head", ["squeue", "-h"]).stdout.strip():
+            return made
+        time.sleep(0.1)
+    raise SystemExit(f"no first step in {log}:\n{log.read_text() if log.exists() else ''}")
+
+
+if __name__ == "__main__":
+    main()

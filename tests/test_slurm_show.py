@@ -1,0 +1,126 @@
+"""What a run on Slurm promises, shown on the rack with the command itself: sixteen ranks, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rack.plan import RackPlan
+from rack.rack import Rack, running_rack
+from slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
+
+from clusterddp.run.directory import RunDir
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(400)]
+
+TWO_NODES = ["node1", "node2"]
+ENDS_WITHIN_S = 15.0
+GANG = """\
+name: gang
+launcher: slurm
+device: cpu
+resources: {{nodes: 2, procs_per_node: {ranks}, cpus_per_task: 1, time: "0:10:00"}}
+snapshot: false
+entry: {{script: gang.py, args: [{word}]}}
+"""
+
+
+@pytest.fixture
+def cifar10_dir(tmp_path: Path) -> Path:
+    """The real CIFAR-10 where it is at hand, else a small set of noise in its format."""
+    if "CLUSTERDDP_TEST_CIFAR" in os.environ:
+        return Path(os.environ["CLUSTERDDP_TEST_CIFAR"])
+    write_cifar10(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def rack(needs_rack: None) -> Iterator[Rack]:
+    with running_rack(RackPlan(nodes=TWO_NODES)) as rack:
+        yield rack
+
+
+def train_2x8(rack: Rack, data_dir: Path) -> None:
+    """Submit jobs/resnet18_2x8.yaml as it is, but on the CPU and for two steps, and look at all that it promises."""
+    place = Place(rack, "train")
+    overrides = [
+        *("slurm.partition=low", f"train.data_dir={data_dir}", "train.max_steps=2", "train.batch_size=4"),
+        *("resources.cpus_per_task=1", "train.eval_every=30", "resources.time=0:20:00"),
+    ]
+    done = place.clusterddp(
+        "submit", str(ROOT / "jobs/resnet18_2x8.yaml"), "--cpu", "--wait", *overrides, timeout_s=350, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run = RunDir(place.path / "runs" / done.stdout.split()[0])
+    status = place.status(run)
+    assert status["state"] == "COMPLETED"
+    assert [rank["rank"] for rank in status["ranks"]] == list(range(16))
+    assert [rank["host"] for rank in status["ranks"]] == ["node1"] * 8 + ["node2"] * 8
+    assert {rank["interface"] for rank in status["ranks"]} == {"eth0"}
+    assert {rank["master_addr"] for rank in status["ranks"]} == {rack.plan.address("node1")}
+    assert {rank["exit_code"] for rank in status["ranks"]} == {0}
+    assert list(run.checkpoints.glob("*.pt"))
+    assert place.processes(run) == []
+
+
+def test_sixteen_ranks_on_two_hosts_train_and_complete(rack, cifar10_dir):
+    train_2x8(rack, cifar10_dir)
+
+
+def test_they_do_so_where_slurm_keeps_accounts(needs_rack_accounting, cifar10_dir):
+    with running_rack(RackPlan(nodes=TWO_NODES, accounting=True)) as rack:
+        train_2x8(rack, cifar10_dir)
+
+
+def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[Place, RunDir]:
+    """Start a gang that reduces over both hosts, and wait until all ranks do."""
+    place = Place(rack, "gang")
+    (place.path / "gang.py").write_text(ALL_REDUCE)
+    run = place.submit(GANG.format(ranks=ranks_per_node, word=place.path / "word"))
+    deadline = time.monotonic() + 200
+    logs = [run.attempt(0).stdout(rank) for rank in range(2 * ranks_per_node)]
+    while not all(log.exists() and "over eth0" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline, place.status(run)
+        time.sleep(0.1)
+    return place, run
+
+
+def assert_all_over(place: Place, run: RunDir, since: float) -> dict[str, object]:
+    """Wait for the end of the run and of every process of it; return the root cause."""
+    status = place.await_status(run, lambda status: status["state"] == "FAILED", within_s=60)
+    while place.processes(run):
+        assert time.monotonic() - since < ENDS_WITHIN_S, place.processes(run)
+        time.sleep(0.1)
+    assert time.monotonic() - since < ENDS_WITHIN_S
+    return dict(status["root_cause"])
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "words"), [("raise", 1, "ValueError: the loss is nan"), ("kill", 137, "SIGKILL")]
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words):
+    place, run = start_gang(rack, ranks_per_node=4)
+    (place.path / "word").write_text(how)
+    cause = assert_all_over(place, run, time.monotonic())
+    assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
+    assert words in str(cause["error"])
+    assert place.jobs() == []
+
+
+def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):
+    place, run = start_gang(rack, ranks_per_node=4)
+    rack.power_off("node2")
+    cause = assert_all_over(place, run, time.monotonic())
+    assert (cause["rank"], cause["host"]) == (4, "node2")
+    assert "ranks 4-7" in str(cause["error"])
+
+
+def test_the_first_host_that_loses_power_ends_the_job_and_is_named(rack):
+    place, run = start_gang(rack, ranks_per_node=6)
+    rack.power_off("node1")
+    cause = assert_all_over(place, run, time.monotonic())
+    assert (cause["rank"], cause["host"]) == (0, "node1")
+    assert "ranks 0-5" in str(cause["error"])
