@@ -3,6 +3,7 @@
 An `end.json` is the truth. Without one the question is whether anybody is left who would write it: the processes that
 answer for the run (the submitter before the start; then the task that carries it, the supervisors and their guards).
 Somebody left: PENDING or RUNNING. Nobody left: LOST. No clock is asked, so a slow machine never looks like a dead run.
+Of a run on Slurm that question is asked of Slurm (job_state.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import socket
 import time
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.sweep import answers_for_its_run, find_processes
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.jobs import Job
+    from clusterddp.slurm.queue import Slurm
 
 START_GRACE_S = 3.0
 """How long after an attempt's directory was made a missing starter is no news: it may be between two system calls."""
@@ -52,42 +57,54 @@ class RunView:
     """How the newest attempt ended; None while it goes on, or when nobody could record it."""
     reason: str
     """Why it is in this state, in one line."""
+    job: Job | None = None
+    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
 
     @property
     def finished(self) -> bool:
         return self.state.finished
 
 
-def read_state(run: RunDir) -> RunView:
-    """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error."""
+def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | None = None) -> RunView:
+    """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error.
+
+    `slurm` None: what this process shares. `record`: that of the run, where it was read already.
+    """
     try:
-        return _read_state(run)
+        return _read_state(run, record or read_run(run), slurm)
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         return RunView(state=RunState.UNKNOWN, attempt=None, end=None, reason=f"its record cannot be read: {error}")
 
 
-def _read_state(run: RunDir) -> RunView:
-    record = read_run(run)
+def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
+    """Return the state of a run whose newest attempt has ended for good."""
+    state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
+    reason = end.reason
+    if end.outcome == "STOPPED":
+        reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
+    return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+
+
+def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> RunView:
     attempts = run.attempts()
-    if not attempts:
-        return _unstarted(run, record, None)
-    newest = attempts[-1]
-    end = read_end(newest)
-    if end is not None:
-        return _ended(run, record, newest, end)
-    start = read_json(newest.start)
-    if start is not None:
+    newest = attempts[-1] if attempts else None
+    end = read_end(newest) if newest else None
+    if newest and end and not end.will_restart:
+        return final_view(newest, end)
+    if record.launcher == "slurm":
+        from clusterddp.run.job_state import read_job_state
+        from clusterddp.slurm.queue import slurm_here
+
+        return read_job_state(run, record, newest, end, slurm or slurm_here())
+    if newest and end:
+        return _restarting(run, record, newest, end)
+    start = read_json(newest.start) if newest else None
+    if newest and start is not None:
         return _started(run, record, newest, start)
     return _unstarted(run, record, newest)
 
 
-def _ended(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd) -> RunView:
-    if not end.will_restart:
-        state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
-        reason = end.reason
-        if end.outcome == "STOPPED":
-            reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
-        return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd) -> RunView:
     foreign = _foreign_host(record)
     if foreign is not None:
         return _unknown(attempt, foreign)
@@ -95,7 +112,7 @@ def _ended(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd)
         return RunView(state=RunState.REQUEUED, attempt=attempt.number, end=end, reason=f"restarts after: {end.reason}")
     newest = run.attempts()[-1]
     if newest.number != attempt.number or _final(read_end(newest)):
-        return _read_state(run)
+        return _read_state(run, record)
     return _lost(run, record, attempt, f"was to restart after: {end.reason}; what carried it is gone", end)
 
 
@@ -108,7 +125,7 @@ def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: dict[st
         return RunView(state=RunState.RUNNING, attempt=attempt.number, end=None, reason="its supervisor is alive")
     # Whoever was left may have written the end and gone while we looked at the processes.
     if attempt.end.exists():
-        return _read_state(run)
+        return _read_state(run, record)
     return _lost(run, record, attempt, "ended without a word: its processes are gone and no end is recorded", None)
 
 
@@ -122,7 +139,7 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
         state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
         return RunView(state=state, attempt=number, end=None, reason="is being started")
     if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
-        return _read_state(run)
+        return _read_state(run, record)
     return _lost(run, record, attempt, "was never started: what submitted it is gone", None)
 
 

@@ -1,0 +1,202 @@
+"""What Slurm knows of our jobs: one squeue for all of them, then one sacct for those that squeue does not know.
+
+Answers are kept for a few seconds, errors too, so that a thousand runs cost no more questions than one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.jobs import SACCT_FIELDS, SEPARATOR, SQUEUE_FIELDS, Job, Phase, read_sacct, read_squeue
+
+MAX_AGE_S = 4.0
+_AGE_PER_QUERY_S = 5.0
+"""A controller that takes a second to answer is asked every five at most."""
+_IDS_PER_QUERY = 2_000
+_NO_ACCOUNTING = ("accounting storage is disabled", "no such command")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """The job of a run, as it is asked for: by its tag; the rest helps the accounting to find it."""
+
+    tag: str
+    array_index: int | None = None
+    job_id: str | None = None
+    since: float | None = None
+    """Seconds since the epoch: not submitted before."""
+    cluster: str | None = None
+    owner: int = dataclasses.field(default_factory=os.getuid)
+    """The user whose job it is."""
+
+
+_Key = tuple[str, "int | None"]
+_Source = tuple["str | None", int]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one question gave, jobs or an error, and until when it is good."""
+
+    jobs: dict[_Key, Job] = field(default_factory=dict)
+    error: SlurmError | None = None
+    good_until: float = 0.0
+
+
+class Slurm:
+    """Slurm as this process knows it; raises SlurmError where it could not be asked."""
+
+    def __init__(self, environ: Mapping[str, str], *, max_age_s: float = MAX_AGE_S) -> None:
+        self._environ = environ
+        self._max_age_s = max_age_s
+        self._lock = threading.RLock()
+        self._queues: dict[_Source, _Answer] = {}
+        self._accounts: dict[Wanted, _Answer] = {}
+        self._expected: dict[Wanted, None] = {}
+        self._last: dict[_Key, Job] = {}
+        self.has_accounting: bool | None = None
+        """None before sacct was asked for the first time."""
+
+    def job(self, tag: str, array_index: int | None = None) -> Job | None:
+        """Return the newest job with this tag, as `find` does."""
+        return self.find(Wanted(tag=tag, array_index=array_index))
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Announce what will be asked for, so that the accounting is asked once for all of it."""
+        with self._lock:
+            self._expected |= dict.fromkeys(wanted)
+
+    def find(self, wanted: Wanted) -> Job | None:
+        """Return the newest job of a run; None when neither the queue nor the accounting, where there is one, knows it.
+
+        A job that has ended and was seen is remembered when the queue forgets it.
+        Raises: SlurmError: squeue, or sacct, could not be asked.
+        """
+        with self._lock:
+            self._expected[wanted] = None
+            known = self.last_known(wanted)
+            ended = known if known and known.phase is Phase.ENDED else None
+            try:
+                job = _pick(self._queue(wanted).jobs, wanted) or ended or self._accounted(wanted)
+            except SlurmError:
+                if ended:
+                    return ended
+                raise
+            if job:
+                self._last[wanted.tag, wanted.array_index] = job
+            return job
+
+    def last_known(self, wanted: Wanted) -> Job | None:
+        """Return what `find` found when it last found something."""
+        return self._last.get((wanted.tag, wanted.array_index))
+
+    def _queue(self, wanted: Wanted) -> _Answer:
+        source = (wanted.cluster, wanted.owner)
+        answer = self._queues.get(source)
+        if answer is None or time.monotonic() >= answer.good_until:
+            answer = self._queues[source] = self._ask(functools.partial(self._squeue, *source))
+        if answer.error:
+            raise answer.error
+        return answer
+
+    def _accounted(self, wanted: Wanted) -> Job | None:
+        if self.has_accounting is False:
+            return None
+        answer = self._accounts.get(wanted)
+        if answer is None or time.monotonic() >= answer.good_until:
+            undecided = [other for other in self._expected if self._is_undecided(other, wanted)]
+            answer = self._ask(functools.partial(self._sacct, undecided))
+            self._accounts |= dict.fromkeys(undecided, answer)
+        if answer.error:
+            raise answer.error
+        return _pick(answer.jobs, wanted)
+
+    def _is_undecided(self, other: Wanted, like: Wanted) -> bool:
+        source = (other.cluster, other.owner)
+        return (
+            source == (like.cluster, like.owner)
+            and _pick(self._queues[source].jobs, other) is None
+            and (other not in self._accounts or time.monotonic() >= self._accounts[other].good_until)
+        )
+
+    def _ask(self, question: Callable[[], list[Job]]) -> _Answer:
+        begun = time.monotonic()
+        answer = _Answer()
+        try:
+            answer.jobs = _newest(question())
+        except SlurmError as error:
+            answer.error = error
+        now = time.monotonic()
+        answer.good_until = now + max(self._max_age_s, _AGE_PER_QUERY_S * (now - begun))
+        return answer
+
+    def _squeue(self, cluster: str | None, owner: int) -> list[Job]:
+        argv = ["squeue", "--noheader", "--array", "--states=all", f"--user={owner}"]
+        return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS)}"]))
+
+    def _sacct(self, undecided: list[Wanted]) -> list[Job]:
+        """Ask for all of them by their ids, and once more for those whose id nobody has told us."""
+        cluster, owner = undecided[0].cluster, undecided[0].owner
+        ids = sorted({wanted.job_id.partition("_")[0] for wanted in undecided if wanted.job_id})
+        nameless = [wanted.since for wanted in undecided if not wanted.job_id]
+        queries = [
+            f"--jobs={','.join(ids[start : start + _IDS_PER_QUERY])}" for start in range(0, len(ids), _IDS_PER_QUERY)
+        ]
+        if nameless:
+            since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in nameless)
+            queries.append(time.strftime("--starttime=%Y-%m-%dT%H:%M:%S", time.localtime(max(0, since))))
+        argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
+        argv += [*_on(cluster), f"--user={owner}", f"--format={','.join(SACCT_FIELDS)}"]
+        try:
+            jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
+        except SlurmError as error:
+            if not any(words in error.message.lower() for words in _NO_ACCOUNTING):
+                raise
+            self.has_accounting = False
+            return []
+        self.has_accounting = True
+        return jobs
+
+    def _run(self, argv: list[str]) -> str:
+        return run_slurm(argv, environ=self._environ)
+
+
+@functools.cache
+def slurm_here() -> Slurm:
+    """Return the one `Slurm` that everything in this process shares, so that its answers are shared too."""
+    return Slurm(os.environ)
+
+
+def _on(cluster: str | None) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
+
+
+def _pick(jobs: Mapping[_Key, Job], wanted: Wanted) -> Job | None:
+    """Find the job; sacct tells the tasks of an array that never started in one line, which has no index."""
+    job = jobs.get((wanted.tag, wanted.array_index))
+    return job or (jobs.get((wanted.tag, None)) if wanted.array_index is not None else None)
+
+
+def _newest(jobs: list[Job]) -> dict[_Key, Job]:
+    """Keep the newest job of each tag and task; the ids of the others go along with it."""
+    found: dict[_Key, Job] = {}
+    for job in sorted(jobs, key=_age):
+        key = (job.tag, job.array_index)
+        older = found.get(key)
+        twins = () if older is None else older.twins
+        if older is not None and older.job_id != job.job_id:
+            twins = (*twins, older.job_id)
+        found[key] = dataclasses.replace(job, twins=twins) if twins else job
+    return found
+
+
+def _age(job: Job) -> tuple[float, int]:
+    return job.submitted or 0.0, int(job.job_id.partition("_")[0])
