@@ -259,7 +259,7 @@ def test_a_wrong_spec_is_told_line_by_line_with_exit_code_two(place: Path) -> No
 
 
 def test_a_launcher_that_is_not_built_yet_is_refused(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", "--launcher", "slurm")
+    done = clusterddp(place, "submit", "job.yaml", "--launcher", "ssh", "ssh.hosts=[gpu01]")
     assert done.returncode == 2
     assert "not built yet" in done.stderr
 

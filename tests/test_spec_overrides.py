@@ -45,10 +45,10 @@ def test_an_argument_sets_a_value_by_the_rules_of_the_spec() -> None:
 
 
 def test_lists_mappings_and_quotes_are_yaml() -> None:
-    resolved = load("ssh.hosts=[a, {host: b, gpus: 2}]", "env={A: 1, B: '2'}", 'env.C="x, y\\n"', "slurm.array='0-3,7'")
+    resolved = load("ssh.hosts=[a, {host: b, gpus: 2}]", "env={A: 1, B: '2'}", 'env.C="x, y\\n"', "slurm.gres='a:3,b'")
     assert [host.host for host in resolved.job.ssh.hosts] == ["a", "b"]
     assert resolved.job.env == {"A": "1", "B": "2", "C": "x, y\n"}
-    assert resolved.job.slurm == {"array": "0-3,7"}
+    assert resolved.job.slurm == {"gres": "a:3,b"}
 
 
 @pytest.mark.parametrize("value", ["a: b # c", "*x", "&x", "!x", "@x", "%j", "- x", "x y ", " x", "#", "`id`", "a=b"])

@@ -85,7 +85,7 @@ specs = st.builds(
             "secrets": st.lists(st.from_regex(r"TOKEN_[A-Z]{0,5}", fullmatch=True), max_size=3, unique=True),
             "restarts": st.integers(0, 100),
             "snapshot": st.booleans(),
-            "slurm": st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True), options, max_size=5),
+            "slurm": st.dictionaries(st.from_regex(r"site_[a-z0-9_]{0,12}", fullmatch=True), options, max_size=5),
             "ssh": section(hosts=st.lists(st.sampled_from(["a", "gpu[01-04]", {"host": "b", "gpus": 2}]), max_size=3)),
         },
     ),

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.arguments import address, command, runs_option
-from clusterddp.cli.templates import read_template
 from clusterddp.cli.terminal import Terminal, duration, say
 from clusterddp.cli.watch import say_ending, watch_until_ended
 from clusterddp.errors import RunFailedError
 from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.templates import read_template
 
 _ACCURACY = 0.95
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.arguments import command
-from clusterddp.cli.templates import read_template
 from clusterddp.cli.terminal import put, put_json, say
 from clusterddp.errors import UsageError
+from clusterddp.run.templates import read_template
 
 _ACTIVATION = {
     "bash": 'add to ~/.bashrc:  eval "$(clusterddp completion bash)"',

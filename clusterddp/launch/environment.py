@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.dist.environment import COOKIE
 
 _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+_TRAVELLING = frozenset(
+    {
+        "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "MODULEPATH", "LOADEDMODULES",
+        "_LMFILES_", "MODULESHOME", "CPATH", "LIBRARY_PATH",
+        "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "OPAL_PREFIX", "CC", "CXX",
+    }
+)  # fmt: skip
+_TRAVELLING_PREFIXES = (
+    "LC_", "PYTHON", "CONDA_", "MAMBA_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_",
+    "TRANSFORMERS_", "WANDB_", "MLFLOW_", "XDG_", "LMOD_", "__LMOD_", "UCX_", "FI_", "OFI_", "TRITON_", "MPI_", "GOMP_",
+    "OPENBLAS_", "NVIDIA_", "ROCR_", "HIP_", "ROCM_", "MIOPEN_", "APPTAINER_", "SINGULARITY_", "ENROOT_", "TF_",
+    "JAX_", "XLA_", "CUBLAS_", "CUDNN_", "NVTE_", "TOKENIZERS_", "TENSORBOARD_", "EBROOT", "EBVERSION", "EBDEVEL",
+)  # fmt: skip
+"""Variables that go from the submitting shell to a job: what programs find their parts and settings by."""
+_PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY"})
+_OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "XDG_RUNTIME_DIR",
+                           "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
+_SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_URL = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _RANK_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
@@ -35,6 +56,23 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
     if paths:
         kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return kept | {COOKIE: cookie}
+
+
+def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what goes along to the ranks of a job on other machines: known kinds of variables, no secret among them.
+
+    A secret goes along only when the spec names it. What belongs to this host (its GPUs, its run-time directory) stays.
+    """
+    chosen = process_environment("", environ)
+    chosen.pop(COOKIE)
+    return {
+        name: value
+        for name, value in chosen.items()
+        if (name in _TRAVELLING or name.upper() in _PROXIES or name.startswith(_TRAVELLING_PREFIXES))
+        and name not in _OF_THIS_HOST
+        and not _SECRET.search(name)
+        and not _SECRET_URL.search(value)
+    }
 
 
 def _is_installed() -> bool:

@@ -37,7 +37,8 @@ class Placement:
     nodes: tuple[Node, ...]
     threads_per_rank: int
     backend: Literal["gloo", "nccl"]
-    interface: str
+    interface: str | None
+    """None: each node finds its own at the start."""
     notes: tuple[str, ...]
 
 
@@ -76,6 +77,39 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
         backend=_backend(job, gpus_per_node, len(machine.gpus)),
         interface=_interface(job, machine),
         notes=(*device_notes, *thread_notes),
+    )
+
+
+def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
+    """Lay out the nodes of a job on Slurm, which chooses their hosts and GPUs when it starts; `gpus`: it asks for some.
+
+    Raises: PreflightError: nccl is asked for, and no GPUs.
+    """
+    per_node = job.resources.ranks_per_node
+    nodes = tuple(
+        Node(
+            node_rank=node_rank,
+            host=f"(node {node_rank} of the job)",
+            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
+        )
+        for node_rank in range(job.resources.nodes)
+    )
+    if job.network.backend == "nccl" and not gpus:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs, and the job asks Slurm for none",
+            hint="resources.gpus_per_node asks for them; network.backend=auto takes gloo on the CPU",
+        )
+    notes = []
+    if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
+        notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
+    if job.resources.cpus_per_task is None:
+        notes.append("resources.cpus_per_task is not set: one core for each rank")
+    return Placement(
+        nodes=nodes,
+        threads_per_rank=job.resources.cpus_per_task or 1,
+        backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
+        interface=None if job.network.interface == "auto" else job.network.interface,
+        notes=tuple(notes),
     )
 
 

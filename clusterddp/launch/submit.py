@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.launch import local
+from clusterddp.launch import local, slurm
 from clusterddp.launch.attempts import end_run, make_attempt
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.placement import assign_gpus, read_machine
@@ -35,6 +35,7 @@ from clusterddp.run.state import RunState, RunView, read_state
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
+_LAUNCHERS = {"local": local, "slurm": slurm}
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -95,7 +96,7 @@ def start_attempt(run: RunDir, attempt: int) -> Submitted:
     """
     record = read_run(run)
     try:
-        job_id = local.start(run, attempt, inherited_environment())
+        job_id = _LAUNCHERS[record.launcher].start(run, attempt, inherited_environment())
     except KeyboardInterrupt:
         # Who interrupts a submit does not want the run.
         _record_end(run, "CANCELLED", "interrupted while it was being started")

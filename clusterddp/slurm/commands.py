@@ -33,6 +33,9 @@ _TRANSIENT = (
 )
 """In Slurm's words: it could not be asked. Source: slurm, src/common/slurm_errno.c; and seen on 22.05."""
 
+_NEVER_ASKED = ("could not establish a configuration source",)
+"""In Slurm's words: there is no cluster to ask; what came before it, about name servers, sounds transient."""
+
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for one of Slurm's commands.
@@ -51,6 +54,16 @@ def run_slurm(
 
     Raises: SlurmError: in Slurm's own words why it failed; `transient` when Slurm could not be asked, so that nothing
     is known of what was asked for.
+    """
+    return call_slurm(argv, environ=environ, timeout_s=timeout_s, stdin=stdin).stdout
+
+
+def call_slurm(
+    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands; its standard error holds warnings then.
+
+    Raises: SlurmError: as `run_slurm`.
     """
     environment = slurm_environment(environ)
     program = shutil.which(argv[0], path=environment.get("PATH"))
@@ -79,6 +92,10 @@ def run_slurm(
         words = " ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
         raise SlurmError(
             f"{argv[0]}: {words or f'left with exit code {done.returncode}'}",
-            transient=any(phrase in words.lower() for phrase in _TRANSIENT),
+            transient=_is_transient(words.lower()),
         )
-    return done.stdout
+    return done
+
+
+def _is_transient(words: str) -> bool:
+    return any(phrase in words for phrase in _TRANSIENT) and not any(phrase in words for phrase in _NEVER_ASKED)

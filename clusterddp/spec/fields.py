@@ -26,6 +26,9 @@ MODULE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 HOST = r"^[A-Za-z0-9_\[][A-Za-z0-9_.:@,\[\]-]*$"
 INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$"
 
+MOUNT = r"^[^:,\x00-\x1f\x7f]+(:[^:,\x00-\x1f\x7f]+){0,2}$"
+AFTER = r"^((afterok|afterany|afternotok):)?[A-Za-z0-9@/._-]+$"
+
 _LOOSE: dict[str, Any] = {"type": ["string", "number", "boolean"]}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(read_int)]
@@ -60,6 +63,16 @@ Interface = Annotated[
     str,
     Field(pattern=INTERFACE),
     BeforeValidator(matching(INTERFACE, "auto or the name of an interface, such as eth0")),
+]
+Mount = Annotated[
+    str,
+    Field(pattern=MOUNT),
+    BeforeValidator(matching(MOUNT, "PATH or HOST_PATH:PATH[:FLAGS], without commas or control characters")),
+]
+After = Annotated[
+    str,
+    Field(pattern=AFTER),
+    BeforeValidator(matching(AFTER, "a run or a job id, with afterok:, afterany: or afternotok: before it")),
 ]
 SlurmKey = Annotated[
     str,

@@ -177,6 +177,24 @@ class Ssh(Section):
         return [{"host": host} if isinstance(host, Scalar | str) else host for host in hosts]
 
 
+class Container(Section):
+    """The container that every rank runs in, on Slurm."""
+
+    runtime: Annotated[Literal["pyxis", "apptainer"], Word] = Field(
+        default="pyxis", description="pyxis (srun --container-image, with enroot) or apptainer (apptainer exec)."
+    )
+    image: fields.Text = Field(description="Image as the runtime names it: a .sqsh or .sif file, or a registry's name.")
+    mounts: tuple[fields.Mount, ...] = Field(
+        default=(),
+        description="Directories seen inside: PATH or HOST_PATH:PATH[:FLAGS]. The run's directory, the data and "
+        "clusterddp itself are there without being named.",
+    )
+    python: fields.Text = Field(default="python3", description="Python inside, which has torch.")
+    workdir: fields.Text | None = Field(
+        default=None, description="Directory in which the container starts; default: the image's own."
+    )
+
+
 class JobSpec(Section):
     """What to run and where: one spec, whatever starts it."""
 
@@ -210,7 +228,15 @@ class JobSpec(Section):
     )
     entry: EntrySpec | None = Field(default=None, description="A program of yours instead of the built-in trainer.")
     slurm: dict[fields.SlurmKey, fields.Option] = Field(
-        default_factory=dict, description="Options of sbatch by their long names, for the slurm launcher."
+        default_factory=dict,
+        description="Options of sbatch by their long names, for the slurm launcher; true: without a value, false: "
+        "a default of clusterddp's is left out.",
+    )
+    container: Container | None = Field(default=None, description="A container for the ranks, for the slurm launcher.")
+    after: tuple[fields.After, ...] = Field(
+        default=(),
+        description="Runs or job ids that have to end first, for the slurm launcher: RUN (it must complete), or "
+        "afterok:RUN, afterany:RUN, afternotok:RUN.",
     )
     ssh: Ssh = Field(default_factory=Ssh, description="Hosts, for the ssh launcher.")
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
+from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
+
 if TYPE_CHECKING:
     from clusterddp.spec.model import EntrySpec, JobSpec, TrainSpec
 
@@ -45,6 +47,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _size_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
+    yield from _slurm_conflicts(job)
     if job.launcher == "ssh" and not job.ssh.hosts:
         yield Conflict(
             keys=("ssh.hosts", "launcher"),
@@ -113,3 +116,23 @@ def _name_conflicts(job: JobSpec) -> Iterator[Conflict]:
             yield Conflict(keys=(f"env.{name}",), message="is also under secrets; a secret has no value in the spec")
         if name in job.secrets[:index]:
             yield Conflict(keys=(f"secrets.{index}",), message=f"{name} is named twice")
+
+
+def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    options = job.slurm
+    for name, value in options.items():
+        problem = option_problem(name, value)
+        if problem:
+            yield Conflict(keys=(f"slurm.{name}",), message=problem[0], hint=problem[1])
+    memory = [name for name in options if name in MEMORY_OPTIONS and options[name]]
+    if memory and job.resources.memory_gb is not None:
+        yield Conflict(
+            keys=(f"slurm.{memory[0]}", "resources.memory_gb"),
+            message="resources.memory_gb asks for memory too, expected one of them",
+        )
+    gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
+    if gpus and (job.device == "cpu" or job.resources.gpus_per_node == 0) and asks_for_gpus(options):
+        why = "device is cpu" if job.device == "cpu" else "resources.gpus_per_node is 0"
+        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {why}")
+    if options.get("dependency") and job.after:
+        yield Conflict(keys=("slurm.dependency", "after"), message="after sets it, expected one of them")

@@ -126,9 +126,9 @@ def read_loose_text(value: object) -> str:
 
 
 def read_option(value: object) -> str | bool:
-    """Read a Slurm option: true and false switch it, anything else is its text."""
-    if isinstance(value, bool):
-        return value
+    """Read a Slurm option: true and false switch it, nothing is as good as false, anything else is its text."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
     if isinstance(value, Scalar) and not value.quoted and value.text in {"true", "True", "TRUE"}:
         return True
     if isinstance(value, Scalar) and not value.quoted and value.text in {"false", "False", "FALSE"}:
