@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import time
@@ -21,8 +22,11 @@ from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunStatus, RunSummary
+    from clusterddp.run.record import RunRecord
 
 _WATCH_INTERVAL_S = 1.0
+_RUNS_AT_ONCE = 1000
+"""How many runs are looked at together when it is not known how many will be shown."""
 
 
 @command("status")
@@ -141,7 +145,7 @@ def list_(*, states: tuple[str, ...], limit: int, output: str, runs_dir: Path) -
     wanted = {_state_word(state) for state in states}
     summaries = []
     runs = list_runs(runs_dir)
-    for summary in _summaries(reversed(runs)):
+    for summary in _summaries(reversed(runs), at_once=max(limit, _RUNS_AT_ONCE) if wanted else limit):
         if not wanted or summary.state.value in wanted:
             summaries.append(summary)
         if len(summaries) == limit:
@@ -214,13 +218,26 @@ def _state_word(text: str) -> str:
         raise click.BadParameter(f'"{text}" is none of {words}', param_hint="--state") from None
 
 
-def _summaries(runs: Iterator[RunDir]) -> Iterator[RunSummary]:
+def _summaries(runs: Iterator[RunDir], *, at_once: int) -> Iterator[RunSummary]:
+    """Yield what is shown of runs; Slurm is asked once for `at_once` of them."""
     from clusterddp.look.status import read_summary
+    from clusterddp.run.state import announce, read_state
+
+    while batch := list(itertools.islice(runs, at_once)):
+        records = list(_with_records(batch))
+        announce(records)
+        for run, record in records:
+            try:
+                yield read_summary(run, record=record, view=read_state(run, record=record))
+            except (ClusterddpError, OSError, TypeError) as error:
+                say(printable(f"{run.path}: {error}"))
+
+
+def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
     from clusterddp.run.record import read_run
-    from clusterddp.run.state import read_state
 
     for run in runs:
         try:
-            yield read_summary(run, record=read_run(run), view=read_state(run))
+            yield run, read_run(run)
         except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
             say(printable(f"{run.path}: {error}"))

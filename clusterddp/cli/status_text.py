@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import RootCause
+    from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8
 SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
@@ -43,7 +44,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines += _node_table(status.ranks)
     if status.root_cause:
         lines += ["", *root_cause_lines(status.root_cause, run)]
-    steps = next_steps(status.state.value, address, run, status.root_cause)
+    steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
 
 
@@ -69,13 +70,20 @@ def _from_traceback(lines: list[str]) -> list[str]:
     return lines[starts[-1] :] if starts else lines
 
 
-def next_steps(state: str, address: str, run: RunDir, cause: RootCause | None) -> list[str]:
-    """Return the commands that make sense now, each with what it does."""
+def next_steps(
+    state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
+) -> list[str]:
+    """Return the commands that make sense now, each with what it does.
+
+    `job_log`: what there is to read when no rank was started, relative to the run's directory.
+    """
     steps: list[tuple[str, str]] = []
     if state in {"PENDING", "RUNNING", "REQUEUED"}:
         steps = [("follow", f"clusterddp logs -f {address}"), ("cancel", f"clusterddp cancel {address}")]
     elif state in {"FAILED", "LOST"}:
-        if cause and cause.rank is None:  # no rank was started
+        if job_log:
+            steps = [("job's log", f"{run.path / job_log}")]
+        elif cause and cause.rank is None:  # no rank was started
             steps = [("logs", f"{run.launcher_dir}/")]
         else:
             steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
@@ -138,6 +146,8 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
 
 def _where(status: RunStatus) -> str:
     parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
+    if status.job:
+        parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)
     count = f"{status.world_size} rank" + ("s" if status.world_size > 1 else "")
     parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
@@ -147,6 +157,16 @@ def _where(status: RunStatus) -> str:
     if until:
         parts.append(duration(until - status.created))
     return ", ".join(parts)
+
+
+def _job_facts(job: Job) -> list[str]:
+    """Tell Slurm's word, where it adds to ours, and where the job is."""
+    parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
+    if job.nodes:
+        parts.append(f"on {printable(job.nodes)}")
+    elif job.num_nodes:
+        parts.append(f"{job.num_nodes} node" + ("s" if job.num_nodes > 1 else ""))
+    return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
 
 
 def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:

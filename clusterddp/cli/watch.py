@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _POLL_INTERVAL_S = 0.25
 _LINE_INTERVAL_S = 10.0
 """How long nothing is said where a line cannot be drawn again, unless something has happened."""
+_WAITING_LINE_INTERVAL_S = 300.0
+"""The same while the run waits its turn, which may take days."""
 
 Show = Callable[["RunView", "Progress | None"], None]
 
@@ -97,6 +99,8 @@ def write_logs(
 
 def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
     """Tell how a run ended, and return the exit code that stands for it."""
+    from clusterddp.look.status import find_job_log
+
     end = view.end
     cause = end.root_cause if end else None
     text = f"{run.name} {state_text(view.state.value)}"
@@ -111,7 +115,9 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
     say(text)
     if cause:
         say("\n".join(root_cause_lines(cause, run)))
-    for line in next_steps(view.state.value, address(run, terminal), run, cause):
+    started = view.attempt is not None and run.attempt(view.attempt).start.exists()
+    job_log = None if started else find_job_log(run)
+    for line in next_steps(view.state.value, address(run, terminal), run, cause, job_log=job_log):
         say(line)
     return exit_code_of(view)
 
@@ -146,12 +152,15 @@ def _lines(run: RunDir) -> Iterator[Show]:
         nonlocal said, said_at
         # A new epoch begins with a new accuracy: one line for both.
         news = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
-        facts = (view.state, view.attempt, news)
-        if view.finished or (facts == said and time.monotonic() - said_at < _LINE_INTERVAL_S):
+        waits = view.state.value in {"PENDING", "REQUEUED"}
+        facts = (view.state, view.attempt, view.reason if waits else news)
+        interval_s = _WAITING_LINE_INTERVAL_S if waits else _LINE_INTERVAL_S
+        if view.finished or (facts == said and time.monotonic() - said_at < interval_s):
             return
         said, said_at = facts, time.monotonic()
         reason = "" if view.state.value in SAYS_IT_ALL else printable(view.reason)
-        say(f"{run.name} {view.state.value}  {progress_text(progress) if progress else reason}".rstrip())
+        text = progress_text(progress) if progress and not waits else reason
+        say(f"{run.name} {view.state.value}  {text}".rstrip())
 
     yield show
 
@@ -162,13 +171,14 @@ def _bar(terminal: Terminal) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     console = Console(stderr=True, no_color=terminal.no_color or None, highlight=False)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[facts]}", markup=False),
+        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
     )
     with Bar(*columns, console=console, transient=True) as bar:
@@ -180,7 +190,9 @@ def _shown_by(bar: Bar) -> Show:
 
     def show(view: RunView, progress: Progress | None) -> None:
         description, facts = view.state.value, ""
-        if progress:
+        if view.state.value in {"PENDING", "REQUEUED", "UNKNOWN"}:
+            facts = printable(view.reason)
+        elif progress:
             description = f"epoch {progress.epoch}/{progress.epochs}" if progress.epochs else description
             eta = [f"{duration(progress.eta_s)} left"] if progress.eta_s else []
             facts = "  ".join(measures(progress) + eta)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
@@ -14,6 +14,9 @@ from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
 from clusterddp.run.state import RunState, RunView, read_state
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.jobs import Job
 
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
 """PENDING: not started yet. RUNNING. COMPLETED: ended with exit code 0. FAILED: ended with another one by itself.
@@ -60,9 +63,14 @@ class RunStatus:
     created: float
     """Seconds since the epoch."""
     ended: float | None
+    job: Job | None = None
+    """On Slurm: the job as Slurm told it; None where the files say all."""
+    job_log: str | None = None
+    """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
+        job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
         return {
             "run": self.run,
             "state": self.state.value,
@@ -75,6 +83,7 @@ class RunStatus:
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
+            **job,
         }
 
 
@@ -108,21 +117,26 @@ class RunSummary:
 
 def read_status(run: RunDir) -> RunStatus:
     """Read all that is known about a run now."""
-    record, view, gang = read_run(run), read_state(run), read_gang(run)
+    record = read_run(run)
+    view, gang = read_state(run, record=record), read_gang(run)
     end = view.end
+    attempt = None if view.attempt is None else run.attempt(view.attempt)
+    start = (attempt and read_json(attempt.start)) or {}
     return RunStatus(
         run=run.name,
         state=view.state,
         reason=view.reason,
         launcher=record.launcher,
-        job_id=record.job_id,
+        job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
         world_size=gang.world_size,
         progress=_progress(run, view),
-        ranks=_rank_statuses(gang, None if view.attempt is None else run.attempt(view.attempt), view),
+        ranks=_rank_statuses(gang, attempt, start, view),
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
+        job=view.job,
+        job_log=None if start else find_job_log(run),
     )
 
 
@@ -133,7 +147,7 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
         state=view.state,
         reason=view.end.root_cause.error if view.end and view.end.root_cause else view.reason,
         launcher=record.launcher,
-        job_id=record.job_id,
+        job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
         progress=_progress(run, view, tail_bytes=4096),
         created=_created(record),
@@ -147,6 +161,12 @@ def read_gang(run: RunDir) -> Gang:
     if plan is None:
         raise FileNotFoundError(2, os.strerror(2), str(run.plan))
     return Gang.from_json(plan["gang"])
+
+
+def find_job_log(run: RunDir) -> str | None:
+    """Find what the batch script of a run on Slurm wrote, relative to the run's directory."""
+    log = run.launcher_dir / "job.log"
+    return str(log.relative_to(run.path)) if log.exists() else None
 
 
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
@@ -171,12 +191,20 @@ def _progress(run: RunDir, view: RunView, *, tail_bytes: int = TAIL_BYTES) -> Pr
     return dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress
 
 
-def _rank_statuses(gang: Gang, attempt: AttemptDir | None, view: RunView) -> tuple[RankStatus, ...]:
+def _job_json(job: Job | None) -> dict[str, Any] | None:
+    names = ("job_id", "state", "reason", "partition", "num_nodes", "nodes", "submitted", "started")
+    return None if job is None else {name: getattr(job, name) for name in names}
+
+
+def _rank_statuses(
+    gang: Gang, attempt: AttemptDir | None, start: dict[str, Any], view: RunView
+) -> tuple[RankStatus, ...]:
     records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
-    start = (attempt and read_json(attempt.start)) or {}
+    found = {node.get("node_rank"): node for node in start.get("nodes", ())}
     master_addr, master_port = start.get("master_addr", gang.master_addr), start.get("master_port", gang.master_port)
     statuses = []
     for node in gang.nodes:
+        there = found.get(node.node_rank, {})
         for local_rank, rank in enumerate(node.ranks):
             record = records.get(rank)
             statuses.append(
@@ -184,9 +212,9 @@ def _rank_statuses(gang: Gang, attempt: AttemptDir | None, view: RunView) -> tup
                     rank=rank,
                     node_rank=node.node_rank,
                     local_rank=local_rank,
-                    host=record.host if record else node.host,
+                    host=record.host if record else there.get("host", node.host),
                     pid=record.pid if record else None,
-                    interface=record.interface if record else gang.interface,
+                    interface=record.interface if record else there.get("interface", gang.interface),
                     master_addr=record.master_addr if record else master_addr,
                     master_port=record.master_port if record else master_port,
                     state=_rank_state(record, view),

@@ -6,14 +6,15 @@ state is UNKNOWN: a question without an answer has never ended a run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.run.directory import AttemptDir, RunDir, read_tail
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.state import RunState, RunView, read_state
@@ -65,6 +66,17 @@ class _Run:
             reason += f"; job {', '.join(job.twins)} carries the tag of this run too: the newest one is shown"
         number = self.attempt.number if self.attempt else None
         return RunView(state=state, attempt=number, end=self.end, reason=reason, job=job)
+
+
+def wanted_jobs(runs: Iterable[tuple[RunDir, RunRecord]]) -> Iterator[Wanted]:
+    """Yield how Slurm is asked for the jobs of those runs that have not ended for good."""
+    for run, record in runs:
+        attempts = run.attempts()
+        with contextlib.suppress(ClusterddpError, OSError, TypeError, AttributeError):
+            end = read_end(attempts[-1]) if attempts else None
+            wanted = wanted_job(run, record) if end is None or end.will_restart else None
+            if wanted:
+                yield wanted
 
 
 def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,16 @@ def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | N
         return _read_state(run, record or read_run(run), slurm)
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         return RunView(state=RunState.UNKNOWN, attempt=None, end=None, reason=f"its record cannot be read: {error}")
+
+
+def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = None) -> None:
+    """Announce that the states of these runs will be read, so that Slurm is asked once for all of them."""
+    on_slurm = [(run, record) for run, record in runs if record.launcher == "slurm"]
+    if on_slurm:
+        from clusterddp.run.job_state import wanted_jobs
+        from clusterddp.slurm.queue import slurm_here
+
+        (slurm or slurm_here()).expect(wanted_jobs(on_slurm))
 
 
 def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
