@@ -48,7 +48,7 @@ def rank_variables(
     master_addr: str,
     master_port: int | str,
     threads: int,
-    gpus: tuple[str, ...],
+    gpus: tuple[str, ...] | None,
     interface: str | None,
     backend: str,
     run_dir: str,
@@ -108,14 +108,15 @@ def inherited_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
 
 
-def _chosen(*, threads: int, gpus: tuple[str, ...], interface: str | None) -> dict[str, Variable]:
+def _chosen(*, threads: int, gpus: tuple[str, ...] | None, interface: str | None) -> dict[str, Variable]:
     """Choose what the user may choose otherwise."""
-    gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
     chosen = {
         "OMP_NUM_THREADS": Variable(str(threads), "resources.cpus_per_task"),
-        "CUDA_VISIBLE_DEVICES": Variable(",".join(gpus), gpu_origin),
         "PYTHONUNBUFFERED": Variable("1", "clusterddp: logs are read while they are written"),
     }
+    if gpus is not None:
+        gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
+        chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
     if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
         if not interface.startswith("lo"):

@@ -14,6 +14,13 @@ LAST_PORT = 31_999
 _TRIES = 512
 
 
+def walk_ports(seed: str, count: int) -> list[int]:
+    """List the first ports of the walk that follows from `seed`: whoever knows the seed knows where to look."""
+    span = LAST_PORT - FIRST_PORT + 1
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % span
+    return [FIRST_PORT + (start + step) % span for step in range(count)]
+
+
 def reserve_port(seed: str, *, host: str = "") -> tuple[socket.socket, int]:
     """Reserve a free TCP port; return the socket that holds it and the port.
 
@@ -23,16 +30,13 @@ def reserve_port(seed: str, *, host: str = "") -> tuple[socket.socket, int]:
     port while the reservation is held; a program that does not set it cannot.
     Raises: ClusterddpError: no free port was found.
     """
-    span = LAST_PORT - FIRST_PORT + 1
-    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % span
-    for step in range(_TRIES):
-        port = FIRST_PORT + (start + step) % span
+    ports = walk_ports(seed, _TRIES)
+    for port in ports:
         holder = _try_port(host, port)
         if holder is not None:
             return holder, port
     raise ClusterddpError(
-        f"no free port among {_TRIES} from {FIRST_PORT + start} on",
-        hint="network.master_port names one yourself",
+        f"no free port among {_TRIES} from {ports[0]} on", hint="network.master_port names one yourself"
     )
 
 

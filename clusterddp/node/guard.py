@@ -66,11 +66,13 @@ class Facts:
 class Guard:
     """The supervisor's hold on its guard."""
 
-    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int) -> None:
+    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int, keep: int | None = None) -> None:
+        """`keep`: a descriptor that the guard holds, too, until it ends."""
         self.facts = facts
         self.pid = 0
         self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}
         self._log = log
+        self._keep = keep
         self._pipe = -1
         self._respawns = 0
         self._start()
@@ -100,7 +102,7 @@ class Guard:
             os.waitpid(self.pid, 0)
 
     def _start(self) -> None:
-        self.pid, self._pipe = start_guard(environment=self._environment, log=self._log)
+        self.pid, self._pipe = start_guard(environment=self._environment, log=self._log, keep=self._keep)
         self._say(dataclasses.asdict(self.facts))
 
     def _say(self, words: dict[str, Any]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 from collections.abc import Callable
 
 from clusterddp.dist.environment import cookie
-from clusterddp.dist.port import hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.failure import Failure, RankEnd
@@ -18,6 +16,7 @@ from clusterddp.node.link import Message, facts_of
 from clusterddp.node.member import GIVE_UP_S
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
+from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, signal_name
@@ -36,6 +35,8 @@ class Head:
         gang: Gang,
         *,
         first_attempt: int,
+        first_restart: int = 0,
+        rendezvous_seed: str,
         start_timeout_s: float,
         guard: Guard,
         tell: Callable[[int, Message], None],
@@ -48,15 +49,20 @@ class Head:
         self._guard = guard
         self._tell = tell
         self._first_attempt = first_attempt
+        self._first_restart = first_restart
         self._join_until = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
         self._pids: dict[int, int] = {}
         """Of the supervisors that have joined, by node rank."""
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
-        self._port: socket.socket | None = None
-        self._master_port = 0
-        self._started_nodes: set[int] = set()
+        self._rendezvous = Rendezvous(gang, rendezvous_seed)
+        self._reached: dict[int, str] = {}
+        """The address at which each other node has reached this one."""
+        self._unready: dict[int, tuple[int, ...]] = {}
+        """Ranks that a node cannot start yet, for it waits for their tasks."""
+        self._started_nodes: dict[int, Message] = {}
+        """Where the ranks of each node stand on the network."""
         self._start_recorded = False
         self._unconfirmed: set[int] | None = None
         """While the gang is being ended: nodes that have not said yet that nothing is left. None: it is not."""
@@ -78,24 +84,31 @@ class Head:
         node = self._gang.nodes[node_rank]
         kind = report["kind"]
         if kind == "join":
-            self._join(node, int(report["pid"]))
+            self._join(node, report)
+        elif kind == "missing":
+            self._unready[node_rank] = tuple(report["ranks"])
         elif kind == "started":
-            self._started_nodes.add(node_rank)
+            self._started_nodes[node_rank] = facts_of(report)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
             self._stop(str(report["reason"]), now)
         elif kind == "cancel":
             self._cancel(str(report["reason"]))
-        elif kind == "parent_gone":
-            self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
-        elif kind == "failed":
-            error, weight = str(report["error"]), int(report["weight"])
-            self._fail(Failure(rank=min(node.ranks), host=node.host, error=error, weight=weight), now)
         elif kind == "supervisor_ended":
             self._miss(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
+        else:
+            self._hear_trouble(node, report, now)
+
+    def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
+        if report["kind"] == "parent_gone":
+            self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
+        elif report["kind"] == "failed":
+            error, weight = str(report["error"]), int(report["weight"])
+            rank = int(report.get("rank", min(node.ranks)))
+            self._fail(Failure(rank=rank, host=node.host, error=error, weight=weight), now)
 
     def lose(self, node_rank: int, why: str, now: float) -> None:
         """Take in that the link to a node's supervisor is no more."""
@@ -129,20 +142,28 @@ class Head:
         if attempt.is_over(now):
             self._end_gang(now)
 
-    def _join(self, node: Node, pid: int) -> None:
-        self._pids[node.node_rank] = pid
+    def _join(self, node: Node, report: Message) -> None:
+        pid = self._pids[node.node_rank] = int(report["pid"])
+        self._unready[node.node_rank] = tuple(report.get("missing", ()))
+        if "reached" in report:
+            self._reached[node.node_rank] = str(report["reached"])
         note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
     def _await_joins(self, now: float) -> None:
-        missing = [node for node in self._gang.nodes if node.node_rank not in self._pids]
-        if not missing:
+        absent = [node for node in self._gang.nodes if node.node_rank not in self._pids]
+        unready = [node for node in self._gang.nodes if self._unready.get(node.node_rank)]
+        if not absent and not unready:
             self._begin(now)
         elif now >= self._join_until:
-            names = " and ".join(f"node {node.node_rank} on {node.host}" for node in missing)
-            error = f"{names} did not join within {self._start_timeout_s:g} s"
-            self._fail(Failure(rank=None, host=missing[0].host, error=error), now)
+            words = [f"node {node.node_rank} on {node.host} did not join" for node in absent]
+            words += [
+                f"the task of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start"
+                for node in unready
+            ]
+            error = f"{' and '.join(words)} within {self._start_timeout_s:g} s"
+            self._fail(Failure(rank=None, host=(absent + unready)[0].host, error=error), now)
 
     def _miss(self, node_rank: int, exit_code: int, now: float) -> None:
         """Take in that a supervisor has ended, as its starter sees it; one that had joined is missed by its link."""
@@ -155,24 +176,22 @@ class Head:
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
-            if gang.master_port is None:
-                self._port, self._master_port = reserve_port(f"{gang.token}:{attempt.number}")
-            else:
-                self._port, self._master_port = hold_port(gang.master_port), gang.master_port
+            self._rendezvous.open(attempt.number, self._reached)
         except ClusterddpError as error:
             self._fail(Failure(rank=None, host=gang.nodes[0].host, error=error.message), now)
             return
         attempt.begun = now
         self._guard.know(started=True)
-        log(self._run, "attempt_started", attempt=attempt.number, master_port=self._master_port)
+        log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
         for node in gang.nodes:
             self._tell(
                 node.node_rank,
                 {
                     "kind": "start",
                     "attempt": attempt.number,
-                    "restart": attempt.number - self._first_attempt,
-                    "master_port": self._master_port,
+                    "restart": self._restarts_before(attempt),
+                    "master_addr": self._rendezvous.address,
+                    "master_port": self._rendezvous.port,
                 },
             )
 
@@ -180,7 +199,7 @@ class Head:
         self._start_recorded = True
         directory = self._run.attempt(self._attempt.number)
         try:
-            record_start(directory, self._gang, master_port=self._master_port)
+            record_start(directory, self._gang, self._rendezvous, self._started_nodes)
         except (ClusterddpError, OSError) as error:
             note(f"the start could not be recorded: {error}")
             self._fail(Failure(rank=0, host=self._gang.nodes[0].host, error=str(error)), now)
@@ -252,8 +271,7 @@ class Head:
             note(f"the end could not be recorded: {error}; it was {end.outcome}: {end.reason}")
             end = dataclasses.replace(end, outcome="FAILED", will_restart=False)
         log_end(self._run, attempt.number, end)
-        if self._port is not None:
-            self._port.close()
+        self._rendezvous.close()
         if end.will_restart:
             self._next_attempt()
         else:
@@ -274,11 +292,14 @@ class Head:
         attempt = self._attempt
         if self._final or self._left or self._unconfirmed or self._run.cancel_file.exists():
             return False
-        if attempt.number - self._first_attempt >= self._gang.restarts:
+        if self._restarts_before(attempt) >= self._gang.restarts:
             return False
         if end.outcome == "STOPPED":
             return attempt.stopped_by_time_limit
         return end.outcome == "FAILED" and attempt.cause().restartable and attempt.stop_reason is None
+
+    def _restarts_before(self, attempt: Attempt) -> int:
+        return self._first_restart + attempt.number - self._first_attempt
 
     def _stop_confirmed(self) -> bool:
         if not self._gang.entry.stop_aware:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.link import Message
 from clusterddp.node.note import note
+from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
@@ -17,8 +20,10 @@ RECORD_PATIENCE_S = 10.0
 """How long a disk that refuses the record of the end is asked again."""
 
 
-def record_start(attempt: AttemptDir, gang: Gang, *, master_port: int) -> None:
+def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes: Mapping[int, Message]) -> None:
     """Record that the ranks of an attempt were started, and by whom: the calling process, the head.
+
+    `nodes`: for each node whose ranks run, the interface, its address, and why it was chosen.
 
     Raises: ClusterddpError, OSError: it cannot be written.
     """
@@ -27,10 +32,14 @@ def record_start(attempt: AttemptDir, gang: Gang, *, master_port: int) -> None:
         "attempt": attempt.number,
         "started": time.time(),
         "world_size": gang.world_size,
-        "master_addr": gang.master_addr,
-        "master_port": master_port,
+        "master_addr": rendezvous.address,
+        "master_port": rendezvous.port,
         "backend": gang.backend,
         "supervisor": dataclasses.asdict(ProcessIdentity.of()),
+        "nodes": [
+            {"node_rank": node.node_rank, "host": node.host, "ranks": node.ranks, **nodes.get(node.node_rank, {})}
+            for node in gang.nodes
+        ],
     }
     write_json(attempt.start, facts)
 

@@ -9,12 +9,14 @@ signed, not encrypted. An end that says nothing for the length of the lease is l
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 BEAT_S = 1.0
@@ -84,7 +86,7 @@ class Channel:
             if len(self._unsent) > _MAX_UNSENT:
                 self.lost = "it does not read what it is told"
         except OSError as error:
-            self._lose(f"the connection broke ({error.strerror})")
+            self._lose(_broken(error))
 
     def receive(self, now: float) -> list[Message]:
         """Return what was said; look at `lost` afterwards."""
@@ -98,7 +100,7 @@ class Channel:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lose(f"the connection broke ({error.strerror})")
+            self._lose(_broken(error))
         messages = self._take_lines()
         if messages:
             self.last_heard = now
@@ -170,6 +172,24 @@ class Channel:
         self._lose(why)
 
 
+def watch_host(sock: socket.socket, silence_s: float) -> None:
+    """Have the kernel end a connection whose other host has not answered for this long, on Linux.
+
+    It is the kernels that speak here: a process that waits for a file server is not taken for a dead host.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    options = {
+        socket.TCP_USER_TIMEOUT: int(silence_s * 1000),
+        socket.TCP_KEEPIDLE: max(1, int(silence_s / 4)),
+        socket.TCP_KEEPINTVL: max(1, int(silence_s / 4)),
+        socket.TCP_KEEPCNT: 3,
+    }
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def facts_of(message: Message) -> Message:
     """Return what a message says beside its kind."""
     return {key: value for key, value in message.items() if key != "kind"}
@@ -192,6 +212,30 @@ def listen(host: str) -> socket.socket:
     return listener
 
 
+def listen_on_walk(ports: Sequence[int]) -> socket.socket:
+    """Listen, on all addresses of this host, at the first of these ports that nobody has taken.
+
+    Without SO_REUSEADDR: a port that somebody has bound to listen on later is taken, too.
+    Raises: OSError: all are taken.
+    """
+    dual = socket.has_dualstack_ipv6()
+    last: OSError | None = None
+    for port in ports:
+        listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if dual:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("", port))
+            listener.listen(1024)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            last = error
+        else:
+            return listener
+    raise OSError(f"no port is free from {ports[0]} to {ports[-1]}") from last
+
+
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect to the head, trying again until `timeout_s` have passed.
 
@@ -207,3 +251,9 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.25)
+
+
+def _broken(error: OSError) -> str:
+    if error.errno in {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}:
+        return "its host does not answer"
+    return f"the connection broke ({error.strerror})"

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clusterddp.dist.environment import SUPERVISOR_PID, cookie
+from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.failure import OWN, RankEnd, read_rank_end
+from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
+from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.link import Message
-from clusterddp.node.processes import count_oom_kills, signal_group, start_rank
+from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
+from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, write_rank
@@ -47,11 +48,14 @@ class _Attempt:
     """The node's part of the attempt that runs now."""
 
     dir: AttemptDir
+    footing: Footing
     master_port: int
     oom_kills: int | None
-    pids: dict[int, int] = field(default_factory=dict)
-    """pid -> rank, of ranks that were not reaped yet."""
+    running: set[int] = field(default_factory=set)
+    """Ranks that have begun and whose end was not heard of."""
     records: dict[int, RankRecord] = field(default_factory=dict)
+    recorded: bool = False
+    """True once all ranks have begun, and that is written down."""
     stop_seen: bool = False
     ending: _Ending | None = None
 
@@ -65,14 +69,14 @@ class Member:
         gang: Gang,
         node: Node,
         *,
-        environment: Mapping[str, str],
+        starter: Starter,
         report: Callable[[Message], None],
         guard_pid: Callable[[], int],
     ) -> None:
         self._run = run
         self._gang = gang
         self._node = node
-        self._environment = environment
+        self._starter = starter
         self._report = report
         self._guard_pid = guard_pid
         self._attempt: _Attempt | None = None
@@ -112,31 +116,22 @@ class Member:
         if attempt.ending is not None:
             attempt.ending.sweep.cookies = max(attempt.ending.sweep.cookies, cookies, key=len)
             return
-        if attempt.pids:
+        if attempt.running:
             with contextlib.suppress(OSError):
                 attempt.dir.path.joinpath(ENDING).touch()
-        for pid in attempt.pids:
-            signal_group(pid, signal.SIGTERM)
+        for rank in attempt.running:
+            self._starter.signal(rank, signal.SIGTERM)
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + GIVE_UP_S,
-            sweep=Sweep(cookies=cookies, descendants_but=self._guard_pid()),
+            sweep=Sweep(
+                cookies=cookies, descendants_but=self._guard_pid() if self._starter.sweeps_descendants else None
+            ),
         )
-
-    def on_exits(self, exits: Mapping[int, int]) -> None:
-        """Take in which children have ended; those that are no ranks are orphans that a rank left behind."""
-        attempt = self._attempt
-        if attempt is None:
-            return
-        for pid, returncode in exits.items():
-            rank = attempt.pids.pop(pid, None)
-            if rank is not None:
-                # It may have seen a request to stop before we did.
-                self._look_for_stop(attempt, complete=False)
-                self._rank_ended(attempt, rank, returncode)
 
     def tick(self, now: float) -> None:
         """Look at the files by which people speak to the run, and go on with an end that was begun."""
+        self._hear_news()
         if not self._cancel_seen and self._run.cancel_file.exists():
             self._cancel_seen = True
             self._report({"kind": "cancel", "reason": self._cancel_reason()})
@@ -155,51 +150,79 @@ class Member:
             attempt.stop_seen = True
             self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
 
+    def _hear_news(self) -> None:
+        """Take in what has become of the ranks."""
+        attempt = self._attempt
+        for news in self._starter.news():
+            if isinstance(news, Lost):
+                self._lose(attempt, news)
+            elif attempt is None:
+                continue
+            elif isinstance(news, Started):
+                self._rank_started(attempt, news)
+            elif news.rank in attempt.running:
+                attempt.running.discard(news.rank)
+                # It may have seen a request to stop before we did.
+                self._look_for_stop(attempt, complete=False)
+                self._rank_ended(attempt, news)
+
     def _start(self, order: Message) -> None:
-        directory = self._run.attempt(order["attempt"])
-        attempt = _Attempt(dir=directory, master_port=order["master_port"], oom_kills=count_oom_kills())
-        self._attempt = attempt
+        node, directory = self._node, self._run.attempt(order["attempt"])
         try:
+            footing = find_footing(self._gang, order)
+            attempt = _Attempt(
+                dir=directory, footing=footing, master_port=order["master_port"], oom_kills=count_oom_kills()
+            )
+            self._attempt = attempt
             directory.ranks.mkdir(parents=True, exist_ok=True, mode=0o700)
             directory.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
-            for local_rank, rank in enumerate(self._node.ranks):
-                self._start_rank(attempt, order, rank, local_rank)
-            for record in attempt.records.values():
-                write_rank(directory, record)
+            for rank in node.ranks:
+                self._starter.start(rank, self._launch_of(rank, order, attempt))
         except (OSError, ClusterddpError) as error:
-            self._fail(f"node {self._node.node_rank} on {self._node.host} could not start its ranks: {error}")
+            self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
-        self._report({"kind": "started"})
+        self._hear_news()
 
-    def _start_rank(self, attempt: _Attempt, order: Message, rank: int, local_rank: int) -> None:
-        gang, node = self._gang, self._node
-        variables = gang.variables_of(
+    def _launch_of(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
+        variables = attempt.footing.gang.variables_of(
             rank,
             run_dir=str(self._run.path),
             attempt=order["attempt"],
             restart=order["restart"],
             master_port=attempt.master_port,
         )
-        environment = dict(self._environment) | {key: variable.value for key, variable in variables.items()}
-        pid = start_rank(
-            self._run.path,
-            environment=environment | {SUPERVISOR_PID: str(os.getpid())},
+        return Launch(
+            run_dir=self._run.path,
+            variables=variables,
             stdout=attempt.dir.stdout(rank),
             stderr=attempt.dir.stderr(rank),
         )
-        attempt.pids[pid] = rank
-        attempt.records[rank] = RankRecord(
-            rank=rank,
+
+    def _rank_started(self, attempt: _Attempt, news: Started) -> None:
+        node, footing = self._node, attempt.footing
+        attempt.running.add(news.rank)
+        attempt.records[news.rank] = RankRecord(
+            rank=news.rank,
             node_rank=node.node_rank,
-            local_rank=local_rank,
+            local_rank=node.ranks.index(news.rank),
             host=node.host,
-            pid=pid,
-            interface=gang.interface,
-            master_addr=gang.master_addr,
+            pid=news.pid,
+            interface=footing.interface,
+            master_addr=footing.gang.master_addr,
             master_port=attempt.master_port,
             started=time.time(),
         )
+        if len(attempt.records) < len(node.ranks) or attempt.recorded:
+            return
+        attempt.recorded = True
+        try:
+            for record in attempt.records.values():
+                write_rank(attempt.dir, record)
+        except ClusterddpError as error:
+            self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
+            return
+        self._report({"kind": "started", **footing.facts()})
 
     def _stop(self, reason: str) -> None:
         if self._attempt is None:
@@ -210,8 +233,15 @@ class Member:
         except OSError as error:
             self._fail(f"node {self._node.node_rank} on {self._node.host} could not ask its ranks to stop: {error}")
 
-    def _rank_ended(self, attempt: _Attempt, rank: int, returncode: int) -> None:
-        end = read_rank_end(attempt.dir, rank, returncode, on_order=attempt.ending is not None)
+    def _lose(self, attempt: _Attempt | None, news: Lost) -> None:
+        """Report a rank that ended for no reason of its own, and that cannot be started again here."""
+        if attempt is not None:
+            attempt.running.discard(news.rank)
+        self._report({"kind": "failed", "error": news.error, "weight": CERTAIN, "rank": news.rank})
+
+    def _rank_ended(self, attempt: _Attempt, news: Ended) -> None:
+        rank = news.rank
+        end = read_rank_end(attempt.dir, rank, news.returncode, on_order=attempt.ending is not None)
         if end.signal == "SIGKILL" and not end.on_order and (count_oom_kills() or 0) > (attempt.oom_kills or 0):
             end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
         # Report first: the record waits for the disk, the other ranks should not.
@@ -223,17 +253,17 @@ class Member:
                 self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
 
     def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
-        if attempt.pids and now < ending.kill_at:
+        if attempt.running and now < ending.kill_at:
             return
         if not ending.killed:
             ending.killed = True
-            for pid in attempt.pids:
-                signal_group(pid, signal.SIGKILL)
+            for rank in attempt.running:
+                self._starter.signal(rank, signal.SIGKILL)
         ending.sweep.step()
-        if (ending.sweep.clear and not attempt.pids) or now >= ending.give_up_at:
+        if (ending.sweep.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
             orphans = ending.sweep.killed - {record.pid for record in attempt.records.values()}
-            left = sorted({*ending.sweep.left, *attempt.pids})
+            left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
             self._report({"kind": "ended", "left": left, "swept": len(orphans)})
 
     def _cancel_reason(self) -> str:

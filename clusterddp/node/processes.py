@@ -36,8 +36,11 @@ def start_rank(run_dir: Path, *, environment: dict[str, str], stdout: Path, stde
     return _take_over(process)
 
 
-def start_guard(*, environment: dict[str, str], log: int) -> tuple[int, int]:
-    """Start the guard in a session of its own; return its pid and the pipe whose end tells it that we are gone."""
+def start_guard(*, environment: dict[str, str], log: int, keep: int | None = None) -> tuple[int, int]:
+    """Start the guard in a session of its own; return its pid and the pipe whose end tells it that we are gone.
+
+    The guard inherits `keep`, a descriptor.
+    """
     reader, writer = os.pipe()
     try:
         process = subprocess.Popen(
@@ -47,6 +50,7 @@ def start_guard(*, environment: dict[str, str], log: int) -> tuple[int, int]:
             stderr=log,
             env=environment,
             start_new_session=True,
+            pass_fds=() if keep is None else (keep,),
         )
     except OSError:
         os.close(writer)

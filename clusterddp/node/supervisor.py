@@ -39,53 +39,21 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.guard import Facts, Guard, bury
-from clusterddp.node.head import Head
-from clusterddp.node.link import LEASE_S
 from clusterddp.node.member import Member
 from clusterddp.node.note import note, open_log
+from clusterddp.node.order import Order
 from clusterddp.node.processes import become_subreaper, reap
-from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
-from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang, Node
+from clusterddp.node.reach import open_tasks, reach_head
+from clusterddp.node.starter import Children
+from clusterddp.node.uplink import Uplink
 
-START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What the supervisor was started for; the module's docstring tells the form."""
-
-    run: RunDir
-    gang: Gang
-    node: Node
-    attempt: int
-    link: tuple[str, int] | None
-    parent_bound: bool
-    start_timeout_s: float = START_TIMEOUT_S
-    lease_s: float = LEASE_S
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Order:
-        gang = Gang.from_json(data["gang"])
-        optional = {key: float(data[key]) for key in ("start_timeout_s", "lease_s") if key in data}
-        return cls(
-            run=RunDir(Path(data["run_dir"])),
-            gang=gang,
-            node=next(node for node in gang.nodes if node.node_rank == data["node_rank"]),
-            attempt=data["attempt"],
-            link=(data["link"]["host"], data["link"]["port"]) if data["link"] else None,
-            parent_bound=data["parent_bound"],
-            **optional,
-        )
 
 
 class Signals:
@@ -151,12 +119,18 @@ class Supervisor:
         self._selector.register(signals.reader, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         self._stdin_open = True
-        self.uplink: Uplink = self._reach_head()
+        environment = inherited_environment()
+        self._children = Children(environment, os.getpid()) if order.tasks is None else None
+        self._tasks = open_tasks(order, self._selector)
+        starter = self._tasks or self._children
+        assert starter is not None
+        self._missing = self._tasks.missing if self._tasks is not None else ()
+        self.uplink: Uplink = reach_head(order, self._selector, guard, self._missing)
         self._member = Member(
             order.run,
             order.gang,
             order.node,
-            environment=inherited_environment(),
+            starter=starter,
             report=self.uplink.report,
             guard_pid=lambda: guard.pid,
         )
@@ -164,45 +138,36 @@ class Supervisor:
     def run(self) -> int:
         """Go on until the head says that the run is over, or is lost, and nothing of this node is left."""
         while True:
-            self._selector.select(_HURRIED_POLL_S if self._member.ending or self.uplink.hurried else _POLL_S)
+            self._selector.select(_HURRIED_POLL_S if self._hurried else _POLL_S)
             now = time.monotonic()
             self._hear_signals()
             self._hear_parent(now)
             exits = reap()
             if self._guard.on_exits(exits):
                 note("the guard was killed; another one was started")
-            self._member.on_exits(exits)
+            if self._children is not None:
+                self._children.on_exits(exits)
             self._member.tick(now)
+            self._await_tasks()
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._member.obey(order, now)
             if self.uplink.exit_code is not None and self._member.idle:
                 return self.uplink.exit_code
 
-    def _reach_head(self) -> Uplink:
-        order = self._order
-        if order.link is not None:
-            return HeadElsewhere(
-                order.gang,
-                self._selector,
-                node_rank=order.node.node_rank,
-                link=order.link,
-                lease_s=order.lease_s,
-                start_timeout_s=order.start_timeout_s,
-            )
-        here = HeadHere(order.gang, self._selector, lease_s=order.lease_s)
-        here.head = Head(
-            order.run,
-            order.gang,
-            first_attempt=order.attempt,
-            start_timeout_s=order.start_timeout_s,
-            guard=self._guard,
-            tell=here.tell,
-            now=time.monotonic(),
-        )
-        host, port = here.address
-        print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
-        return here
+    @property
+    def _hurried(self) -> bool:
+        return self._member.ending or self.uplink.hurried
+
+    def dismiss_tasks(self) -> None:
+        """Let Slurm's tasks go; from then on Slurm may end this process at any moment."""
+        if self._tasks is not None:
+            self._tasks.dismiss()
+
+    def _await_tasks(self) -> None:
+        if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
+            self._missing = self._tasks.missing
+            self.uplink.report({"kind": "missing", "ranks": self._missing})
 
     def _hear_signals(self) -> None:
         for number in self._signals.take() & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}:
@@ -254,7 +219,7 @@ def main() -> int:
         supervisor_pid=os.getpid(),
         attempt=order.attempt,
     )
-    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno())
+    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno(), keep=order.tasks)
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard)
@@ -265,6 +230,8 @@ def main() -> int:
         exit_code = 1
         _give_up(order, guard, supervisor, error)
     guard.dismiss()
+    if supervisor is not None:
+        supervisor.dismiss_tasks()
     return exit_code
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import selectors
+import socket
 import time
 from collections import deque
 from typing import Protocol
 
+from clusterddp.dist.interface import plain_address
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
-from clusterddp.node.link import JOIN_TIMEOUT_S, Channel, Message, connect, listen
+from clusterddp.node.link import JOIN_TIMEOUT_S, Channel, Message, watch_host
 from clusterddp.node.note import note
+from clusterddp.node.search import Finder
 from clusterddp.run.gang import Gang
 
 _MAX_STRANGERS = 32
@@ -43,18 +45,29 @@ class Uplink(Protocol):
 class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are at the end of channels."""
 
-    def __init__(self, gang: Gang, selector: selectors.BaseSelector, *, lease_s: float) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        selector: selectors.BaseSelector,
+        *,
+        lease_s: float,
+        listener: socket.socket,
+        join: Message,
+        host_silence_s: float | None = None,
+    ) -> None:
         self.head: Head | None = None
         """Set once; the head needs `tell`, and this needs the head."""
         self._token = gang.token
         self._lease_s = lease_s
         self._selector = selector
-        self._listener = listen(gang.master_addr)
+        self._listener = listener
+        self._host_silence_s = host_silence_s
+        self._max_strangers = _MAX_STRANGERS + 4 * len(gang.nodes)
         selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: list[Channel] = []
         """Connections that have not proven yet that they belong to the run."""
         self._members: dict[int, Channel] = {}
-        self._reports: deque[Message] = deque([{"kind": "join", "pid": os.getpid()}])
+        self._reports: deque[Message] = deque([join])
         self._orders: list[Message] = []
 
     @property
@@ -110,7 +123,7 @@ class HeadHere:
                 connection, peer = self._listener.accept()
             except OSError:  # nobody there, or gone again
                 return
-            if len(self._strangers) >= _MAX_STRANGERS:
+            if len(self._strangers) >= self._max_strangers:
                 self._drop(self._strangers.pop(0))
             channel = Channel(connection, token=self._token, side="head", now=now)
             self._strangers.append(channel)
@@ -123,6 +136,10 @@ class HeadHere:
             node_rank = int(messages[0]["node_rank"])
             self._strangers.remove(channel)
             self._members[node_rank] = channel
+            if self._host_silence_s is not None:
+                watch_host(channel.sock, self._host_silence_s)
+            channel.send({"kind": "welcome"})
+            messages[0]["reached"] = plain_address(str(channel.sock.getsockname()[0]))
             for message in messages:
                 self._hear(node_rank, message, now)
         elif messages or channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
@@ -144,64 +161,77 @@ class HeadElsewhere:
     """Every other node's uplink: one channel; when it is lost the node ends its ranks and leaves."""
 
     def __init__(
-        self,
-        gang: Gang,
-        selector: selectors.BaseSelector,
-        *,
-        node_rank: int,
-        link: tuple[str, int],
-        lease_s: float,
-        start_timeout_s: float,
+        self, finder: Finder, selector: selectors.BaseSelector, *, lease_s: float, start_timeout_s: float
     ) -> None:
         self.exit_code: int | None = None
-        self._token = gang.token
+        self.head_lost: str | None = None
+        """Why the head is lost, when it is."""
         self._lease_s = lease_s
         self._selector = selector
-        self._link = link
-        self._join = {"kind": "join", "node_rank": node_rank, "pid": os.getpid()}
+        self._finder = finder
         self._join_until = time.monotonic() + start_timeout_s
-        self._channel = self._connect()
+        self._start_timeout_s = start_timeout_s
+        self._unsaid: list[Message] = []
+        self._heard: list[Message] = []
+        self._channel: Channel | None = None
+        self._find_head(time.monotonic())
 
     @property
     def hurried(self) -> bool:
-        return False
+        return self._channel is None
 
     def report(self, message: Message) -> None:
-        self._channel.send(message)
+        if self._channel is None:
+            self._unsaid.append(message)
+        else:
+            self._channel.send(message)
 
     def pump(self, now: float) -> list[Message]:
-        orders = [message for message in self._channel.receive(now) if message["kind"] != "beat"]
-        self._channel.keep_alive(now, self._lease_s)
+        if self._channel is None:
+            self._find_head(now)
+        channel = self._channel
+        if channel is None:
+            return []
+        heard, self._heard = self._heard + channel.receive(now), []
+        orders = [message for message in heard if message["kind"] not in {"beat", "welcome"}]
+        channel.keep_alive(now, self._lease_s)
         for order in orders:
             if order["kind"] == "finish":
                 self.exit_code = int(order["exit_code"])
-        if self._channel.lost is not None and self.exit_code is None:
-            if not self._channel.proven and now < self._join_until:
+        if channel.lost is not None and self.exit_code is None:
+            if not channel.proven and now < self._join_until:
                 # The head may have been pestered by strangers and have taken us for one.
-                self._selector.unregister(self._channel.sock)
-                self._channel.close()
-                self._channel = self._connect()
+                self._selector.unregister(channel.sock)
+                channel.close()
+                self._channel = None
+                self._find_head(now)
                 return []
-            note(f"the head is lost: {self._channel.lost}")
+            note(f"the head is lost: {channel.lost}")
+            self.head_lost = channel.lost
             self.exit_code = 1
             orders.append({"kind": "kill", "whole_gang": True})
         return orders
 
     def confess(self, error: str) -> None:
-        self._channel.send({"kind": "failed", "error": error, "weight": CERTAIN})
+        channel = self._channel
+        if channel is None:
+            return
+        channel.send({"kind": "failed", "error": error, "weight": CERTAIN})
         deadline = time.monotonic() + _CONFESSION_S
-        while not self._channel.silent and self._channel.lost is None and time.monotonic() < deadline:
+        while not channel.silent and channel.lost is None and time.monotonic() < deadline:
             time.sleep(0.02)
-            self._channel.receive(time.monotonic())
-            self._channel.flush()
+            channel.receive(time.monotonic())
+            channel.flush()
 
-    def _connect(self) -> Channel:
-        try:
-            sock = connect(*self._link, timeout_s=max(0.0, self._join_until - time.monotonic()))
-        except OSError as error:
-            host, port = self._link
-            raise ClusterddpError(f"the head at {host}:{port} cannot be reached: {error}") from error
-        channel = Channel(sock, token=self._token, side="member", now=time.monotonic())
-        channel.send(self._join)
-        self._selector.register(sock, selectors.EVENT_READ)
-        return channel
+    def _find_head(self, now: float) -> None:
+        found = self._finder.find(now)
+        if found is None:
+            if now >= self._join_until:
+                raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
+            return
+        channel = self._channel = found.channel
+        self._heard += found.heard
+        self._selector.register(channel.sock, selectors.EVENT_READ)
+        unsaid, self._unsaid = self._unsaid, []
+        for message in unsaid:
+            channel.send(message)

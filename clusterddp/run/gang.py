@@ -38,6 +38,8 @@ class Node:
     """Global ranks, in the order of their local ranks."""
     gpus: tuple[str, ...] = ()
     """What CUDA_VISIBLE_DEVICES of this node's ranks holds; empty: the ranks see no GPU."""
+    slurm_chooses_gpus: bool = False
+    """True: `gpus` says nothing, each rank sees what Slurm has made visible to its task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +100,7 @@ class Gang:
             master_addr=self.master_addr,
             master_port=master_port,
             threads=self.threads_per_rank,
-            gpus=node.gpus,
+            gpus=None if node.slurm_chooses_gpus else node.gpus,
             interface=self.interface,
             backend=self.backend,
             run_dir=run_dir,

@@ -1,0 +1,43 @@
+"""Where a node's ranks stand on the network: the master address, and the interface of this host that reaches it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from clusterddp.dist.interface import interface_towards, is_loopback, loopback, named_interface
+from clusterddp.node.link import Message
+from clusterddp.run.gang import Gang
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footing:
+    """What one node knows of the network once the gang has met."""
+
+    gang: Gang
+    """With the master address, and with the interface that this node's ranks are told of; None: none."""
+    interface: str | None
+    address: str | None
+    why: str
+
+    def facts(self) -> Message:
+        return {"interface": self.interface, "address": self.address, "why": self.why}
+
+
+def find_footing(gang: Gang, order: Message) -> Footing:
+    """Find this node's interface for an order to start; a plan that names the master address has settled it.
+
+    Raises: ClusterddpError: this host has no such interface, or no route to the master address.
+    """
+    if gang.master_addr:
+        return Footing(gang=gang, interface=gang.interface, address=None, why="the plan")
+    master_addr = str(order["master_addr"])
+    if is_loopback(master_addr):
+        # Ranks on one host find each other by themselves; only the record says how.
+        here = loopback()
+        told = None
+    else:
+        here = named_interface(gang.interface) if gang.interface else interface_towards(master_addr)
+        told = here.name
+    gang = dataclasses.replace(gang, master_addr=master_addr, interface=told)
+    return Footing(gang=gang, interface=here.name, address=here.address, why=here.why)

@@ -1,0 +1,56 @@
+"""Where the ranks of an attempt meet: the master's address and its port, which the head chooses and holds."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Mapping
+
+from clusterddp.dist.interface import LOOPBACK_ADDRESS, is_loopback, named_interface
+from clusterddp.dist.port import hold_port, reserve_port
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.gang import Gang
+
+
+class Rendezvous:
+    """The master of one attempt after the other."""
+
+    def __init__(self, gang: Gang, seed: str) -> None:
+        self.address = gang.master_addr
+        self.port = 0
+        self._gang = gang
+        self._seed = seed
+        self._holder: socket.socket | None = None
+
+    def open(self, attempt: int, reached: Mapping[int, str]) -> None:
+        """Choose for an attempt; `reached` is the address at which each node has reached the head, by node rank.
+
+        Raises: ClusterddpError: no port is free, or the interface that the user has named is not there.
+        """
+        if not self._gang.master_addr:
+            self.address = choose_address(self._gang, reached)
+        if self._gang.master_port is None:
+            self._holder, self.port = reserve_port(f"{self._seed}:{attempt}")
+        else:
+            self._holder, self.port = hold_port(self._gang.master_port), self._gang.master_port
+
+    def close(self) -> None:
+        """Let the port go."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
+
+def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:
+    """Choose the address that most nodes have reached the head at; of equal ones that of the lowest node.
+
+    Raises: ClusterddpError: the interface that the user has named is not there.
+    """
+    if len({node.host for node in gang.nodes}) == 1:
+        return LOOPBACK_ADDRESS
+    if gang.interface:
+        return named_interface(gang.interface).address
+    addresses = [reached[node_rank] for node_rank in sorted(reached) if not is_loopback(reached[node_rank])]
+    if not addresses:
+        raise ClusterddpError("no node has reached the head at an address of its own")
+    return Counter(addresses).most_common(1)[0][0]

@@ -1,0 +1,166 @@
+"""Slurm's tasks as the supervisor sees them: each starts the rank that is its own, so that its binding holds for it.
+
+A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
+`here` (rank, gpus), `started` (pid), `not_started` (error), `ended` (returncode); the supervisor says `start`
+(variables, unless, stdout, stderr), `signal` (number), `reap`, `leave`. Both ends look at the other one's user. The
+name of the socket follows from the run's token, so nobody can take it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from clusterddp.node.note import note
+from clusterddp.node.starter import Ended, Launch, Lost, News, Started
+from clusterddp.node.taskwire import MAX_PACKET, peer_of
+
+_UNLESS_SET = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"})
+"""What is chosen for a rank only if its task's environment has no word on it."""
+
+
+class Tasks:
+    """The tasks of one node; starts ranks through them."""
+
+    sweeps_descendants = False
+
+    def __init__(self, listener: socket.socket, ranks: Sequence[int], host: str, selector: selectors.BaseSelector):
+        listener.setblocking(False)
+        self._listener = listener
+        self._ranks = tuple(ranks)
+        self._host = host
+        self._selector = selector
+        selector.register(listener, selectors.EVENT_READ)
+        self._strangers: list[socket.socket] = []
+        """Connections that have not said yet which task they are."""
+        self._tasks: dict[int, _Task] = {}
+        """By rank; a task that is gone stays, without its socket."""
+        self._news: list[News] = []
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks whose task has not come yet."""
+        return tuple(rank for rank in self._ranks if rank not in self._tasks)
+
+    @property
+    def gpus(self) -> list[tuple[str, ...] | None]:
+        """What CUDA_VISIBLE_DEVICES is in each task, by local rank; None: not set."""
+        return [self._tasks[rank].gpus for rank in self._ranks]
+
+    def start(self, rank: int, launch: Launch) -> None:
+        variables = {name: variable.value for name, variable in launch.variables.items()}
+        said = {name: variable.origin for name, variable in launch.variables.items()}
+        unless = [name for name in _UNLESS_SET & variables.keys() if said[name] != "env in the spec"]
+        words = {"variables": variables, "unless": unless, "stdout": str(launch.stdout), "stderr": str(launch.stderr)}
+        self._say(self._tasks[rank], {"kind": "start", "run_dir": str(launch.run_dir), **words})
+
+    def signal(self, rank: int, number: int) -> None:
+        self._say(self._tasks[rank], {"kind": "signal", "number": number})
+
+    def news(self) -> list[News]:
+        self._accept()
+        for sock in list(self._strangers):
+            self._meet(sock)
+        for task in self._tasks.values():
+            self._hear(task)
+        news, self._news = self._news, []
+        return news
+
+    def dismiss(self) -> None:
+        """Let all tasks go, each with the exit code of its rank."""
+        for task in self._tasks.values():
+            if task.sock is not None:
+                with contextlib.suppress(OSError):
+                    task.sock.setblocking(True)
+                    task.sock.settimeout(1.0)
+                    task.sock.send(b'{"kind": "leave"}')
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            pid, uid = peer_of(sock)
+            if uid != os.getuid():
+                note(f"process {pid} of user {uid} is none of our tasks")
+                sock.close()
+                continue
+            sock.setblocking(False)
+            self._strangers.append(sock)
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _meet(self, sock: socket.socket) -> None:
+        words = _receive(sock)
+        if words is None:
+            return
+        self._strangers.remove(sock)
+        rank = words.get("rank")
+        if words.get("kind") != "here" or rank not in self._ranks or rank in self._tasks:
+            self._selector.unregister(sock)
+            sock.close()
+            return
+        visible = words.get("gpus")
+        gpus = tuple(filter(None, (gpu.strip() for gpu in visible.split(",")))) if visible is not None else None
+        self._tasks[rank] = _Task(rank, sock, peer_of(sock)[0], gpus)
+
+    def _hear(self, task: _Task) -> None:
+        while task.sock is not None and (words := _receive(task.sock)) is not None:
+            kind = words.get("kind")
+            if kind == "started":
+                self._news.append(Started(task.rank, int(words["pid"])))
+            elif kind == "ended":
+                self._news.append(Ended(task.rank, int(words["returncode"])))
+                self._say(task, {"kind": "reap"})
+            elif kind == "not_started":
+                error = f"rank {task.rank} on {self._host} was not started: {words['error']}"
+                self._news.append(Lost(task.rank, error))
+            elif kind == "gone":
+                self._lose(task)
+
+    def _say(self, task: _Task, words: dict[str, Any]) -> None:
+        if task.sock is None:
+            if words["kind"] == "start":
+                self._news.append(Lost(task.rank, self._obituary(task)))
+            return
+        try:
+            task.sock.send(json.dumps(words).encode())
+        except BlockingIOError:
+            note(f"the task of rank {task.rank} (pid {task.pid}) does not listen")
+        except OSError:
+            self._lose(task)
+
+    def _lose(self, task: _Task) -> None:
+        if task.sock is None:
+            return
+        self._selector.unregister(task.sock)
+        task.sock.close()
+        task.sock = None
+        self._news.append(Lost(task.rank, self._obituary(task)))
+
+    def _obituary(self, task: _Task) -> str:
+        return f"the task of rank {task.rank} on {self._host} (pid {task.pid}) was killed; the rank ended with it"
+
+
+class _Task:
+    def __init__(self, rank: int, sock: socket.socket, pid: int, gpus: tuple[str, ...] | None) -> None:
+        self.rank = rank
+        self.sock: socket.socket | None = sock
+        self.pid = pid
+        self.gpus = gpus
+
+
+def _receive(sock: socket.socket) -> dict[str, Any] | None:
+    """Return the next message; `gone` at the end of the connection; None when there is nothing."""
+    try:
+        packet = sock.recv(MAX_PACKET)
+        return dict(json.loads(packet)) if packet else {"kind": "gone"}
+    except BlockingIOError:
+        return None
+    except (OSError, ValueError, TypeError):
+        return {"kind": "gone"}
