@@ -5,7 +5,7 @@ nobody else was left to do so, and has the job started again when the run goes o
 
 Slurm's TERM (a cancel, a requeue, a preemption, the time limit) reaches the tasks as well, and they know what to do: it
 is survived here, until srun has ended or KillWait is over. USR2, which `scancel --batch` sends here alone, asks the
-ranks to stop. For a sweep, a file that lists run directories stands in RUN_DIR's place, a line for each task of the
+ranks to stop. For a sweep, a file stands in RUN_DIR's place that lists the runs beside it, one for each task of the
 array.
 """
 
@@ -101,7 +101,7 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
     """
     path = Path(argument)
     if path.is_file():
-        path = Path(path.read_text(encoding="utf-8").splitlines()[int(environ["SLURM_ARRAY_TASK_ID"])])
+        path = path.parent / path.read_text(encoding="utf-8").split()[int(environ["SLURM_ARRAY_TASK_ID"])]
     if not RunDir(path).record.is_file():
         host = environ.get("SLURMD_NODENAME") or os.uname().nodename
         raise ClusterddpError(f"{host}: {path}: no run is to be seen there; is it on storage that the nodes share?")

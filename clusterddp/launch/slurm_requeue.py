@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 import time
@@ -9,9 +10,11 @@ import time
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.slurm_claim import Carried, JobStart
+from clusterddp.launch.slurm_jobs import find_job
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
-from clusterddp.run.record import AttemptEnd, RootCause, log_event
+from clusterddp.run.record import AttemptEnd, RootCause, log_event, read_run, write_run
 from clusterddp.slurm.control import requeue_job, show_job
+from clusterddp.slurm.identity import job_name, job_tag
 
 _OTHERS_S = 30.0
 """How long another process that has taken it upon itself to requeue the job has for it, before we do it too."""
@@ -84,12 +87,29 @@ def _try(carried: Carried, attempt: AttemptDir, *, may_act: bool) -> str:
 
 
 def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
-    """Submit another job for the next attempt; asked for twice, it is one job, for its tag is the same."""
+    """Submit another job for the next attempt; one that an earlier try may have submitted is looked for first.
+
+    Raises: SlurmError: it is refused; or `transient`: it has to be tried again.
+    """
     from clusterddp.launch.slurm import start as start_job
 
-    job_id = start_job(carried.run, attempt.number + 1, carried.environment)
-    log_event(carried.run, "follow_up", attempt=attempt.number + 1, job_id=job_id, why=why)
+    run, number = carried.run, attempt.number + 1
+    job_id = _find_follow_up(carried, number)
+    if job_id is None:
+        job_id = start_job(run, number, carried.environment, keep_variables=True)
+    log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
     return f"follow-up job {job_id} ({why})"
+
+
+def _find_follow_up(carried: Carried, number: int) -> str | None:
+    record = read_run(carried.run)
+    tag = job_tag(record.token, number)
+    if record.job_tag != tag:
+        return None
+    job_id = find_job(job_name(record.name, tag), carried.environment)
+    if job_id is not None:
+        write_run(carried.run, dataclasses.replace(record, job_id=job_id))
+    return job_id
 
 
 def _give_up(run: RunDir, error: Exception) -> str:
