@@ -39,7 +39,7 @@ _END_TIMEOUT_S = 3.0
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run goes on in another one: no job that waits for its success may begin."""
 _KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SPANK_", "_SLURM_SPANK_")
-_KEPT = frozenset({"TMPDIR", "XDG_RUNTIME_DIR", "HOME", "USER", "LOGNAME", "SHELL", "KRB5CCNAME", "HOSTNAME"})
+_KEPT = frozenset({"TMPDIR", "HOME", "USER", "LOGNAME", "SHELL", "KRB5CCNAME"})
 """What belongs to the host, or to this start of the job, not to the shell that submitted it."""
 _NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
 

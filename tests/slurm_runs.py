@@ -1,0 +1,84 @@
+"""Runs on a rack's Slurm: submitted as a user does, on the head, and watched through their files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from launch_runs import plan_script, plan_text, wait_until
+from rack.plan import HEAD
+from rack.rack import Rack
+
+from clusterddp.launch.plan import Plan
+from clusterddp.launch.staging import make_run
+from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.record import AttemptEnd, read_end
+
+CHECKOUT = Path(__file__).parents[1]
+START = """
+import sys
+from pathlib import Path
+from clusterddp.launch.submit import start_attempt
+from clusterddp.run.directory import RunDir
+print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
+"""
+
+
+def environment() -> dict[str, str]:
+    """Return what a shell on the head has: this Python and this checkout first."""
+    return {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT)}
+
+
+def make_slurm_run(
+    rack: Rack,
+    name: str,
+    code: str | None = None,
+    *,
+    more: str = "",
+    text: str = "",
+    resources: str = "{nodes: 2, procs_per_node: 1}",
+) -> RunDir:
+    """Make the directory of a run of this script (or of this spec), which is not submitted yet."""
+    directory = rack.dir / "shared" / name
+    directory.mkdir()
+    if code is not None:
+        plan = plan_script(directory, code, more=f"launcher: slurm\n{more}", resources=resources, environ=environment())
+    else:
+        plan = plan_text(text, directory, environ=environment())
+    return RunDir(make_run(plan, environment()).run_dir)
+
+
+def stand_in(run: RunDir, code: str) -> None:
+    """Have srun start this program in place of clusterddp's own task, with RUN_DIR and the attempt as arguments."""
+    program = run.launcher_dir / "stand_in.py"
+    program.write_text(code)
+    plan = read_json(run.plan)
+    assert plan is not None
+    srun = plan["slurm"]["srun"]
+    module = srun.index("-m")
+    plan["slurm"]["srun"] = [*srun[:module], str(program), *srun[module + 2 :]]
+    write_json(run.plan, plan)
+
+
+def start_run(rack: Rack, run: RunDir) -> str:
+    """Submit a run that `make_slurm_run` made; return its job's number."""
+    done = rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environment())
+    return done.stdout.strip()
+
+
+def await_attempt(run: RunDir, number: int, within_s: float = 40) -> None:
+    """Wait until this attempt is there."""
+    wait_until(lambda: run.attempt(number).path.exists(), within_s)
+
+
+def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
+    """Wait until the run has ended; return how."""
+
+    def look() -> AttemptEnd | None:
+        end = read_end(run.attempts()[-1])
+        return end if end is not None and not end.will_restart else None
+
+    end = wait_until(look, within_s)
+    assert isinstance(end, AttemptEnd)
+    return end
