@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,27 @@ from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
+    from clusterddp.launch.slurm_ask import Verdict
 
 _MASK = "********"
 
 
-def masked_plan(plan: Plan) -> Any:
-    """Return the plan as JSON data without the run's secret token, which only its processes may know."""
-    return json.loads(json.dumps(plan.to_json()).replace(plan.token, _MASK))
+def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
+    """Return the plan as JSON data without the run's secret token, which only its processes may know.
+
+    `scheduler` is what Slurm says of it, for a plan that goes there.
+    """
+    scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
+    return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
+
+
+def verdict_lines(verdict: Verdict | None) -> list[str]:
+    """Tell what the scheduler says of a plan."""
+    if verdict is None:
+        return []
+    word = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
+    text, colour = word[verdict.accepted]
+    return ["", f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"]
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -44,8 +59,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     gang = plan.gang
     port = "a free port, found at the start" if gang.master_port is None else f"port {gang.master_port}"
     facts = [("launcher", plan.launcher), ("ranks", _ranks(plan))]
-    facts.append(("backend", f"{gang.backend} over {gang.interface or 'its own choice of interface'}"))
-    facts.append(("master", f"{gang.master_addr}, {port}"))
+    interface = gang.interface or ("the interface that reaches node 0" if plan.slurm else "its own choice of interface")
+    facts.append(("backend", f"{gang.backend} over {interface}"))
+    facts.append(("master", f"{gang.master_addr or 'the first node of the job'}, {port}"))
     train = plan.spec.get("train")
     if not train:
         facts.append(("runs", shlex.join([gang.entry.target, *gang.entry.args])))
@@ -58,6 +74,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("time", f"{duration(gang.time_limit_s)}; asked to stop {duration(gang.stop_lead_s)} before"))
     if gang.restarts:
         facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
+    if plan.slurm:
+        facts.append(("variables", ", ".join(plan.slurm.variables) or "none"))
     if plan.secrets:
         facts.append(("secrets", ", ".join(plan.secrets)))
     if plan.parent:
@@ -71,7 +89,8 @@ def _ranks(plan: Plan) -> str:
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
     nodes, ranks = ("node" if len(gang.nodes) == 1 else "nodes"), ("rank" if gang.world_size == 1 else "ranks")
     threads = "1 thread" if gang.threads_per_rank == 1 else f"{gang.threads_per_rank} threads"
-    device = "one GPU each" if any(node.gpus for node in gang.nodes) else "on the CPU"
+    has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and gang.backend == "nccl")
+    device = "one GPU each" if has_gpus else "on the CPU"
     return f"{len(gang.nodes)} {nodes} x {many} = {gang.world_size} {ranks}, {device}, {threads} each"
 
 

@@ -12,6 +12,7 @@ import click
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
+from clusterddp.errors import PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
 
@@ -150,19 +151,29 @@ COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
 def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, follow: bool, output: str) -> int:
     """Show the plan, or submit it and stay with the run as long as was asked for; return the exit code."""
     if dry_run:
-        from clusterddp.cli.plan_text import masked_plan, plan_lines
-
-        if output == "json":
-            put_json(masked_plan(plan))
-        else:
-            put("\n".join(plan_lines(plan)))
-        return 0
+        return _show(plan, terminal, output)
     from clusterddp.launch.submit import submit as submit_plan
 
     for note in plan.notes:
         say(f"note: {printable(note)}")
     submitted = submit_plan(plan)
     return _stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
+
+
+def _show(plan: Plan, terminal: Terminal, output: str) -> int:
+    """Show the plan and what the scheduler says of it; return the exit code."""
+    from clusterddp.cli.plan_text import masked_plan, plan_lines, verdict_lines
+
+    verdict = None
+    if plan.slurm:
+        from clusterddp.launch.slurm_ask import ask_scheduler
+
+        verdict = ask_scheduler(plan.slurm, terminal.environ)
+    if output == "json":
+        put_json(masked_plan(plan, verdict))
+    else:
+        put("\n".join([*plan_lines(plan), *verdict_lines(verdict)]))
+    return PreflightError.exit_code if verdict and verdict.accepted is False else 0
 
 
 def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:

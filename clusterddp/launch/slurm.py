@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.environment import travelling_variables
 from clusterddp.launch.plan import Plan, move_plan
-from clusterddp.launch.slurm_jobs import settle
+from clusterddp.launch.slurm_jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import log_event, read_run, write_run
-from clusterddp.slurm.identity import job_name, job_tag
+from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.slurm.identity import job_tag
+from clusterddp.slurm.jobs import Phase
+from clusterddp.slurm.queue import Slurm
+
+_END_TIMEOUT_S = 60.0
+"""How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""
 
 
 def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> str:
@@ -24,26 +30,114 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variabl
     plan = _plan_from(run, attempt)
     if not keep_variables:
         write_variables(run, plan, environ)
-    tag = job_tag(plan.token, attempt)
     record = dataclasses.replace(
-        read_run(run), job_tag=tag, job_attempt=attempt, job_id=None, cluster=None, keeper=None
+        read_run(run),
+        job_tag=job_tag(plan.token, attempt),
+        job_attempt=attempt,
+        job_id=None,
+        cluster=None,
+        keeper=None,
     )
     write_run(run, record)
-    answer, said = _submit(run, plan, job_name(plan.name, tag), environ)
+    answer, said = _submit(run, plan, record, environ)
     job_id, _, cluster = answer.partition(";")
     write_run(run, dataclasses.replace(record, job_id=job_id, cluster=cluster or None))
     log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": said} if said else {}))
     return job_id
 
 
+def withdraw(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Cancel a job whose submit was interrupted; say in words what became of it."""
+    record = read_run(run)
+    try:
+        job = settle(run, record, environ, num_looks=3)
+        if job is None:
+            return "Slurm has no job of it"
+        cancel_job(record.name, record, job, environ)
+    except SlurmError as error:
+        return f"whether Slurm has a job of it is not known ({error.message}); such a job would start nothing"
+    finally:
+        drop_secrets(run)
+    return f"its job {job.job_id} was cancelled"
+
+
+def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
+    """Return the plan for a further submit: Slurm chooses hosts and GPUs anew by itself."""
+    return plan
+
+
+def observer(environ: Mapping[str, str]) -> Slurm | None:
+    """Return what tells the state of a run that is being ended: Slurm, asked often."""
+    return Slurm(environ, max_age_s=0.5)
+
+
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> bool:
+    """Have Slurm cancel the run's job, if it has one; True when it was running, so that it will record the end itself.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    job = find_job(run, record, environ)
+    if job is None or is_over(job):
+        return False
+    cancel_job(record.name, record, job, environ)
+    return job.phase is not Phase.WAITING
+
+
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> None:
+    """Tell the job's batch process of the stop file, which it may see late over a slow file system.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    job = find_job(run, record, environ)
+    if job is not None and not is_over(job):
+        signal_batch(record.name, record, job, environ)
+
+
+def end_by_force(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    """See to it that a run has ended whose supervisors do not say so; False when it goes on.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    if not is_over(await_end(run, record, environ, timeout_s)):
+        return False
+    drop_secrets(run)
+    return True
+
+
+def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    """End what is left of a run that has ended; return how many jobs that were.
+
+    Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
+    """
+    job = find_job(run, record, environ)
+    if job is None or is_over(job):
+        return 0
+    # It may be putting things in order.
+    job = await_end(run, record, environ, 5.0)
+    if job is None or is_over(job):
+        return 0
+    cancel_job(record.name, record, job, environ)
+    job = await_end(run, record, environ, _END_TIMEOUT_S)
+    if job is not None and not is_over(job):
+        raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: Slurm says {job.state}")
+    return 1
+
+
 def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
     """Write what goes along from this shell to the ranks; secrets lie apart, until the run has ended."""
+    assert plan.slurm is not None
     write_json(run.job_environment, travelling_variables(environ))
     if plan.secrets:
         write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
 
 
-def _submit(run: RunDir, plan: Plan, name: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def drop_secrets(run: RunDir) -> None:
+    """Remove the values of the run's secrets, which nobody needs any more."""
+    with contextlib.suppress(OSError):
+        run.job_secrets.unlink(missing_ok=True)
+
+
+def _submit(run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str]) -> tuple[str, str]:
     """Ask sbatch once; return the job's number and what sbatch said besides."""
     from clusterddp.launch.slurm_executor import JobExecutor
 
@@ -52,17 +146,17 @@ def _submit(run: RunDir, plan: Plan, name: str, environ: Mapping[str, str]) -> t
     try:
         return executor.submit_job(), executor.said
     except SlurmError as error:
-        return _adopt(run, name, environ, error), error.message
+        return _adopt(run, record, environ, error), ""
 
 
-def _adopt(run: RunDir, name: str, environ: Mapping[str, str], error: SlurmError) -> str:
+def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError) -> str:
     """Find the job although sbatch has failed.
 
     Raises: SlurmError: the one of sbatch, when the job is not there; a transient one, when that cannot be told.
     """
-    job_id = None
+    job = None
     try:
-        job_id = settle(name, environ, num_looks=4 if error.transient else 2)
+        job = settle(run, record, environ, num_looks=4 if error.transient else 2)
     except SlurmError as silence:
         if error.transient or silence.transient:
             raise SlurmError(
@@ -70,10 +164,10 @@ def _adopt(run: RunDir, name: str, environ: Mapping[str, str], error: SlurmError
                 hint=f"clusterddp status {run.name} settles it as soon as Slurm answers",
                 transient=True,
             ) from silence
-    if job_id is None:
+    if job is None:
         raise SlurmError(f"{run.name} was not submitted: {error.message}", hint=error.hint, transient=False) from error
-    log_event(run, "adopted", job_id=job_id, sbatch=error.message)
-    return job_id
+    log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
+    return job.job_id
 
 
 def _plan_from(run: RunDir, attempt: int) -> Plan:

@@ -1,4 +1,4 @@
-"""A job of ours in Slurm's queue, found and ended by its name: the number alone is never trusted."""
+"""The job of a run in Slurm's queue: found, ended and signalled by its tag; its number alone is never trusted."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.errors import SlurmError
+from clusterddp.run.directory import RunDir
+from clusterddp.run.job_state import wanted_job
+from clusterddp.run.record import RunRecord
 from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import job_name
+from clusterddp.slurm.jobs import Job, Phase
+from clusterddp.slurm.queue import Slurm
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
 """Between attempts to ask a controller that does not answer: a minute in all."""
+_POLL_S = 0.25
 
 
-def find_job(name: str, environ: Mapping[str, str]) -> str | None:
-    """Ask the queue for the number of the job of this name, ended ones included as long as Slurm remembers them.
+def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
+    """Ask queue and accounting, now, for the job of a run.
 
-    Raises: SlurmError: it could not be asked.
+    Raises: SlurmError: they could not be asked.
     """
-    query = ["squeue", "--noheader", "--states=all", f"--user={user()}", f"--name={name}", "--format=%A %j"]
-    lines = run_slurm(query, environ=environ).splitlines()
-    numbers = [line.split()[0] for line in lines if line.split()[1:] == [name]]
-    return min(numbers, key=int) if numbers else None
+    wanted = wanted_job(run, record)
+    return Slurm(environ, max_age_s=0.0).find(wanted) if wanted else None
 
 
-def settle(name: str, environ: Mapping[str, str], *, num_looks: int) -> str | None:
+def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
     """Look for a job that may be in the queue; None when it is not there in so many looks, which are a while apart.
 
     Raises: SlurmError: the controller did not answer for a minute.
@@ -33,10 +38,10 @@ def settle(name: str, environ: Mapping[str, str], *, num_looks: int) -> str | No
     looks = 0
     for pause_s in (*_PAUSES_S, None):
         try:
-            number = find_job(name, environ)
+            job = find_job(run, record, environ)
             looks += 1
-            if number is not None or looks >= num_looks:
-                return number
+            if job is not None or looks >= num_looks:
+                return job
         except SlurmError as error:
             if not error.transient or pause_s is None:
                 raise
@@ -44,23 +49,38 @@ def settle(name: str, environ: Mapping[str, str], *, num_looks: int) -> str | No
     return None
 
 
-def cancel_job(name: str, job_id: str, environ: Mapping[str, str]) -> None:
-    """Cancel a job if it still has this name: Slurm may have given its number to somebody else's.
+def is_over(job: Job | None) -> bool:
+    """Say whether a job, as it was found or not, will start nothing any more."""
+    return job is None or job.phase is Phase.ENDED
+
+
+def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
+    """Wait until a job is over; return it as it is then, or when the time is up.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_over(job := find_job(run, record, environ)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return job
+
+
+def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
+    """Cancel a job if it still has this name: Slurm may have given its number to somebody else's meanwhile.
 
     Raises: SlurmError: it could not be asked.
     """
-    run_slurm(["scancel", f"--user={user()}", f"--name={name}", job_id], environ=environ)
+    run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
 
 
-def ask_to_save(name: str, job_id: str, environ: Mapping[str, str]) -> None:
-    """Signal a job's batch process, which asks the ranks for a checkpoint and the end.
+def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
+    """Send USR2 to a job's batch process alone, which takes it for the request to stop at a checkpoint.
 
     Raises: SlurmError: it could not be asked.
     """
-    argv = ["scancel", f"--user={user()}", f"--name={name}", "--batch", "--signal=USR2", job_id]
-    run_slurm(argv, environ=environ)
+    run_slurm(["scancel", *_only(name, record), "--batch", "--signal=USR2", job.job_id], environ=environ)
 
 
-def user() -> str:
-    """Return the name of the user whose jobs these are."""
-    return pwd.getpwuid(os.getuid()).pw_name
+def _only(name: str, record: RunRecord) -> list[str]:
+    assert record.job_tag is not None
+    return [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--name={job_name(name, record.job_tag)}"]

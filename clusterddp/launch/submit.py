@@ -8,15 +8,16 @@ import importlib.util
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
 from clusterddp.launch import local, slurm
-from clusterddp.launch.attempts import end_run, make_attempt
+from clusterddp.launch.attempts import end_run, final_end, make_attempt
 from clusterddp.launch.entry import TRAINER
-from clusterddp.launch.placement import assign_gpus, read_machine
 from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
@@ -33,9 +34,12 @@ from clusterddp.run.record import (
 )
 from clusterddp.run.state import RunState, RunView, read_state
 from clusterddp.run.stop import request_stop
-from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.queue import Slurm
 
 _LAUNCHERS = {"local": local, "slurm": slurm}
+_CANCELLED = {"local": "cancelled; its supervisors did not answer", "slurm": "cancelled; Slurm has ended its job"}
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -58,7 +62,7 @@ def submit(plan: Plan) -> Submitted:
     """
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
-    _check_trainer(plan.gang)
+    _check_trainer(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0)
 
@@ -69,12 +73,14 @@ def resume(run: RunDir) -> Submitted:
     Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had.
     """
     run = RunDir(run.path.absolute())
+    environ = inherited_environment()
+    record = read_run(run)
     view = read_state(run)
     _refuse_resume(run, view)
-    plan = _plan_again(run)
-    check_secrets(plan.secrets, inherited_environment())
-    _check_trainer(plan.gang)
-    _clear_away(run, plan.token)
+    plan = _plan_again(run, environ)
+    check_secrets(plan.secrets, environ)
+    _check_trainer(plan)
+    _LAUNCHERS[record.launcher].clear_away(run, record, environ)
     number = 0 if view.attempt is None else view.attempt + 1
     try:
         make_attempt(run, number)
@@ -83,7 +89,9 @@ def resume(run: RunDir) -> Submitted:
     except OSError as error:
         raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
     submitter = dataclasses.asdict(ProcessIdentity.of())
-    write_run(run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, job_id=None))
+    write_run(
+        run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, job_id=None, base_attempt=number)
+    )
     run.cancel_file.unlink(missing_ok=True)
     log_event(run, "resumed", attempt=number)
     return start_attempt(run, number)
@@ -94,21 +102,27 @@ def start_attempt(run: RunDir, attempt: int) -> Submitted:
 
     Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run.
     """
-    record = read_run(run)
+    environ = inherited_environment()
+    launcher = read_run(run).launcher
     try:
-        job_id = _LAUNCHERS[record.launcher].start(run, attempt, inherited_environment())
+        job_id = _LAUNCHERS[launcher].start(run, attempt, environ)
     except KeyboardInterrupt:
         # Who interrupts a submit does not want the run.
-        _record_end(run, "CANCELLED", "interrupted while it was being started")
+        became = _LAUNCHERS[launcher].withdraw(run, environ)
+        reason = "interrupted while it was being started"
+        _record_end(run, "CANCELLED", f"{reason}; {became}" if became else reason)
         raise
     except (ClusterddpError, OSError) as error:
+        if isinstance(error, SlurmError) and error.transient:
+            raise  # Slurm may have the job: that is no end
         reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
-        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log="launcher/submit.log")
+        log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
+        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
         _record_end(run, "FAILED", reason, cause)
         if isinstance(error, ClusterddpError):
             raise
         raise ClusterddpError(f"{run.name}: {reason}") from error
-    return Submitted(run=run.name, launcher=record.launcher, job_id=job_id, run_dir=run.path)
+    return Submitted(run=run.name, launcher=launcher, job_id=job_id, run_dir=run.path)
 
 
 def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
@@ -121,25 +135,26 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     view = read_state(run)
     record = read_run(run)
     if view.state is RunState.LOST:
-        num_strays = _clear_away(run, record.token)
+        num_strays = _LAUNCHERS[record.launcher].clear_away(run, record, inherited_environment())
         if num_strays:
-            return f"was lost; {num_strays} processes that were left of it are ended"
+            things = "jobs" if record.launcher == "slurm" else "processes"
+            return f"was lost; {num_strays} {things} that were left of it are ended"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
     if save and view.state is not RunState.REQUEUED and view.attempt is not None:
-        return _stop(run, view.attempt)
+        return _stop(run, record, view.attempt)
     return _cancel(run, record, timeout_s)
 
 
-def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2) -> RunView:
+def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2, *, slurm: Slurm | None = None) -> RunView:
     """Wait until the run has ended, or the time is up; return what is known of it then.
 
-    `poll` is the first interval in seconds; it grows to one second.
+    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     interval = poll
     while True:
-        view = read_state(run)
+        view = read_state(run, slurm)
         if view.finished:
             return view
         left = interval if deadline is None else deadline - time.monotonic()
@@ -149,9 +164,11 @@ def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2) -> RunV
         interval = min(1.0, interval * 1.2)
 
 
-def _check_trainer(gang: Gang) -> None:
+def _check_trainer(plan: Plan) -> None:
     """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
-    if gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
+    if plan.slurm and plan.slurm.container:
+        return  # what the image has cannot be told from here
+    if plan.gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
         raise PreflightError(
             "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
         )
@@ -164,25 +181,27 @@ def _refuse_resume(run: RunDir, view: RunView) -> None:
         raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
-def _plan_again(run: RunDir) -> Plan:
-    """Keep to the plan, but with the GPUs, the host and the place of the run directory that there are now."""
+def _plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
+    """Keep to the plan, but for what depends on the machine and on the place of the run directory."""
     data = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
     plan = Plan.from_json(data)
-    nodes = assign_gpus(run.name, plan.gang.nodes, read_machine(inherited_environment()))
-    now = move_plan(dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes)), run.path)
+    now = move_plan(_LAUNCHERS[plan.launcher].renew(plan, environ), run.path)
     if now != plan:
         write_json(run.plan, now.to_json())
     return now
 
 
-def _stop(run: RunDir, attempt: int) -> str:
+def _stop(run: RunDir, record: RunRecord, attempt: int) -> str:
     """Ask for a checkpoint and the end, and wait for both."""
+    environ = inherited_environment()
+    launcher = _LAUNCHERS[record.launcher]
     gang = Gang.from_json((read_json(run.plan) or {})["gang"])
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    view = wait(run, gang.stop_grace_s + _ANSWER_S)
+    launcher.request_stop(run, record, environ)
+    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ))
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
@@ -192,44 +211,28 @@ def _stop(run: RunDir, attempt: int) -> str:
 
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
+    environ = inherited_environment()
+    launcher = _LAUNCHERS[record.launcher]
     by = f"pid {os.getpid()} on {socket.gethostname()}"
     asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
-    view = wait(run, min(_ANSWER_S, timeout_s))
-    if not view.finished and find_processes(f"{record.token}."):
-        # Nobody answers (they hang, or are stopped): they are ended from here.
-        left = sweep(f"{record.token}.", timeout_s=max(1.0, deadline - time.monotonic()))
-        if left:
-            raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
-        _record_end(run, "CANCELLED", "cancelled; its supervisors did not answer")
-        view = read_state(run)
+    answers = launcher.request_end(run, record, environ)
+    slurm = launcher.observer(environ)
+    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm)
+    # Nobody answers, or nobody is there who could: it is ended from here.
+    if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
+        _record_end(run, "CANCELLED", _CANCELLED[record.launcher])
+        view = read_state(run, slurm)
     if not view.finished:
-        view = wait(run, max(0.0, deadline - time.monotonic()))
+        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
             hint=f"it ends as soon as its supervisors see {run.cancel_file}",
         )
     return _became(view) if asked else f"was being cancelled already, {_became(view)}"
-
-
-def _clear_away(run: RunDir, token: str) -> int:
-    """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
-
-    Its supervisors and its task may just be on their way out, putting things in order. They take everything that
-    carries the run's cookie for theirs, so the next attempt must not begin before they are gone.
-    Raises: ClusterddpError: some cannot be killed.
-    """
-    deadline = time.monotonic() + _ANSWER_S
-    while any(answers_for_its_run(process) for process in find_processes(f"{token}.")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    strays = find_processes(f"{token}.")
-    left = sweep(f"{token}.", timeout_s=_ANSWER_S) if strays else []
-    if left:
-        raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
-    return len(strays)
 
 
 def _became(view: RunView) -> str:

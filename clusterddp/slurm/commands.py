@@ -89,12 +89,18 @@ def call_slurm(
     except OSError as error:
         raise SlurmError(f"{argv[0]}: cannot be run: {error.strerror}", transient=False) from error
     if done.returncode != 0:
-        words = " ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
+        words = _words(done.stderr, argv[0])
         raise SlurmError(
             f"{argv[0]}: {words or f'left with exit code {done.returncode}'}",
             transient=_is_transient(words.lower()),
         )
     return done
+
+
+def _words(text: str, program: str) -> str:
+    """Put what a command complained about into one line, without its own name before each part."""
+    lines = (line.strip().removeprefix(f"{program}: ").removeprefix("error: ") for line in text.splitlines())
+    return "; ".join(line for line in lines if line)
 
 
 def _is_transient(words: str) -> bool:
