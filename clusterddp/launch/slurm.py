@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.environment import travelling_variables
 from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.launch.slurm_container import IMPORT_PATH
 from clusterddp.launch.slurm_jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
@@ -126,7 +128,10 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
 def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
     """Write what goes along from this shell to the ranks; secrets lie apart, until the run has ended."""
     assert plan.slurm is not None
-    write_json(run.job_environment, travelling_variables(environ))
+    variables = travelling_variables(environ)
+    if plan.slurm.container:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), IMPORT_PATH)))
+    write_json(run.job_environment, variables)
     if plan.secrets:
         write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
 

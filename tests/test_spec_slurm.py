@@ -1,0 +1,125 @@
+"""The slurm section: which options a spec may set, and which values they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.model import JobSpec
+from clusterddp.spec.slurm_options import OWNED
+
+
+def load(text: str) -> JobSpec:
+    return load_spec(f"name: x\n{text}\n", environ={}).job
+
+
+def problem(text: str) -> Problem:
+    with pytest.raises(SpecError) as refusal:
+        load(text)
+    [found] = refusal.value.problems
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_an_option_that_clusterddp_sets_is_refused_at_its_place_with_what_to_write_instead(name: str) -> None:
+    found = problem(f"slurm:\n  partition: gpu\n  {name.replace('_', '-')}: 1")
+    assert (found.key, found.line, found.message) == (f"slurm.{name}", 4, "clusterddp sets this option itself")
+    assert found.hint == OWNED[name]
+
+
+@pytest.mark.parametrize("value", ["true", "false", "null"])
+def test_an_option_of_ours_cannot_be_switched_off_either(value: str) -> None:
+    assert problem(f"slurm: {{output: {value}}}").message == "clusterddp sets this option itself"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("partition: true", "found true, expected a value"),
+        ("partition: a b", 'found "a b", expected a name, or several with commas between them'),
+        ("account: a b", 'found "a b", expected a name without spaces'),
+        ("requeue: yes", 'found "yes", expected true or false'),
+        ("exclusive: maybe", 'found "maybe", expected true, user, mcs or topo'),
+        ("cpus_per_gpu: two", 'found "two", expected a whole number'),
+        ("mem_per_cpu: 4 GB", 'found "4 GB", expected a size such as 64G; without a unit it is in megabytes'),
+        ("time_min: 90:99", 'found "90:99", expected minutes and seconds up to 59, and hours up to 23 behind days'),
+        ("nodelist: 'node[1-'", 'found "node[1-", expected hosts such as node[01-04],gpu7'),
+        ("gpus: many", 'found "many", expected a number of GPUs, or type:number such as a100:4'),
+        ("dependency: after yesterday", 'found "after yesterday", expected such as afterok:1234'),
+        ("p: gpu", "found a short option, expected a long one"),
+        ("part: gpu", "found the beginning of partition, expected the whole name"),
+        ("outp: x", "found the beginning of output, expected the whole name"),
+        ("partiton: gpu", 'unknown option of sbatch. Did you mean "partition"?'),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused(option: str, message: str) -> None:
+    assert problem(f"slurm: {{{option}}}").message == message
+
+
+def test_a_mail_type_that_slurm_does_not_know_is_refused_with_the_closest_one() -> None:
+    found = problem("slurm: {mail_type: 'END,FIAL'}")
+    assert found.message.startswith("found FIAL" if "found FIAL" in found.message else 'found "FIAL"')
+    assert found.hint == "write FAIL"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "partition: 'gpu,gpu-long'",
+        "mail_type: 'BEGIN,TIME_LIMIT_80'",
+        "nodelist: 'rack[1-2]node[03-04,7],login1'",
+        "exclude: /home/ana/bad-nodes",
+        "exclusive: true",
+        "exclusive: user",
+        "gres: 'gpu:a100:4,nvme:1'",
+        "gpus_per_node: 'a100:4'",
+        "mem: 0",
+        "mem_per_gpu: 32G",
+        "time_min: 4:00:00",
+        "nice: true",
+        "nice: -5",
+        "dependency: singleton",
+        "dependency: 'afterok:12:13,afterany:14_2'",
+        "begin: now+1hour",
+        "constraint: '[rack1|rack2]&h200'",
+        "licenses: 'matlab@db:2'",
+        "kill_on_invalid_dep: true",
+        "priority: TOP",
+        "a_plugin_of_the_site: anything goes",
+    ],
+)
+def test_an_option_with_a_value_that_it_takes_is_kept(option: str) -> None:
+    assert len(load(f"slurm: {{{option}}}").slurm) == 1
+
+
+def test_nothing_behind_an_option_removes_the_default() -> None:
+    assert load("slurm: {gpus_per_node: null}").slurm == {"gpus_per_node": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("resources: {memory_gb: 4}\nslurm: {mem: 8G}", "slurm.mem", "resources.memory_gb asks for memory too"),
+        ("device: cpu\nslurm: {gpus: 8}", "slurm.gpus", "asks for GPUs, and device is cpu"),
+        ("after: [7]\nslurm: {dependency: singleton}", "slurm.dependency", "after sets it, expected one of them"),
+    ],
+)
+def test_two_places_that_say_different_things_are_refused(text: str, key: str, message: str) -> None:
+    found = problem(text)
+    assert (found.key, found.message[: len(message)]) == (key, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("container: {image: a, mounts: ['a,b']}", "container.mounts.0"),
+        ("container: {image: a, mounts: ['a:b:c:d']}", "container.mounts.0"),
+        ("container: {runtime: docker, image: a}", "container.runtime"),
+        ("container: {runtime: pyxis}", "container.image"),
+        ("after: ['aftersome:x']", "after.0"),
+        ("after: ['a b']", "after.0"),
+    ],
+)
+def test_containers_and_dependencies_are_checked_at_their_place(text: str, key: str) -> None:
+    assert problem(text).key == key
