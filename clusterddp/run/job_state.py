@@ -56,8 +56,6 @@ class _Run:
         attempt = self.attempt
         if self.end or self.was_started or (attempt and attempt.number > self.record.job_attempt):
             return RunState.REQUEUED
-        if attempt and attempt.claim.exists():
-            return RunState.REQUEUED
         previous = read_end(self.run.attempt(attempt.number - 1)) if attempt and attempt.number else None
         return RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
 
@@ -120,7 +118,8 @@ def _going_on(known: _Run, job: Job) -> RunView:
     where = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
     if job.phase is Phase.UNKNOWN:
         return known.view(RunState.UNKNOWN, f"{where} is {job.state}, a word of Slurm's not known here", job)
-    waiting = known.waiting_state
+    claimed = known.attempt is not None and known.attempt.claim.exists()
+    waiting = RunState.REQUEUED if claimed and job.phase is Phase.WAITING else known.waiting_state
     after = f"starts again after: {known.end.reason}; " if known.end else ""
     if job.phase is Phase.WAITING:
         words = explain_waiting(job, was_started=waiting is RunState.REQUEUED)

@@ -86,7 +86,10 @@ _ENDS = {
     "RECONFIG_FAIL": "a node could not be reconfigured for it",
 }
 _ENDED_BECAUSE = {
-    "joblaunchfailure": "a node could not start it; usually that node does not see the run's directory",
+    "joblaunchfailure": (
+        "a node could not start it (usually it does not see the run's directory), or its script was killed"
+    ),
+    "badconstraints": "no node has what it asks for (constraint, nodes, memory, GPUs)",
     "dependencyneversatisfied": "a job that it depends on did not end as it should have",
     "prolog": "the cluster's prolog failed",
     "raisedsignal": "its batch script was ended by a signal",
@@ -107,7 +110,7 @@ def explain_waiting(job: Job, *, was_started: bool = False, now: float | None = 
         if job.reason:
             text += f" ({job.reason})"
     moment = time.time() if now is None else now
-    if job.started and job.started > moment:
+    if job.started and job.started > moment and "held" not in job.reason.lower():
         text += f"; Slurm expects it to start {_when(job.started, moment)}"
     return f"job {job.job_id} waits {text}"
 
@@ -136,13 +139,13 @@ def explain_end(job: Job) -> str:
 
 
 def _waits_for(job: Job, *, was_started: bool) -> str:
-    reason = job.reason.strip().replace("_", " ").lower()
+    reason = job.reason.replace("_", " ").lower()
     if reason == "begintime" and was_started:
         return "for Slurm's own pause before a job is started again, two minutes by default"
     if reason in _WAITS:
         return _WAITS[reason].format(job=job.job_id, partition=job.partition)
     for pattern, words in _FAMILIES:
-        match = re.fullmatch(pattern, reason)
+        match = re.fullmatch(pattern, job.reason, re.IGNORECASE)
         if match:
             return words.format(*match.groups(), job=job.job_id)
     return "for a reason of Slurm's"
