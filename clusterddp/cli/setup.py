@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.arguments import command
-from clusterddp.cli.terminal import put, put_json, say
+from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.errors import UsageError
+from clusterddp.look.printable import printable
 from clusterddp.run.templates import read_template
 
 _ACTIVATION = {
@@ -29,20 +30,33 @@ _ACTIVATION = {
     show_default=True,
     help="What starts the ranks.",
 )
+@click.option("--partition", metavar="NAME", help="With launcher slurm: for this partition, not the usual one.")
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
-def init(*, path: Path, launcher: str, force: bool) -> None:
-    """Write a commented spec to PATH (job.yaml) to start from."""
+@click.pass_obj
+def init(terminal: Terminal, *, path: Path, launcher: str, partition: str | None, force: bool) -> None:
+    """Write a commented spec to PATH (job.yaml) to start from.
+
+    With --launcher slurm, on a machine of the cluster, its values are the cluster's: partition, GPUs, cores, memory,
+    time limit, account; and what follows from how the cluster is set up is said.
+    """
+    from clusterddp.cli.starter_spec import slurm_spec
     from clusterddp.run.directory import write_text
 
+    if partition is not None and launcher != "slurm":
+        raise UsageError("--partition is for --launcher slurm")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no directory {path.parent}")
-    text = read_template(f"init_{launcher}.yaml")
+    text, notes = read_template(f"init_{launcher}.yaml"), list[str]()
+    if launcher == "slurm":
+        text, notes = slurm_spec(text, terminal.environ, partition)
     if force:
         write_text(path, text)
     elif not write_text(path, text, exclusive=True):
         raise UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
     name = shlex.quote(str(path))
     say(f"wrote {path}")
+    for note in notes:
+        say(f"note: {printable(note)}")
     say(f"  check it  clusterddp submit {name} --dry-run")
     say(f"  run it    clusterddp submit {name} --follow")
 

@@ -1,0 +1,177 @@
+"""What a first spec for a cluster says, and what follows for its runs from how the cluster is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from clusterddp.errors import UsageError
+from clusterddp.slurm.cluster import Cluster
+from clusterddp.slurm.partitions import Association, NodeGroup, Partition
+
+_FIRST_TIME_S = 2 * 3600
+_CPU_RANKS, _CPU_CORES = 2, 8
+_MEMORY_SHARE = 0.9
+"""Of what a node has, the system keeps some; a job that asks for all of it may never start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filled:
+    """One value of a spec, and where it comes from."""
+
+    key: str
+    value: str
+    why: str
+    instead_of: str | None = None
+    """The key whose line in the template this one takes."""
+    is_suggestion: bool = False
+    """It stays a comment."""
+
+
+def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | None:
+    """Choose the partition that was named; else the default one, or the biggest with GPUs when that one has none.
+
+    Raises: UsageError: there is none of that name.
+    """
+    if name is not None:
+        chosen = cluster.partition(name)
+        if chosen is None and cluster.partitions:
+            known = ", ".join(partition.name for partition in cluster.partitions)
+            raise UsageError(f"--partition {name}: the cluster has {known}")
+        return chosen
+    usable = [partition for partition in cluster.partitions if cluster.may_use(partition)]
+    with_gpus = [partition for partition in usable if partition.has_gpus]
+    candidates = with_gpus or usable
+    return max(candidates, key=lambda partition: (partition.is_default, partition.num_nodes), default=None)
+
+
+def fill_in(cluster: Cluster, partition: Partition) -> tuple[Filled, ...]:
+    """Compute the values of a first spec for one node of a partition."""
+    default = "the default partition" if partition.is_default else "a partition of this cluster"
+    filled = [Filled(key="partition", value=partition.name, why=f"{default}: {_count(partition.num_nodes, 'node')}")]
+    group = typical_nodes(partition)
+    if group is not None:
+        filled += _fill_node(partition, group)
+    account = _fill_account(cluster, partition)
+    return (*filled, _fill_time(cluster, partition, account), *([account] if account else []))
+
+
+def typical_nodes(partition: Partition) -> NodeGroup | None:
+    """Return the most common kind of node, of those with GPUs if there are any; its state is that of one of them."""
+    kinds: dict[tuple[object, ...], int] = {}
+    groups: dict[tuple[object, ...], NodeGroup] = {}
+    for group in partition.node_groups:
+        kind = (group.cpus, group.memory_mb, group.gpus)
+        kinds[kind] = kinds.get(kind, 0) + group.num_nodes
+        groups.setdefault(kind, group)
+    if not kinds:
+        return None
+    return groups[max(kinds, key=lambda kind: (bool(groups[kind].num_gpus), kinds[kind]))]
+
+
+def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]:
+    """Tell in sentences what follows for runs from the facts of the cluster."""
+    if cluster.version_number is not None and cluster.version_number < (20, 11):
+        yield f"Slurm {cluster.version} is older than 20.11, the oldest one that clusterddp was written for"
+    if cluster.has_accounting is False:
+        yield "no accounting: the states of runs come from squeue and from clusterddp's own records"
+    if cluster.job_requeue is False:
+        yield "JobRequeue=0: a run that is stopped goes on in a follow-up job, not in the same one"
+    if cluster.kill_wait_s is not None and _is_preempted(cluster, partition):
+        grace = partition.grace_s if partition else 0
+        name = f"{partition.name} can be" if partition else "jobs can be"
+        wait = f"{grace} s of grace and " if grace else ""
+        yield f"{name} preempted: a checkpoint must fit into {wait}KillWait, {cluster.kill_wait_s} s"
+    if cluster.proctrack in {"proctrack/linuxproc", "proctrack/pgid"}:
+        yield f"{cluster.proctrack}: Slurm itself would leave grandchildren behind; clusterddp's supervisors sweep them"
+    if cluster.max_array_size is not None:
+        yield f"a sweep has at most {max(cluster.max_array_size - 1, 0)} runs (MaxArraySize)"
+    limits = [association.max_submit for association in cluster.associations if association.max_submit is not None]
+    if limits:
+        yield f"you may have {_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
+    if partition is not None and not cluster.may_use(partition):
+        yield f"partition {partition.name} takes no jobs of yours now: {_why_not(cluster, partition)}"
+    for words in cluster.unanswered:
+        yield f"not known, for {words}"
+
+
+def time_text(seconds: int) -> str:
+    """Write a time limit as Slurm does."""
+    days, rest = divmod(seconds, 86_400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{clock.zfill(8)}" if days else clock
+
+
+def _fill_node(partition: Partition, group: NodeGroup) -> Iterator[Filled]:
+    if group.num_gpus:
+        kinds = " + ".join(f"{count} x {name}" if name else _count(count, "GPU") for name, count in group.gpus)
+        ranks, share = group.num_gpus, 1.0
+        yield Filled(key="gpus_per_node", value=str(ranks), why=f"a node of {partition.name} has {kinds}; a rank each")
+        cores = max(1, group.cpus // ranks)
+        why = f"{group.cpus} CPUs shared by {_count(ranks, 'rank')}"
+    else:
+        ranks = min(_CPU_RANKS, max(1, group.cpus))
+        cores = max(1, min(_CPU_CORES, group.cpus // ranks))
+        share = ranks * cores / max(1, group.cpus)
+        why = f"of {group.cpus} CPUs"
+        yield Filled(
+            key="procs_per_node",
+            value=str(ranks),
+            why=f"ranks; no node of {partition.name} has GPUs",
+            instead_of="gpus_per_node",
+        )
+        yield Filled(key="device", value="cpu", why=f"no GPUs in {partition.name}")
+    yield Filled(key="cpus_per_task", value=str(cores), why=why)
+    if group.memory_mb:
+        memory_gb = max(1, int(group.memory_mb / 1024 * _MEMORY_SHARE * share))
+        yield Filled(key="memory_gb", value=str(memory_gb), why=f"on each node, of {group.memory_mb // 1024}")
+
+
+def _fill_time(cluster: Cluster, partition: Partition, account: Filled | None) -> Filled:
+    limits = [(partition.max_time_s, partition.name)] if partition.max_time_s else []
+    for association in _associations(cluster, partition):
+        if association.max_wall_s and account and association.account == account.value:
+            limits.append((association.max_wall_s, f"account {association.account}"))
+    limit, whose = min(limits, default=(None, partition.name))
+    why = f"{whose} allows {time_text(limit)}" if limit else f"{whose} has no limit"
+    return Filled(key="time", value=time_text(min(_FIRST_TIME_S, limit or _FIRST_TIME_S)), why=why)
+
+
+def _fill_account(cluster: Cluster, partition: Partition) -> Filled | None:
+    accounts = list(dict.fromkeys(association.account for association in _associations(cluster, partition)))
+    if not accounts:
+        return None
+    if len(accounts) == 1:
+        return Filled(key="account", value=accounts[0], why="your only account here")
+    chosen = cluster.default_account if cluster.default_account in accounts else None
+    return Filled(
+        key="account",
+        value=chosen or accounts[0],
+        why=f"yours: {', '.join(accounts)}",
+        is_suggestion=chosen is not None and not cluster.needs_account,
+    )
+
+
+def _associations(cluster: Cluster, partition: Partition) -> Iterator[Association]:
+    """List what the user may use in a partition."""
+    for association in cluster.associations:
+        if partition.takes_account(association.account) and association.partition in {None, partition.name}:
+            yield association
+
+
+def _is_preempted(cluster: Cluster, partition: Partition | None) -> bool:
+    mode = partition.preempt_mode if partition and partition.preempt_mode else cluster.preempt_mode
+    return cluster.preempt_mode not in {None, "OFF"} and mode not in {None, "OFF", "SUSPEND", "GANG,SUSPEND"}
+
+
+def _why_not(cluster: Cluster, partition: Partition) -> str:
+    if partition.state != "UP":
+        return f"it is {partition.state}"
+    if cluster.accounts and not any(map(partition.takes_account, cluster.accounts)):
+        allowed = partition.allow_accounts
+        return f"it takes the accounts {', '.join(allowed)}" if allowed else "it denies your accounts"
+    return f"it is for the groups {', '.join(partition.allow_groups or ())}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
