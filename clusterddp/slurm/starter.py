@@ -90,7 +90,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
     if limits:
         yield f"you may have {_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
-        yield f"partition {partition.name} takes no jobs of yours now: {_why_not(cluster, partition)}"
+        yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
     for words in cluster.unanswered:
         yield f"not known, for {words}"
 
@@ -164,7 +164,7 @@ def _is_preempted(cluster: Cluster, partition: Partition | None) -> bool:
     return cluster.preempt_mode not in {None, "OFF"} and mode not in {None, "OFF", "SUSPEND", "GANG,SUSPEND"}
 
 
-def _why_not(cluster: Cluster, partition: Partition) -> str:
+def why_not(cluster: Cluster, partition: Partition) -> str:
     if partition.state != "UP":
         return f"it is {partition.state}"
     if cluster.accounts and not any(map(partition.takes_account, cluster.accounts)):

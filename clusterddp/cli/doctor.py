@@ -1,0 +1,158 @@
+"""The command doctor: look before a run is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.terminal import Terminal, put, put_json, say, table
+from clusterddp.errors import PreflightError
+from clusterddp.look.printable import printable
+
+if TYPE_CHECKING:
+    from clusterddp.doctor.checks import Check, Level, Result
+    from clusterddp.doctor.job import JobRequest
+    from clusterddp.doctor.judge import Needs
+    from clusterddp.doctor.machine import Machine
+    from clusterddp.spec.model import JobSpec
+
+_NUM_NODES = 2
+_COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
+
+
+@command("doctor")
+@click.argument("spec", required=False, type=click.Path(dir_okay=False))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--job", "with_job", is_flag=True, help="Also look at nodes of the cluster, in a job of half a minute.")
+@click.option(
+    "--timeout", "timeout_s", metavar="S", type=click.FloatRange(min=1), default=120.0, show_default=True,
+    help="With --job: how long it may wait for its start.",
+)  # fmt: skip
+@output_option
+@runs_option
+@click.pass_obj
+def doctor(
+    terminal: Terminal,
+    *,
+    spec: str | None,
+    overrides: tuple[str, ...],
+    with_job: bool,
+    timeout_s: float,
+    output: str,
+    runs_dir: Path,
+) -> int:
+    """Look at this machine, the cluster, and with --job at its nodes, before a run is started.
+
+    With SPEC it asks for what that spec needs. Exit code 3 when anything is red: a run would fail.
+
+    \b
+    clusterddp doctor                      this machine
+    clusterddp doctor job.yaml             and what the spec needs
+    clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
+    """
+    from clusterddp.doctor.checks import Check, is_healthy, to_json
+
+    job = _load(spec, overrides, terminal)
+    here, needs, checks = _look_here(job, runs_dir, terminal)
+    if with_job:
+        try:
+            request = _request(job, terminal)
+            checks += _look_at_nodes(here, needs, request, runs_dir=runs_dir, timeout_s=timeout_s, terminal=terminal)
+        except PreflightError as error:
+            checks.append(Check(name="job", results={here.host: _refused(error)}))
+    if output == "json":
+        put_json({"healthy": is_healthy(checks), "checks": to_json(checks)})
+    else:
+        put("\n".join(check_lines(checks)))
+    return 0 if is_healthy(checks) else PreflightError.exit_code
+
+
+COMMANDS = {"doctor": doctor}
+
+
+def check_lines(checks: list[Check]) -> list[str]:
+    """Lay out checks as one table, what is red first; below each row what mends it."""
+    from clusterddp.doctor.checks import rows
+
+    found = rows(checks)
+    cells = [["", "CHECK", "HOST", "FOUND"]]
+    for row in found:
+        cells.append([_level_text(row.result.level), row.check, ", ".join(row.hosts), printable(row.result.found)])
+    heading, *lines = table(cells)
+    result = [heading]
+    for row, line in zip(found, lines, strict=True):
+        result.append(line)
+        if row.result.fix and row.result.level != "ok":
+            result.append(f"      {click.style('fix:', bold=True)} {printable(row.result.fix)}")
+    return result
+
+
+def _load(spec: str | None, overrides: tuple[str, ...], terminal: Terminal) -> JobSpec | None:
+    if spec is None:
+        return None
+    from clusterddp.spec.load import load_spec
+
+    return load_spec(Path(spec), overrides, environ=terminal.environ).job
+
+
+def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:
+    import dataclasses
+
+    from clusterddp.doctor.checks import Check
+    from clusterddp.doctor.judge import Needs, judge_here, judge_machine
+    from clusterddp.doctor.login import judge_login
+    from clusterddp.doctor.machine import import_torch, read_machine
+
+    on_slurm = job is not None and job.launcher == "slurm"
+    on_cpu = job is not None and job.device == "cpu"
+    needs = Needs(
+        trainer=job is not None and job.entry is None,
+        gpus=not on_cpu,
+        gpus_per_node=(job.resources.gpus_per_node or 0) if job and not on_cpu else 0,
+    )
+    here = dataclasses.replace(read_machine(runs_dir, terminal.environ), torch=import_torch())
+    # Of a Slurm run nothing but the submit happens here.
+    found = [
+        *judge_here(here),
+        *judge_machine(here, Needs() if on_slurm or job is None else needs),
+        *judge_login(terminal.environ, job if on_slurm else None),
+    ]
+    return here, needs, [Check(name=name, results={here.host: result}) for name, result in found]
+
+
+def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:
+    from clusterddp.doctor.job import JobRequest
+    from clusterddp.launch.environment import process_environment
+
+    environment = process_environment("", terminal.environ)
+    return JobRequest(
+        num_nodes=job.resources.nodes if job else _NUM_NODES,
+        gpus_per_node=(job.resources.gpus_per_node or 0) if job else 0,
+        options=dict(job.slurm) if job else {},
+        python=sys.executable,
+        paths=(environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")),
+    )
+
+
+def _look_at_nodes(
+    here: Machine, needs: Needs, request: JobRequest, *, runs_dir: Path, timeout_s: float, terminal: Terminal
+) -> list[Check]:
+    from clusterddp.doctor.job import run_job
+    from clusterddp.doctor.nodes import judge_nodes
+
+    answer = run_job(request, runs_dir=runs_dir.absolute(), environ=terminal.environ, timeout_s=timeout_s, say=say)
+    return judge_nodes(answer, here, needs)
+
+
+def _refused(error: PreflightError) -> Result:
+    from clusterddp.doctor.checks import red
+
+    return red(error.message, error.hint or "sbatch says why it refuses")
+
+
+def _level_text(level: Level) -> str:
+    return click.style(level, fg=_COLOURS[level], bold=level == "red")

@@ -1,0 +1,79 @@
+"""What was checked: a value for each check and host, so that some hosts can answer while others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Level = Literal["red", "note", "ok"]
+_ORDER: tuple[Level, ...] = ("red", "note", "ok")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one check found on one host; red: a run would fail; note: good to know."""
+
+    level: Level
+    found: str
+    fix: str | None = None
+    """The command or setting that mends it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One question, asked on one host or on many."""
+
+    name: str
+    results: dict[str, Result]
+    """Host -> what was found there."""
+
+    @property
+    def level(self) -> Level:
+        return min((result.level for result in self.results.values()), key=_ORDER.index, default="ok")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Hosts on which a check found the same."""
+
+    check: str
+    hosts: tuple[str, ...]
+    result: Result
+
+
+def ok(found: str) -> Result:
+    return Result(level="ok", found=found)
+
+
+def note(found: str, fix: str | None = None) -> Result:
+    return Result(level="note", found=found, fix=fix)
+
+
+def red(found: str, fix: str) -> Result:
+    return Result(level="red", found=found, fix=fix)
+
+
+def is_healthy(checks: Iterable[Check]) -> bool:
+    """Say whether nothing is red."""
+    return all(check.level != "red" for check in checks)
+
+
+def rows(checks: Iterable[Check]) -> list[Row]:
+    """Lay out checks for people: what is red first, hosts that found the same together."""
+    found: list[Row] = []
+    for check in checks:
+        hosts: dict[Result, list[str]] = {}
+        for host, result in check.results.items():
+            hosts.setdefault(result, []).append(host)
+        found += [Row(check=check.name, hosts=tuple(names), result=result) for result, names in hosts.items()]
+    return sorted(found, key=lambda row: _ORDER.index(row.result.level))
+
+
+def to_json(checks: Iterable[Check]) -> list[dict[str, Any]]:
+    """Return one object for each check and host, in the order in which they were made."""
+    return [
+        {"check": check.name, "host": host, "level": result.level, "found": result.found, "fix": result.fix}
+        for check in checks
+        for host, result in check.results.items()
+    ]

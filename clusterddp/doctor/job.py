@@ -1,0 +1,252 @@
+"""The doctor's job: one task on each node for half a minute, found and cancelled by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp.doctor.probe import MARK
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import job_name, job_tag
+from clusterddp.slurm.partitions import SEPARATOR
+
+SCRIPT = """\
+#!/bin/sh
+# The same for every job: PYTHON DIRECTORY NONCE PYTHONPATH LD_LIBRARY_PATH are arguments, never text of this script.
+if [ -w "$2" ]; then exec >>"$2/job.out" 2>&1; fi
+if [ -n "$4" ]; then PYTHONPATH=$4; export PYTHONPATH; fi
+if [ -n "$5" ]; then LD_LIBRARY_PATH=$5; export LD_LIBRARY_PATH; fi
+exec srun --export=ALL --kill-on-bad-exit=0 --unbuffered \\
+    "$1" -m clusterddp.doctor.probe "$2" "$3" "$SLURMD_NODENAME" "$SLURM_JOB_ID"
+"""
+_TAKEN_OVER = frozenset(
+    {
+        "partition", "account", "qos", "constraint", "cluster_constraint", "prefer", "reservation", "nodelist",
+        "exclude", "clusters", "licenses", "wckey", "gres",
+    }
+)  # fmt: skip
+"""Options of the spec that decide on which nodes, and whether, a job may run."""
+_MEMORY = "4G"
+_RUN_S = 90.0
+"""A job of one minute is ended by Slurm at most half a minute late."""
+_POLL_S = 0.5
+_LAG_S = 5.0
+"""How late a file may be seen here that a node has written: NFS."""
+_LIVE = frozenset({"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRequest:
+    """What the doctor's job asks Slurm for, and how its tasks start."""
+
+    num_nodes: int
+    gpus_per_node: int = 0
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    """The spec's options of sbatch, by their long names with underscores."""
+    python: str
+    paths: tuple[str, ...] = ()
+    """PYTHONPATH and LD_LIBRARY_PATH for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswer:
+    """What came back; nodes of which nothing was heard are in `nodes` and not in `reports`."""
+
+    job_id: str | None
+    nodes: tuple[str, ...]
+    reports: dict[str, dict[str, Any]]
+    """Node -> its last report."""
+    submitted: float
+    collected: float
+    words: tuple[str, ...]
+    """What the job has printed besides."""
+
+
+def run_job(
+    request: JobRequest,
+    *,
+    runs_dir: Path,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    say: Callable[[str], None] = lambda text: None,
+) -> JobAnswer:
+    """Submit the job, wait for its reports, and see to it that nothing of it is left.
+
+    Raises: SlurmError: Slurm refuses it, or does not start it within `timeout_s`. ClusterddpError: the runs directory
+    cannot be written.
+    """
+    nonce = secrets.token_hex(16)
+    name = job_name("doctor", job_tag(nonce, 0))
+    with _directory(runs_dir, nonce) as directory:
+        job_id = None
+        try:
+            submitted = time.time()
+            job_id = _submit(request, directory, nonce, name, environ)
+            say(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
+            nodes = _await_reports(request, directory, name, environ, timeout_s)
+            reports, words = _collect(directory)
+            return JobAnswer(
+                job_id=job_id,
+                nodes=nodes or tuple(reports),
+                reports=reports,
+                submitted=submitted,
+                collected=time.time(),
+                words=words,
+            )
+        finally:
+            _cancel(request, name, job_id, environ)
+
+
+def sbatch_argv(request: JobRequest, name: str) -> list[str]:
+    """Return sbatch's argv before the script."""
+    ours: dict[str, str | bool] = {
+        "parsable": True,
+        "job_name": name,
+        "nodes": str(request.num_nodes),
+        "ntasks_per_node": "1",
+        "time": "1",
+        "mem": _MEMORY,
+        "export": "NONE",
+        "chdir": "/",
+        "output": os.devnull,
+    }
+    if request.gpus_per_node and "gres" not in request.options:
+        ours["gpus_per_node"] = str(request.gpus_per_node)
+    kept = {key: value for key, value in request.options.items() if key in _TAKEN_OVER and value is not False}
+    argv = ["sbatch", "--no-requeue"]
+    for key, value in (ours | kept).items():
+        if value is not False:
+            argv.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    return argv
+
+
+@contextlib.contextmanager
+def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
+    """Make a directory for the reports in the runs directory; remove it, and what was made for it, at the end."""
+    made = [path for path in (runs_dir, *runs_dir.parents) if not path.exists()]
+    directory = runs_dir / f".doctor-{nonce[:8]}"
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700)
+        (directory / "nonce").write_text(nonce)
+        (directory / "job.sh").write_text(SCRIPT)
+        yield directory
+    except OSError as error:
+        raise ClusterddpError(f"{error.filename or directory}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ: Mapping[str, str]) -> str:
+    python_path, library_path = (*request.paths, "", "")[:2]
+    script = [str(directory / "job.sh"), request.python, str(directory), nonce, python_path, library_path]
+    argv = sbatch_argv(request, name)
+    try:
+        answer = run_slurm([*argv, *script], environ=environ)
+    except SlurmError as error:
+        # A cluster that does not count memory refuses to give any.
+        if error.transient or "memory" not in error.message.lower():
+            raise
+        answer = run_slurm([*(word for word in argv if word != f"--mem={_MEMORY}"), *script], environ=environ)
+    return answer.strip().splitlines()[-1].partition(";")[0]
+
+
+def _await_reports(
+    request: JobRequest, directory: Path, name: str, environ: Mapping[str, str], timeout_s: float
+) -> tuple[str, ...]:
+    """Wait until each node has reported or the job has ended; return the names of its nodes."""
+    deadline = time.monotonic() + timeout_s
+    started = ended = False
+    nodes: tuple[str, ...] = ()
+    reason = "no word from Slurm"
+    while True:
+        state, reason, node_list = _look(request, name, environ) or ("ENDED", reason, "")
+        if state != "PENDING" and not started:
+            started, deadline = True, time.monotonic() + _RUN_S
+        if node_list and not nodes:
+            nodes = tuple(run_slurm(["scontrol", "show", "hostnames", node_list], environ=environ).split())
+        if _all_done(request, directory) or (started and _is_over(deadline)):
+            return nodes
+        if started and state not in _LIVE and not ended:
+            ended, deadline = True, time.monotonic() + _LAG_S
+        if not started and _is_over(deadline):
+            raise SlurmError(
+                f"the doctor's job has not started within {timeout_s:g} s (Slurm's reason: {reason}); it is cancelled",
+                hint="--timeout S waits longer; slurm.partition=NAME may have free nodes (sinfo)",
+                transient=False,
+            )
+        time.sleep(_POLL_S)
+
+
+def _all_done(request: JobRequest, directory: Path) -> bool:
+    return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
+
+
+def _is_over(deadline: float) -> bool:
+    return time.monotonic() > deadline
+
+
+def _look(request: JobRequest, name: str, environ: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Ask for state, reason and nodes of the job of this name; None when Slurm knows none, or does not answer now."""
+    query = ["squeue", "-h", "--states=all", f"--user={_user()}", f"--name={name}", *_on(request)]
+    try:
+        lines = run_slurm([*query, "-o", SEPARATOR.join(("%T", "%r", "%N"))], environ=environ).splitlines()
+    except SlurmError as error:
+        return ("PENDING", error.message, "") if error.transient else None
+    rows = [line.split(SEPARATOR) for line in lines if SEPARATOR in line]  # not "CLUSTER: name"
+    return (rows[0][0], rows[0][1], rows[0][2].strip()) if rows else None
+
+
+def _read_reports(directory: Path) -> Iterator[dict[str, Any]]:
+    for path in directory.glob("node-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads(path.read_text())
+
+
+def _collect(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Gather what is known of each node: its file, else its line in the job's output, else what a peer passed on."""
+    with contextlib.suppress(OSError):
+        os.listdir(directory)  # NFS: look at the directory anew
+    try:
+        lines = (directory / "job.out").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    printed = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK) and line.endswith("}")]
+    filed = list(_read_reports(directory))
+    passed_on = [first for report in (*printed, *filed) if (first := (report["way"] or {}).get("first"))]
+    reports: dict[str, dict[str, Any]] = {}
+    for report in (*passed_on, *printed, *filed):
+        known = reports.get(report["node"])
+        if known is None or report["done"] or not known["done"]:
+            reports[report["node"]] = report
+    words = tuple(line for line in lines if line.strip() and not line.startswith(MARK))
+    return dict(sorted(reports.items(), key=lambda item: item[1]["node_rank"])), words
+
+
+def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
+    """End the job if it is still there; a job of another name with the same number is left alone."""
+    with contextlib.suppress(SlurmError):
+        which = [job_id] if job_id else []
+        run_slurm(["scancel", "--quiet", f"--user={_user()}", f"--name={name}", *_on(request), *which], environ=environ)
+
+
+def _on(request: JobRequest) -> list[str]:
+    clusters = request.options.get("clusters")
+    return [f"--clusters={clusters}"] if clusters else []
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
