@@ -13,7 +13,7 @@ from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_clusters import CLUSTERS, fake_commands
 
-from clusterddp.cli.templates import read_template
+from clusterddp.run.templates import read_template
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
 from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
 from clusterddp.slurm.starter import fill_in

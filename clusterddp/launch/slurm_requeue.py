@@ -14,7 +14,7 @@ from clusterddp.launch.slurm_jobs import find_job
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
 from clusterddp.run.record import AttemptEnd, RootCause, log_event, read_run, write_run
 from clusterddp.slurm.control import requeue_job, show_job
-from clusterddp.slurm.identity import job_name, job_tag
+from clusterddp.slurm.identity import job_tag
 
 _OTHERS_S = 30.0
 """How long another process that has taken it upon itself to requeue the job has for it, before we do it too."""
@@ -103,13 +103,13 @@ def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
 
 def _find_follow_up(carried: Carried, number: int) -> str | None:
     record = read_run(carried.run)
-    tag = job_tag(record.token, number)
-    if record.job_tag != tag:
+    if record.job_tag != job_tag(record.token, number):
         return None
-    job_id = find_job(job_name(record.name, tag), carried.environment)
-    if job_id is not None:
-        write_run(carried.run, dataclasses.replace(record, job_id=job_id))
-    return job_id
+    job = find_job(carried.run, record, carried.environment)
+    if job is None:
+        return None
+    write_run(carried.run, dataclasses.replace(record, job_id=job.job_id))
+    return job.job_id
 
 
 def _give_up(run: RunDir, error: Exception) -> str:
