@@ -42,7 +42,9 @@ def loaded_by(code: str, **environ: str) -> set[str]:
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["submit", "-h"], ["status", "-h"], ["demo", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["submit", "-h"], ["status", "-h"], ["demo", "-h"], ["doctor", "-h"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from clusterddp.cli.main import main; main({arguments!r})") == set()
 

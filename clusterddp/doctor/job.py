@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.doctor.probe import MARK
+from clusterddp.doctor.probe import MARK, join_lines
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name, job_tag
@@ -26,7 +26,7 @@ SCRIPT = """\
 if [ -w "$2" ]; then exec >>"$2/job.out" 2>&1; fi
 if [ -n "$4" ]; then PYTHONPATH=$4; export PYTHONPATH; fi
 if [ -n "$5" ]; then LD_LIBRARY_PATH=$5; export LD_LIBRARY_PATH; fi
-exec srun --export=ALL --kill-on-bad-exit=0 --unbuffered \\
+exec srun --export=ALL --kill-on-bad-exit=0 \\
     "$1" -m clusterddp.doctor.probe "$2" "$3" "$SLURMD_NODENAME" "$SLURM_JOB_ID"
 """
 _TAKEN_OVER = frozenset(
@@ -224,7 +224,7 @@ def _collect(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...
         lines = (directory / "job.out").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    printed = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK) and line.endswith("}")]
+    printed = [json.loads(text) for text in join_lines(lines)]
     filed = list(_read_reports(directory))
     passed_on = [first for report in (*printed, *filed) if (first := (report["way"] or {}).get("first"))]
     reports: dict[str, dict[str, Any]] = {}

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from clusterddp.doctor.machine import Machine, import_torch, interface_of, read_
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 """Below the ephemeral range, where nobody gets a port by chance."""
+_LINE = 800
 _WAY_S = 20.0
 _ANSWER_S = 2.0
 
@@ -55,6 +57,24 @@ def main(arguments: list[str]) -> int:
     if node_rank == 0 and num_nodes > 1:
         listening.join(_WAY_S)
     return 0
+
+
+def print_lines(node_rank: int, done: bool, text: str) -> list[str]:
+    """Cut a report into lines that srun does not mix with those of another task: it passes on 1024 bytes at a time."""
+    pieces = [text[start : start + _LINE] for start in range(0, len(text), _LINE)]
+    return [f"{MARK}{node_rank} {done:d} {number}/{len(pieces)} {piece}" for number, piece in enumerate(pieces, 1)]
+
+
+def join_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Put together the reports that are complete among these lines."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        words = line.removeprefix(MARK).split(" ", 3)
+        if line.startswith(MARK) and len(words) == 4:
+            pieces = found.setdefault((words[0], words[1]), [])
+            pieces.append(words[3])
+            if words[2] == f"{len(pieces)}/{len(pieces)}":
+                yield "".join(pieces)
 
 
 def _read_nonce(directory: Path, nonce: str) -> str:
@@ -103,6 +123,8 @@ def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dic
                     return _ask(address, port, nonce, machine) | {"name": first_node, "addresses": addresses}
                 except OSError as failure:
                     error = f"{address}: {failure.strerror or failure}"
+        if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
+            break  # that is this very host, and will stay so
         time.sleep(0.3)
     return {"name": first_node, "addresses": addresses, "reached": None, "error": error}
 
@@ -133,7 +155,7 @@ def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any
 
 def _tell(report: dict[str, Any], directory: Path) -> None:
     text = json.dumps(report)
-    sys.stdout.write(f"{MARK}{text}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in print_lines(report["node_rank"], report["done"], text)))
     sys.stdout.flush()
     path = directory / f"node-{report['node_rank']}.json"
     with contextlib.suppress(OSError):
