@@ -23,13 +23,13 @@ from clusterddp.doctor.machine import (
     Interface,
     Machine,
     Torch,
-    find_mount,
     import_torch,
     read_directory,
     read_machine,
 )
 from clusterddp.doctor.nodes import judge_nodes
 from clusterddp.doctor.probe import join_lines, print_lines
+from clusterddp.run.storage import Mount, find_mount
 
 ROOT = Path(__file__).parent.parent
 HERE = Machine(
@@ -158,7 +158,7 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
     ("changes", "level"),
     [
         ({}, "ok"),
-        ({"file_system": "tmpfs"}, "red"),
+        ({"file_system": "tmpfs", "in_memory": True}, "red"),
         ({"error": "Permission denied"}, "red"),
         ({"free_bytes": 2**20}, "red"),
         ({"free_bytes": 2**30}, "note"),
@@ -196,7 +196,7 @@ def test_the_last_of_several_mounts_on_one_point_is_the_one_that_is_seen(tmp_pat
         f"2 1 0:5 / {tmp_path} rw - nfs4 server:/a rw\n"
         f"3 2 0:6 / {tmp_path} rw shared:1 - tmpfs tmpfs rw\n"
     )
-    assert find_mount(tmp_path, table) == ("tmpfs", str(tmp_path))
+    assert find_mount(tmp_path, table) == Mount(kind="tmpfs", point=str(tmp_path))
 
 
 def test_a_mount_point_with_a_space_is_read(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_mount_point_with_a_space_is_read(tmp_path: Path) -> None:
     place.mkdir()
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {tmp_path}/my\\040data rw - lustre x rw\n")
-    assert find_mount(place, table) == ("lustre", str(place))
+    assert find_mount(place, table) == Mount(kind="lustre", point=str(place))
 
 
 def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:

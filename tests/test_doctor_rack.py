@@ -41,8 +41,13 @@ def two_nodes(needs_rack: None) -> Iterator[Rack]:
     with running_rack(RackPlan(nodes=["node1", "node2"])) as rack:
         make_torch(rack.dir / "shared" / "packages", "2.10.0")
         make_torch(rack.dir / "shared" / "other", "2.11.0")
-        (rack.dir / "shared" / "job.yaml").write_text(SPEC)
+        write_spec(rack)
         yield rack
+
+
+def write_spec(rack: Rack) -> None:
+    (rack.dir / "shared" / "job.yaml").write_text(SPEC)
+    (rack.dir / "shared" / "a.py").touch()
 
 
 def make_torch(directory: Path, version: str) -> None:
@@ -138,7 +143,8 @@ def test_a_job_that_does_not_start_in_time_is_told_and_cancelled_and_no_other(tw
     try:
         seen = doctor(two_nodes, "--job", "--timeout", "3")
         assert (seen.exit_code, seen.red) == (3, {("job", "head")})
-        assert "has not started within 3 s (Slurm's reason: Resources)" in seen.of("job", "head")["found"]
+        assert "has not started within 3 s" in seen.of("job", "head")["found"]
+        assert "waits for nodes to become free (Resources)" in seen.of("job", "head")["found"]
         wait_until(lambda: jobs(two_nodes) == ["doctor"], 20)
     finally:
         two_nodes.run(HEAD, ["scancel", blocker])
@@ -146,12 +152,16 @@ def test_a_job_that_does_not_start_in_time_is_told_and_cancelled_and_no_other(tw
 
 def test_a_job_that_slurm_refuses_is_told_in_its_words(two_nodes: Rack) -> None:
     seen = doctor(two_nodes, "--job", "slurm.constraint=nothing")
-    assert seen.red == {("job", "head")}
+    assert seen.red == {("job", "head"), ("sbatch --test-only", "head")}
     assert "sbatch:" in seen.of("job", "head")["found"]
+
+
+def test_the_scheduler_is_asked_about_the_very_plan(two_nodes: Rack) -> None:
+    assert doctor(two_nodes).of("sbatch --test-only", "head")["found"].startswith("accepted; it would start at ")
 
 
 def test_a_controller_that_is_down_is_red(needs_rack: None) -> None:
     with running_rack(RackPlan(nodes=["node1"])) as rack:
-        (rack.dir / "shared" / "job.yaml").write_text(SPEC)
+        write_spec(rack)
         rack.run(HEAD, ["pkill", "-KILL", "-x", "slurmctld"])
         assert doctor(rack).red == {("Slurm", "head")}

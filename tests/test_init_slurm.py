@@ -13,6 +13,7 @@ from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_clusters import CLUSTERS, fake_commands
 
+from clusterddp.launch.plan import plan_run
 from clusterddp.run.templates import read_template
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
 from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
@@ -64,6 +65,14 @@ def test_the_spec_for_a_cluster_is_the_golden_one(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_golden_spec_reads(name: str) -> None:
     assert load_spec(CLUSTERS / name / "job.yaml", environ={}).job.launcher == "slurm"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_spec_plans(name: str, tmp_path: Path) -> None:
+    resolved = load_spec(CLUSTERS / name / "job.yaml", environ={})
+    plan = plan_run(resolved, runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={})
+    assert plan.slurm is not None
+    assert f"--partition={resolved.job.slurm['partition']}" in plan.slurm.sbatch
 
 
 def test_a_default_partition_without_gpus_gives_way_to_one_with_gpus(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 
 from clusterddp.cli.arguments import command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
-from clusterddp.errors import PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.doctor.job import JobRequest
     from clusterddp.doctor.judge import Needs
     from clusterddp.doctor.machine import Machine
+    from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
 _NUM_NODES = 2
@@ -56,8 +58,13 @@ def doctor(
     """
     from clusterddp.doctor.checks import Check, is_healthy, to_json
 
-    job = _load(spec, overrides, terminal)
+    resolved = _load(spec, overrides, terminal)
+    job = resolved.job if resolved else None
     here, needs, checks = _look_here(job, runs_dir, terminal)
+    if resolved is not None:
+        checks += [
+            Check(name=name, results={here.host: result}) for name, result in _plan(resolved, runs_dir, terminal)
+        ]
     if with_job:
         try:
             request = _request(job, terminal)
@@ -91,12 +98,12 @@ def check_lines(checks: list[Check]) -> list[str]:
     return result
 
 
-def _load(spec: str | None, overrides: tuple[str, ...], terminal: Terminal) -> JobSpec | None:
+def _load(spec: str | None, overrides: tuple[str, ...], terminal: Terminal) -> ResolvedSpec | None:
     if spec is None:
         return None
     from clusterddp.spec.load import load_spec
 
-    return load_spec(Path(spec), overrides, environ=terminal.environ).job
+    return load_spec(Path(spec), overrides, environ=terminal.environ)
 
 
 def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:
@@ -122,6 +129,30 @@ def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple
         *judge_login(terminal.environ, job if on_slurm else None),
     ]
     return here, needs, [Check(name=name, results={here.host: result}) for name, result in found]
+
+
+def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterator[tuple[str, Result]]:
+    """Plan the submit of the spec, and ask Slurm about that very plan."""
+    from clusterddp.doctor.checks import note, ok, red
+    from clusterddp.launch.plan import plan_run
+
+    try:
+        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    except ClusterddpError as error:
+        yield "plan", red(error.message, error.hint or "clusterddp submit -n shows the plan")
+        return
+    yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
+    if plan.slurm is not None:
+        from clusterddp.launch.slurm_ask import ask_scheduler
+
+        verdict = ask_scheduler(plan.slurm, terminal.environ)
+        if verdict.accepted is None:
+            yield "sbatch --test-only", note(f"not asked: {verdict.words}")
+        elif verdict.accepted:
+            when = f"accepted; it would start at {verdict.start} on {verdict.nodes}" if verdict.start else "accepted"
+            yield "sbatch --test-only", ok(when)
+        else:
+            yield "sbatch --test-only", red(verdict.words, "the spec's slurm and resources; sinfo, sacctmgr show assoc")
 
 
 def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:

@@ -17,8 +17,10 @@ from typing import Any
 from clusterddp.doctor.probe import MARK, join_lines
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.explain import explain_waiting
 from clusterddp.slurm.identity import job_name, job_tag
-from clusterddp.slurm.partitions import SEPARATOR
+from clusterddp.slurm.jobs import Phase
+from clusterddp.slurm.queue import Slurm, Wanted
 
 SCRIPT = """\
 #!/bin/sh
@@ -42,7 +44,6 @@ _RUN_S = 90.0
 _POLL_S = 0.5
 _LAG_S = 5.0
 """How late a file may be seen here that a node has written: NFS."""
-_LIVE = frozenset({"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,14 +87,16 @@ def run_job(
     cannot be written.
     """
     nonce = secrets.token_hex(16)
-    name = job_name("doctor", job_tag(nonce, 0))
+    tag = job_tag(nonce, 0)
+    name = job_name("doctor", tag)
     with _directory(runs_dir, nonce) as directory:
         job_id = None
         try:
             submitted = time.time()
             job_id = _submit(request, directory, nonce, name, environ)
             say(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
-            nodes = _await_reports(request, directory, name, environ, timeout_s)
+            wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
+            nodes = _await_reports(request, directory, wanted, environ, timeout_s)
             reports, words = _collect(directory)
             return JobAnswer(
                 job_id=job_id,
@@ -165,26 +168,32 @@ def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ
 
 
 def _await_reports(
-    request: JobRequest, directory: Path, name: str, environ: Mapping[str, str], timeout_s: float
+    request: JobRequest, directory: Path, wanted: Wanted, environ: Mapping[str, str], timeout_s: float
 ) -> tuple[str, ...]:
     """Wait until each node has reported or the job has ended; return the names of its nodes."""
+    slurm = Slurm(environ, max_age_s=_POLL_S)
     deadline = time.monotonic() + timeout_s
     started = ended = False
     nodes: tuple[str, ...] = ()
-    reason = "no word from Slurm"
+    why = "Slurm does not tell why"
     while True:
-        state, reason, node_list = _look(request, name, environ) or ("ENDED", reason, "")
-        if state != "PENDING" and not started:
+        try:
+            job = slurm.find(wanted)
+            why = explain_waiting(job) if job else why
+            phase = job.phase if job else Phase.ENDED
+            if job and job.nodes and not nodes:
+                nodes = tuple(run_slurm(["scontrol", "show", "hostnames", job.nodes], environ=environ).split())
+        except SlurmError as error:  # asked again
+            phase, why = Phase.RUNNING if started else Phase.WAITING, error.message
+        if phase is not Phase.WAITING and not started:
             started, deadline = True, time.monotonic() + _RUN_S
-        if node_list and not nodes:
-            nodes = tuple(run_slurm(["scontrol", "show", "hostnames", node_list], environ=environ).split())
-        if _all_done(request, directory) or (started and _is_over(deadline)):
-            return nodes
-        if started and state not in _LIVE and not ended:
+        if phase is Phase.ENDED and not ended:
             ended, deadline = True, time.monotonic() + _LAG_S
-        if not started and _is_over(deadline):
+        if _all_done(request, directory) or (started and time.monotonic() > deadline):
+            return nodes
+        if time.monotonic() > deadline:
             raise SlurmError(
-                f"the doctor's job has not started within {timeout_s:g} s (Slurm's reason: {reason}); it is cancelled",
+                f"the doctor's job has not started within {timeout_s:g} s, and is cancelled: {why}",
                 hint="--timeout S waits longer; slurm.partition=NAME may have free nodes (sinfo)",
                 transient=False,
             )
@@ -193,21 +202,6 @@ def _await_reports(
 
 def _all_done(request: JobRequest, directory: Path) -> bool:
     return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
-
-
-def _is_over(deadline: float) -> bool:
-    return time.monotonic() > deadline
-
-
-def _look(request: JobRequest, name: str, environ: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Ask for state, reason and nodes of the job of this name; None when Slurm knows none, or does not answer now."""
-    query = ["squeue", "-h", "--states=all", f"--user={_user()}", f"--name={name}", *_on(request)]
-    try:
-        lines = run_slurm([*query, "-o", SEPARATOR.join(("%T", "%r", "%N"))], environ=environ).splitlines()
-    except SlurmError as error:
-        return ("PENDING", error.message, "") if error.transient else None
-    rows = [line.split(SEPARATOR) for line in lines if SEPARATOR in line]  # not "CLUSTER: name"
-    return (rows[0][0], rows[0][1], rows[0][2].strip()) if rows else None
 
 
 def _read_reports(directory: Path) -> Iterator[dict[str, Any]]:
@@ -239,13 +233,14 @@ def _collect(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...
 def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
     """End the job if it is still there; a job of another name with the same number is left alone."""
     with contextlib.suppress(SlurmError):
-        which = [job_id] if job_id else []
-        run_slurm(["scancel", "--quiet", f"--user={_user()}", f"--name={name}", *_on(request), *which], environ=environ)
+        which = [f"--clusters={cluster}"] if (cluster := _cluster(request)) else []
+        which += [job_id] if job_id else []
+        run_slurm(["scancel", "--quiet", f"--user={_user()}", f"--name={name}", *which], environ=environ)
 
 
-def _on(request: JobRequest) -> list[str]:
-    clusters = request.options.get("clusters")
-    return [f"--clusters={clusters}"] if clusters else []
+def _cluster(request: JobRequest) -> str | None:
+    cluster = request.options.get("clusters")
+    return cluster if isinstance(cluster, str) else None
 
 
 def _user() -> str:

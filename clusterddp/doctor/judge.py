@@ -8,13 +8,6 @@ from dataclasses import dataclass
 from clusterddp.doctor.checks import Result, note, ok, red
 from clusterddp.doctor.machine import Directory, Machine, Torch
 
-IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "hugetlbfs", "mqueue"})
-_SHARED = frozenset(
-    {
-        "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "afs", "orangefs", "pvfs2",
-        "panfs", "wekafs", "gfs2", "ocfs2", "9p", "virtiofs", "glusterfs", "quobyte", "dvs", "vast",
-    }
-)  # fmt: skip
 _GIB = 2**30
 _MIN_FREE, _FEW_FREE = 100 * 2**20, 5 * _GIB
 _MIN_FILES, _FEW_FILES = 256, 1024
@@ -79,7 +72,7 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
 def judge_directory(directory: Directory) -> Result:
     """Judge the runs directory as one machine sees it."""
     where = f"{directory.path} on {directory.file_system}" if directory.file_system else directory.path
-    if directory.file_system in IN_MEMORY:
+    if directory.in_memory:
         return red(f"{where}: in the memory of this machine ({directory.mount_point})", _SHARED_HINT)
     if directory.error is not None:
         return red(f"{where}: cannot be written: {directory.error}", _SHARED_HINT)
@@ -90,12 +83,6 @@ def judge_directory(directory: Directory) -> Result:
     if free < _FEW_FREE:
         return note(found, "checkpoints need room")
     return ok(found)
-
-
-def is_shared(directory: Directory) -> bool:
-    """Say whether the file system is one that machines share; a server sees its own disk as local."""
-    kind = directory.file_system or ""
-    return kind in _SHARED or kind.startswith("fuse.")
 
 
 def judge_clock(offset_s: float, than: str) -> Result:

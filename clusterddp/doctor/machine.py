@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from clusterddp.dist.devices import visible_gpus
+from clusterddp.run.storage import find_mount
 
 _NEVER_USED = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "podman", "lxc", "lxd")
 """Interfaces between the containers of one machine: other machines have the same ones, with the same addresses."""
@@ -65,6 +66,7 @@ class Directory:
     """Why nothing can be written there."""
     file_system: str | None = None
     mount_point: str | None = None
+    in_memory: bool = False
     free_bytes: int | None = None
     clock_offset_s: float | None = None
     """The file system's clock minus this machine's; a file server has one of its own."""
@@ -183,7 +185,13 @@ def read_directory(path: Path) -> Directory:
     existing = path
     while not existing.exists():
         existing = existing.parent
-    kind, mount_point = find_mount(existing)
+    mount = find_mount(existing)
+    seen = Directory(
+        path=str(path),
+        file_system=mount.kind if mount else None,
+        mount_point=mount.point if mount else None,
+        in_memory=mount is not None and mount.in_memory,
+    )
     try:
         free = psutil.disk_usage(str(existing)).free
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".clusterddp-doctor-") as file:
@@ -192,27 +200,8 @@ def read_directory(path: Path) -> Directory:
             file.flush()
             offset = os.stat(file.name).st_mtime - (before + time.time()) / 2
     except OSError as error:
-        return Directory(path=str(path), error=error.strerror, file_system=kind, mount_point=mount_point)
-    return Directory(
-        path=str(path), file_system=kind, mount_point=mount_point, free_bytes=free, clock_offset_s=round(offset, 3)
-    )
-
-
-def find_mount(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str | None, str | None]:
-    """Return kind and mount point of the file system that a path lies on; None where that cannot be told."""
-    place = path.resolve()
-    best: tuple[str | None, str | None] = (None, None)
-    try:
-        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")  # a space is \040 there
-        # Of several mounts on one point the last one is seen.
-        if place.is_relative_to(point) and (best[1] is None or len(point) >= len(best[1])):
-            best = (after.split()[0], point)
-    return best
+        return dataclasses.replace(seen, error=error.strerror)
+    return dataclasses.replace(seen, free_bytes=free, clock_offset_s=round(offset, 3))
 
 
 def import_torch() -> Torch:

@@ -20,9 +20,9 @@ from clusterddp.launch.placement import Placement, plan_placement, plan_slurm_pl
 from clusterddp.launch.slurm_after import find_dependency
 from clusterddp.launch.slurm_options import choose_options
 from clusterddp.launch.slurm_plan import SCRIPT, SlurmPlan, place_slurm, plan_slurm
-from clusterddp.launch.storage import check_shared
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.storage import check_shared
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec

@@ -29,6 +29,11 @@ class Mount:
         """True where machines share the file system; False says nothing: a server sees its own disk as local."""
         return self.kind in _SHARED or self.kind.startswith("fuse.")
 
+    @property
+    def in_memory(self) -> bool:
+        """It is gone when the machine is, and no other machine sees it."""
+        return self.kind in _IN_MEMORY
+
 
 def check_shared(directory: Path, what: str) -> tuple[str, ...]:
     """Return notes about a directory that the nodes of a job have to see.
@@ -38,7 +43,7 @@ def check_shared(directory: Path, what: str) -> tuple[str, ...]:
     mount = find_mount(directory)
     if mount is None or mount.shared:
         return ()
-    if mount.kind in _IN_MEMORY:
+    if mount.in_memory:
         raise UsageError(
             f"{directory}: lies on {mount.kind} ({mount.point}), in the memory of this machine; {what} must be where "
             "the nodes of the job see it",
