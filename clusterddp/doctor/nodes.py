@@ -107,7 +107,8 @@ def _no_report(node: str, answer: JobAnswer, here: Machine) -> Result:
     """Say why a node was not heard of, in the words of srun if it had any."""
     words = [line for line in answer.words if f"{node}:" in line or "execve" in line]
     if words:
-        return red(f"nothing was heard: {words[-1]}", f"srun -w {node} {here.executable} -V")
+        words.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"
+        return red(f"nothing was heard: {words[0]}", f"srun -w {node} {here.executable} -V")
     return red(
         "nothing was heard; it may not see the runs directory",
         f"srun -w {node} ls -d {here.directory.path}; --runs DIR names storage that all nodes share",
