@@ -12,6 +12,10 @@ STOP_FILE = "CLUSTERDDP_STOP_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
 """Tells a starting rank whose death ends it; removed before the user's program runs."""
+GPU = "CLUSTERDDP_GPU"
+"""Which of the GPUs that a rank sees is its own, where that is not LOCAL_RANK."""
+USERS = "env in the spec"
+"""The origin of the user's own variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def rank_variables(
     """
     attempt_dir = f"{run_dir}/attempts/{attempt}"
     chosen = _chosen(threads=threads, gpus=gpus, interface=interface)
-    users = {key: Variable(value, "env in the spec") for key, value in user.items()}
+    users = {key: Variable(value, USERS) for key, value in user.items()}
     place_of_rank = {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,

@@ -84,7 +84,7 @@ def main() -> int:
         environ = inherited_environment()
         start = JobStart.of_environment(environ)
         run = find_run(sys.argv[1], environ)
-        carried = _read(run, start, environ)
+        carried = read_carried(run, start, environ)
         if not start.carries(carried.record):
             raise ClusterddpError(f"{run.name}: job {start.job_id} is not the one that carries it now; nothing is done")
         return carry(carried, signals)
@@ -152,7 +152,11 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
     return {"PATH": own.get("PATH", os.defpath)} | submitted | ours | {COOKIE: cookie(token, "task")}
 
 
-def _read(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
+def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
+    """Read what this start of a job carries.
+
+    Raises: ClusterddpError: the run has no plan for Slurm.
+    """
     record = read_run(run)
     plan = read_json(run.plan)
     if not plan or not plan.get("slurm"):

@@ -26,6 +26,10 @@ class Attempt:
         self.stop_reason: str | None = None
         self.stopped_by_time_limit = False
         self.cancel_reason: str | None = None
+        self.job_ends = False
+        """On Slurm: the job is being taken away, though the run may go on in another start of it."""
+        self.ends_by = float("inf")
+        """When what is left of the ranks has to be ended, for Slurm kills soon after."""
         self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
         self._run = run
         self._gang = gang
@@ -86,6 +90,8 @@ class Attempt:
             words = f"did not stop within {self._gang.stop_grace_s:g} s of the request ({self.stop_reason})"
         elif self._gang.time_limit_s is not None and now >= self.begun + self._gang.time_limit_s:
             words = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
+        elif now >= self.ends_by:
+            words = f"did not stop before Slurm takes the job away ({self.stop_reason})"
         if words is not None:
             host = self._gang.node_of(rank).host
             self.fail(Failure(rank=rank, host=host, error=f"{spell_ranks(self.running)} {words}"), now)

@@ -65,6 +65,8 @@ class Failure:
     weight: int = CERTAIN
     restartable: bool = False
     """True when starting the ranks again may help: a rank failed, while all supervisors are well."""
+    job_restartable: bool = False
+    """True when another start of the job may help, where there is a job: a node is lost."""
 
 
 def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: bool) -> RankEnd:

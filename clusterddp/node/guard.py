@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -48,6 +49,8 @@ class Facts:
     attempt: int
     started: bool = False
     """True once ranks of the attempt were ordered to start."""
+    restarts_left: bool = False
+    """On Slurm: another start of the job may begin another attempt."""
 
     @property
     def is_head(self) -> bool:
@@ -113,6 +116,8 @@ class Guard:
 
 def main() -> int:
     """Wait for the supervisor's end and put things in order."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends what it sends to every process of a step
     facts = None
     for line in sys.stdin.buffer:
         try:
@@ -146,7 +151,9 @@ def bury(facts: Facts, what_happened: str) -> None:
     rank = min(facts.ranks) if facts.started else None
     log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
     cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)
-    record_end(facts.attempt_dir, AttemptEnd(outcome="FAILED", reason=words, root_cause=cause))
+    goes_on = facts.restarts_left and not RunDir(Path(facts.run_dir)).cancel_file.exists()
+    end = AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+    record_end(facts.attempt_dir, end)
 
 
 def _complete_rank_records(facts: Facts) -> None:

@@ -12,11 +12,14 @@ from clusterddp.node.attempt import Attempt
 from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
+from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import Message, facts_of
 from clusterddp.node.member import GIVE_UP_S
+from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
+from clusterddp.node.sequel import Sequel, sequel_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, signal_name
@@ -37,6 +40,7 @@ class Head:
         first_attempt: int,
         first_restart: int = 0,
         rendezvous_seed: str,
+        job: JobWatch | None = None,
         start_timeout_s: float,
         guard: Guard,
         tell: Callable[[int, Message], None],
@@ -50,17 +54,11 @@ class Head:
         self._tell = tell
         self._first_attempt = first_attempt
         self._first_restart = first_restart
-        self._join_until = now + start_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._pids: dict[int, int] = {}
-        """Of the supervisors that have joined, by node rank."""
+        self._job = job
+        self._muster = Muster(gang, timeout_s=start_timeout_s, now=now)
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
-        self._reached: dict[int, str] = {}
-        """The address at which each other node has reached this one."""
-        self._unready: dict[int, tuple[int, ...]] = {}
-        """Ranks that a node cannot start yet, for it waits for their tasks."""
         self._started_nodes: dict[int, Message] = {}
         """Where the ranks of each node stand on the network."""
         self._start_recorded = False
@@ -77,7 +75,7 @@ class Head:
         return self._attempt.settling or self._unconfirmed is not None
 
     def may_join(self, node_rank: int) -> bool:
-        return node_rank not in self._pids and 0 <= node_rank < len(self._gang.nodes)
+        return self._muster.may_join(node_rank)
 
     def hear(self, node_rank: int, report: Message, now: float) -> None:
         """Take in what a node reports."""
@@ -86,13 +84,13 @@ class Head:
         if kind == "join":
             self._join(node, report)
         elif kind == "missing":
-            self._unready[node_rank] = tuple(report["ranks"])
+            self._muster.expect(node_rank, report["ranks"])
         elif kind == "started":
             self._started_nodes[node_rank] = facts_of(report)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
-            self._stop(str(report["reason"]), now)
+            self._hear_stop(report, now)
         elif kind == "cancel":
             self._cancel(str(report["reason"]))
         elif kind == "supervisor_ended":
@@ -108,7 +106,8 @@ class Head:
         elif report["kind"] == "failed":
             error, weight = str(report["error"]), int(report["weight"])
             rank = int(report.get("rank", min(node.ranks)))
-            self._fail(Failure(rank=rank, host=node.host, error=error, weight=weight), now)
+            lost = "rank" in report
+            self._fail(Failure(rank=rank, host=node.host, error=error, weight=weight, job_restartable=lost), now)
 
     def lose(self, node_rank: int, why: str, now: float) -> None:
         """Take in that the link to a node's supervisor is no more."""
@@ -116,7 +115,7 @@ class Head:
             return
         self._lost.add(node_rank)
         node = self._gang.nodes[node_rank]
-        name = f"supervisor of node {node_rank} on {node.host} (pid {self._pids[node_rank]})"
+        name = f"supervisor of node {node_rank} on {node.host} (pid {self._muster.pids[node_rank]})"
         # The kernel closes the connections of a killed process at once; anything else is told as it was seen.
         killed = "closed" in why or "reset" in why
         self._fail_nodes((node,), f"{name} was killed" if killed else f"{name} is lost: {why}", now)
@@ -127,8 +126,11 @@ class Head:
         attempt = self._attempt
         if self.exit_code is not None:
             return
+        if self._job is not None:
+            self._hear_job(self._job, now)
         if self._unconfirmed is not None:
-            if not self._unconfirmed or now >= self._ending_until:
+            waits = self._job is not None and self._job.undecided
+            if (not self._unconfirmed and not waits) or now >= self._ending_until:
                 self._sweep_lost_nodes()
                 self._conclude(now)
             return
@@ -143,31 +145,19 @@ class Head:
             self._end_gang(now)
 
     def _join(self, node: Node, report: Message) -> None:
-        pid = self._pids[node.node_rank] = int(report["pid"])
-        self._unready[node.node_rank] = tuple(report.get("missing", ()))
-        if "reached" in report:
-            self._reached[node.node_rank] = str(report["reached"])
-        note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
+        self._muster.join(node, report)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
     def _await_joins(self, now: float) -> None:
-        absent = [node for node in self._gang.nodes if node.node_rank not in self._pids]
-        unready = [node for node in self._gang.nodes if self._unready.get(node.node_rank)]
-        if not absent and not unready:
+        if self._muster.complete:
             self._begin(now)
-        elif now >= self._join_until:
-            words = [f"node {node.node_rank} on {node.host} did not join" for node in absent]
-            words += [
-                f"the task of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start"
-                for node in unready
-            ]
-            error = f"{' and '.join(words)} within {self._start_timeout_s:g} s"
-            self._fail(Failure(rank=None, host=(absent + unready)[0].host, error=error), now)
+        elif (failure := self._muster.overdue(now)) is not None:
+            self._fail(failure, now)
 
     def _miss(self, node_rank: int, exit_code: int, now: float) -> None:
         """Take in that a supervisor has ended, as its starter sees it; one that had joined is missed by its link."""
-        if node_rank in self._pids:
+        if node_rank in self._muster.pids:
             return
         node = self._gang.nodes[node_rank]
         how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
@@ -176,7 +166,7 @@ class Head:
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
-            self._rendezvous.open(attempt.number, self._reached)
+            self._rendezvous.open(attempt.number, self._muster.reached)
         except ClusterddpError as error:
             self._fail(Failure(rank=None, host=gang.nodes[0].host, error=error.message), now)
             return
@@ -209,6 +199,30 @@ class Head:
         if self._unconfirmed is None and self._attempt.cancel_reason is None:
             self._attempt.cancel_reason = reason
 
+    def _hear_stop(self, report: Message, now: float) -> None:
+        if self._job is not None and report.get("signal") == "SIGTERM":
+            self._job.on_term(now)
+            if self._unconfirmed is not None:
+                return  # srun ends what is left of a step when one of its tasks was killed
+        self._stop(str(report["reason"]), now)
+
+    def _hear_job(self, job: JobWatch, now: float) -> None:
+        """Act on what Slurm is about to do with the job."""
+        intent, attempt = job.tick(now), self._attempt
+        if intent is None:
+            return
+        note(f"Slurm: {intent.words}")
+        if intent.kind == "cancelled":
+            self._final = True
+            attempt.cancel_reason = attempt.cancel_reason or intent.words
+            return
+        attempt.job_ends = True
+        attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
+        if self._unconfirmed is None:
+            self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
+        if attempt.stop_reason is not None:
+            attempt.stop_reason = intent.words
+
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
         if self._unconfirmed is not None:
             self._final = True  # Who asks for a stop does not want another start.
@@ -216,7 +230,7 @@ class Head:
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason)
-        for node_rank in self._pids.keys() - self._lost:
+        for node_rank in self._muster.pids.keys() - self._lost:
             self._tell(node_rank, {"kind": "stop", "reason": reason})
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
@@ -226,17 +240,17 @@ class Head:
         if self._attempt.begun is not None:
             whose = "its " if len(nodes) < len(self._gang.nodes) else ""
             words = f"{what}; {whose}{spell_ranks(ranks)} ended with it"
-        self._fail(Failure(rank=min(ranks), host=nodes[0].host, error=words), now)
+        self._fail(Failure(rank=min(ranks), host=nodes[0].host, error=words, job_restartable=True), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
-        """Note a failure after which no restart makes sense."""
-        self._final = True
+        """Note a failure after which these supervisors start nothing again."""
+        self._final = self._final or self._job is None or not failure.job_restartable
         if self._unconfirmed is None:
             self._attempt.fail(failure, now)
 
     def _end_gang(self, now: float) -> None:
         self._attempt.decide()
-        self._unconfirmed = set(self._pids) - self._lost
+        self._unconfirmed = set(self._muster.pids) - self._lost
         self._ending_until = now + _CONFIRM_S
         self._left.clear()
         for node_rank in sorted(self._unconfirmed):
@@ -262,9 +276,12 @@ class Head:
         with contextlib.suppress(OSError):
             directory.path.joinpath(ENDING).unlink(missing_ok=True)
         end = self._with_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
-        if self._may_restart(end):
-            end = dataclasses.replace(end, will_restart=True)
-            self._guard.know(attempt=attempt.number + 1, started=False)
+        sequel = self._sequel(end)
+        if sequel != "nothing":
+            end = dataclasses.replace(end, will_restart=True, needs_job=sequel == "another job")
+        if sequel == "here":
+            restarts_left = self._job is not None and self._restarts_before(attempt) + 1 < self._gang.restarts
+            self._guard.know(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
         try:
             record_end(directory, end)
         except ClusterddpError as error:
@@ -272,7 +289,7 @@ class Head:
             end = dataclasses.replace(end, outcome="FAILED", will_restart=False)
         log_end(self._run, attempt.number, end)
         self._rendezvous.close()
-        if end.will_restart:
+        if end.will_restart and not end.needs_job:
             self._next_attempt()
         else:
             self._finish(1 if end.outcome == "FAILED" else 0)
@@ -285,18 +302,20 @@ class Head:
 
     def _finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
-        for node_rank in self._pids.keys() - self._lost:
+        for node_rank in self._muster.pids.keys() - self._lost:
             self._tell(node_rank, {"kind": "finish", "exit_code": exit_code})
 
-    def _may_restart(self, end: AttemptEnd) -> bool:
+    def _sequel(self, end: AttemptEnd) -> Sequel:
         attempt = self._attempt
-        if self._final or self._left or self._unconfirmed or self._run.cancel_file.exists():
-            return False
-        if self._restarts_before(attempt) >= self._gang.restarts:
-            return False
-        if end.outcome == "STOPPED":
-            return attempt.stopped_by_time_limit
-        return end.outcome == "FAILED" and attempt.cause().restartable and attempt.stop_reason is None
+        if self._run.cancel_file.exists() or self._restarts_before(attempt) >= self._gang.restarts:
+            return "nothing"
+        return sequel_of(
+            attempt,
+            end,
+            on_slurm=self._job is not None,
+            final=self._final,
+            all_gone=not (self._left or self._unconfirmed),
+        )
 
     def _restarts_before(self, attempt: Attempt) -> int:
         return self._first_restart + attempt.number - self._first_attempt

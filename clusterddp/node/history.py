@@ -44,8 +44,10 @@ def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes:
     write_json(attempt.start, facts)
 
 
-def record_end(attempt: AttemptDir, end: AttemptEnd) -> None:
+def record_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
     """Record the end of an attempt, asking a full disk again for a while: nothing runs any more, so that may wait.
+
+    False when somebody else already has.
 
     Raises: ClusterddpError: it still cannot be written.
     """
@@ -54,8 +56,7 @@ def record_end(attempt: AttemptDir, end: AttemptEnd) -> None:
         try:
             with contextlib.suppress(OSError):
                 attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_end(attempt, end)
-            return
+            return write_end(attempt, end)
         except ClusterddpError:
             if time.monotonic() >= deadline:
                 raise

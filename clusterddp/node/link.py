@@ -24,6 +24,9 @@ LEASE_S = 15.0
 JOIN_TIMEOUT_S = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 
+HOST_SILENT = "its host does not answer"
+"""Why a link is lost when it is the other host, not only a process there, that is silent."""
+
 _MAX_LINE = 512 * 1024
 _MAX_UNPROVEN = 4 * 1024
 """What a stranger can make us keep."""
@@ -255,5 +258,5 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 def _broken(error: OSError) -> str:
     if error.errno in {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}:
-        return "its host does not answer"
+        return HOST_SILENT
     return f"the connection broke ({error.strerror})"

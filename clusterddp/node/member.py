@@ -69,6 +69,7 @@ class Member:
         gang: Gang,
         node: Node,
         *,
+        first_attempt: int,
         starter: Starter,
         report: Callable[[Message], None],
         guard_pid: Callable[[], int],
@@ -79,6 +80,8 @@ class Member:
         self._starter = starter
         self._report = report
         self._guard_pid = guard_pid
+        self.attempt_number = first_attempt
+        """Of the attempt that runs now, or ran last."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
 
@@ -167,7 +170,8 @@ class Member:
                 self._rank_ended(attempt, news)
 
     def _start(self, order: Message) -> None:
-        node, directory = self._node, self._run.attempt(order["attempt"])
+        self.attempt_number = int(order["attempt"])
+        node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
             footing = find_footing(self._gang, order)
             attempt = _Attempt(

@@ -73,3 +73,7 @@ class Order:
     def first_restart(self) -> int:
         """How many restarts lie behind the run when this order's first attempt begins."""
         return self.slurm.used_restarts if self.slurm is not None else 0
+
+    def restarts_left_after(self, attempt: int) -> bool:
+        """Say whether the run may begin yet another attempt after this one."""
+        return self.first_restart + attempt - self.attempt < self.gang.restarts

@@ -9,8 +9,10 @@ import socket
 import time
 
 from clusterddp.dist.port import walk_ports
+from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
+from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import Message, listen, listen_on_walk
 from clusterddp.node.order import Order
 from clusterddp.node.search import Finder, KnownHead, SearchedHead
@@ -31,14 +33,20 @@ def open_tasks(order: Order, selector: selectors.BaseSelector) -> Tasks | None:
     return Tasks(listener, order.node.ranks, order.node.host, selector)
 
 
-def reach_head(order: Order, selector: selectors.BaseSelector, guard: Guard, missing: tuple[int, ...]) -> Uplink:
+def reach_head(
+    order: Order,
+    selector: selectors.BaseSelector,
+    guard: Guard,
+    missing: tuple[int, ...],
+    allocation: Allocation | None,
+) -> Uplink:
     """Be the head, or find it; `missing` are ranks whose tasks have not come yet.
 
     Raises: OSError, ClusterddpError: no port to listen at; the head, which is known to listen, is not there.
     """
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
     if order.is_head:
-        return _be_head(order, selector, guard, join)
+        return _be_head(order, selector, guard, join, allocation)
     return HeadElsewhere(
         _finder(order, selector, join), selector, lease_s=order.lease_s, start_timeout_s=order.start_timeout_s
     )
@@ -58,7 +66,9 @@ def _finder(order: Order, selector: selectors.BaseSelector, join: Message) -> Fi
     )
 
 
-def _be_head(order: Order, selector: selectors.BaseSelector, guard: Guard, join: Message) -> HeadHere:
+def _be_head(
+    order: Order, selector: selectors.BaseSelector, guard: Guard, join: Message, allocation: Allocation | None
+) -> HeadHere:
     slurm = order.slurm
     one_host = len({node.host for node in order.gang.nodes}) == 1
     if slurm is None or one_host:
@@ -79,6 +89,7 @@ def _be_head(order: Order, selector: selectors.BaseSelector, guard: Guard, join:
         first_attempt=order.attempt,
         first_restart=order.first_restart,
         rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
+        job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
         start_timeout_s=order.start_timeout_s,
         guard=guard,
         tell=here.tell,

@@ -43,6 +43,9 @@ from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.allocation import Allocation
+from clusterddp.node.failure import CERTAIN
+from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
 from clusterddp.node.member import Member
 from clusterddp.node.note import note, open_log
@@ -50,6 +53,7 @@ from clusterddp.node.order import Order
 from clusterddp.node.processes import become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
+from clusterddp.node.succession import Succession
 from clusterddp.node.uplink import Uplink
 
 _POLL_S = 0.2
@@ -125,11 +129,19 @@ class Supervisor:
         starter = self._tasks or self._children
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self.uplink: Uplink = reach_head(order, self._selector, guard, self._missing)
+        self._allocation = Allocation(order.slurm.job_id, environment) if order.slurm is not None else None
+        self.uplink: Uplink = reach_head(order, self._selector, guard, self._missing, self._allocation)
+        self._succession: Succession | None = None
+        self._fence: Fence | None = None
+        if order.slurm is not None and self._allocation is not None:
+            self._fence = Fence(order.run, order.attempt)
+            if not order.is_head:
+                self._succession = Succession(order, order.slurm, self._allocation, environment)
         self._member = Member(
             order.run,
             order.gang,
             order.node,
+            first_attempt=order.attempt,
             starter=starter,
             report=self.uplink.report,
             guard_pid=lambda: guard.pid,
@@ -147,13 +159,32 @@ class Supervisor:
                 note("the guard was killed; another one was started")
             if self._children is not None:
                 self._children.on_exits(exits)
+            if self._allocation is not None:
+                self._allocation.on_exits(exits)
             self._member.tick(now)
             self._await_tasks()
+            self._watch_successors(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._member.obey(order, now)
-            if self.uplink.exit_code is not None and self._member.idle:
+            if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
+
+    def _is_done(self, now: float) -> bool:
+        idle = self._member.idle
+        if self._succession is None or self.uplink.head_lost is None:
+            return idle
+        attempt = self._order.run.attempt(self._member.attempt_number)
+        return self._succession.step(attempt, self.uplink.head_lost, idle=idle, now=now)
+
+    def _watch_successors(self, now: float) -> None:
+        """End this node's ranks when another start of the job has taken the run over."""
+        if self._fence is None or (later := self._fence.look(now)) is None:
+            return
+        error = f"attempt {later} of the run has begun elsewhere"
+        note(error)
+        self.uplink.report({"kind": "failed", "error": error, "weight": CERTAIN})
+        self._member.begin_end(now)
 
     @property
     def _hurried(self) -> bool:
@@ -173,7 +204,7 @@ class Supervisor:
         for number in self._signals.take() & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}:
             name = signal.Signals(number).name
             reason = f"{name} to the supervisor of node {self._order.node.node_rank}"
-            self.uplink.report({"kind": "stop_requested", "reason": reason})
+            self.uplink.report({"kind": "stop_requested", "reason": reason, "signal": name})
 
     def _hear_parent(self, now: float) -> None:
         if not self._stdin_open:
@@ -218,6 +249,7 @@ def main() -> int:
         other_nodes=tuple(others) if order.node.node_rank == 0 else (),
         supervisor_pid=os.getpid(),
         attempt=order.attempt,
+        restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
     )
     guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno(), keep=order.tasks)
     supervisor: Supervisor | None = None

@@ -82,8 +82,9 @@ class Task:
 
     def serve(self) -> int:
         """Do what the supervisor says until it lets us go, or is gone."""
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._say({"kind": "here", "rank": self._place.rank, "gpus": gpus})
+        binding = os.environ.get("SLURMD_TRES_BIND", "") + os.environ.get("SLURM_TRES_BIND", "")
+        gpus = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus_bound": "gpu:" in binding}
+        self._say({"kind": "here", "rank": self._place.rank, **gpus})
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._reader, select.POLLIN)

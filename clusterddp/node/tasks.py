@@ -1,7 +1,7 @@
 """Slurm's tasks as the supervisor sees them: each starts the rank that is its own, so that its binding holds for it.
 
 A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
-`here` (rank, gpus), `started` (pid), `not_started` (error), `ended` (returncode); the supervisor says `start`
+`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode); the supervisor says `start`
 (variables, unless, stdout, stderr), `signal` (number), `reap`, `leave`. Both ends look at the other one's user. The
 name of the socket follows from the run's token, so nobody can take it first.
 """
@@ -16,6 +16,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from clusterddp.dist.environment import GPU, USERS
+from clusterddp.node.gpus import TaskGpus, choose_gpus
 from clusterddp.node.note import note
 from clusterddp.node.starter import Ended, Launch, Lost, News, Started
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
@@ -47,17 +49,25 @@ class Tasks:
         """Ranks whose task has not come yet."""
         return tuple(rank for rank in self._ranks if rank not in self._tasks)
 
-    @property
-    def gpus(self) -> list[tuple[str, ...] | None]:
-        """What CUDA_VISIBLE_DEVICES is in each task, by local rank; None: not set."""
-        return [self._tasks[rank].gpus for rank in self._ranks]
-
     def start(self, rank: int, launch: Launch) -> None:
+        """Have a task start its rank; one that is gone is told of by `news`."""
+        task = self._tasks[rank]
         variables = {name: variable.value for name, variable in launch.variables.items()}
-        said = {name: variable.origin for name, variable in launch.variables.items()}
-        unless = [name for name in _UNLESS_SET & variables.keys() if said[name] != "env in the spec"]
-        words = {"variables": variables, "unless": unless, "stdout": str(launch.stdout), "stderr": str(launch.stderr)}
-        self._say(self._tasks[rank], {"kind": "start", "run_dir": str(launch.run_dir), **words})
+        users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
+        choice = choose_gpus([self._tasks[each].gpus for each in self._ranks])
+        if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(choice.visible)
+        if choice.device is not None:
+            variables[GPU] = str(choice.device)
+        order = {
+            "kind": "start",
+            "run_dir": str(launch.run_dir),
+            "variables": variables,
+            "unless": sorted(_UNLESS_SET - users),
+            "stdout": str(launch.stdout),
+            "stderr": str(launch.stderr),
+        }
+        self._say(task, order)
 
     def signal(self, rank: int, number: int) -> None:
         self._say(self._tasks[rank], {"kind": "signal", "number": number})
@@ -105,8 +115,7 @@ class Tasks:
             self._selector.unregister(sock)
             sock.close()
             return
-        visible = words.get("gpus")
-        gpus = tuple(filter(None, (gpu.strip() for gpu in visible.split(",")))) if visible is not None else None
+        gpus = TaskGpus.of(words.get("gpus"), bound=bool(words.get("gpus_bound")))
         self._tasks[rank] = _Task(rank, sock, peer_of(sock)[0], gpus)
 
     def _hear(self, task: _Task) -> None:
@@ -148,7 +157,7 @@ class Tasks:
 
 
 class _Task:
-    def __init__(self, rank: int, sock: socket.socket, pid: int, gpus: tuple[str, ...] | None) -> None:
+    def __init__(self, rank: int, sock: socket.socket, pid: int, gpus: TaskGpus) -> None:
         self.rank = rank
         self.sock: socket.socket | None = sock
         self.pid = pid

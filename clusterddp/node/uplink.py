@@ -29,6 +29,10 @@ class Uplink(Protocol):
         """Not None when the supervisor is to leave as soon as nothing of its node is left."""
 
     @property
+    def head_lost(self) -> str | None:
+        """Why the head is lost, when it is."""
+
+    @property
     def hurried(self) -> bool:
         """True while there is something to do at once, or things change within milliseconds."""
 
@@ -44,6 +48,8 @@ class Uplink(Protocol):
 
 class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are at the end of channels."""
+
+    head_lost = None
 
     def __init__(
         self,
@@ -183,14 +189,14 @@ class HeadElsewhere:
     def report(self, message: Message) -> None:
         if self._channel is None:
             self._unsaid.append(message)
-        else:
+        elif self.head_lost is None:
             self._channel.send(message)
 
     def pump(self, now: float) -> list[Message]:
         if self._channel is None:
             self._find_head(now)
         channel = self._channel
-        if channel is None:
+        if channel is None or self.head_lost is not None:
             return []
         heard, self._heard = self._heard + channel.receive(now), []
         orders = [message for message in heard if message["kind"] not in {"beat", "welcome"}]
@@ -209,6 +215,8 @@ class HeadElsewhere:
             note(f"the head is lost: {channel.lost}")
             self.head_lost = channel.lost
             self.exit_code = 1
+            self._selector.unregister(channel.sock)
+            channel.close()
             orders.append({"kind": "kill", "whole_gang": True})
         return orders
 

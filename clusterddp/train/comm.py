@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.dist.environment import GPU
 from clusterddp.errors import ClusterddpError
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
@@ -33,6 +34,8 @@ class Place:
     local_rank: int
     world_size: int
     backend: str
+    gpu: int | None = None
+    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Place:
@@ -42,6 +45,7 @@ class Place:
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             world_size=int(environ.get("WORLD_SIZE", "1")),
             backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+            gpu=int(environ[GPU]) if environ.get(GPU) else None,
         )
 
 
@@ -214,11 +218,12 @@ def _choose_device(place: Place) -> torch.device:
     if place.backend != "nccl":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if place.local_rank >= gpus:
+    index = place.local_rank if place.gpu is None else place.gpu
+    if index >= gpus:
         raise ClusterddpError(
             f"rank {place.rank} is number {place.local_rank} on its node, which shows it {gpus} GPUs",
             hint="ask for at most one rank per GPU, or run on the CPU with --cpu",
         )
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -1,0 +1,127 @@
+"""The controller, asked about our job without waiting for it: a question is a child process, its answer comes later."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm.commands import slurm_environment
+from clusterddp.slurm.control import JobNow, read_job
+from clusterddp.slurm.time_left import KILL_WAIT_S, read_kill_wait_s, read_time_left_s
+
+PATIENCE_S = 4.0
+"""How long the controller may take to answer: as a rule its answer decides what becomes of ranks that end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the controller said of the job."""
+
+    job: JobNow | None
+    """None: it could not be asked, or does not know the job."""
+    asked: float
+    time_left_s: float | None = None
+    """At the time of the question; None: no limit is known."""
+    error: str = ""
+
+
+class Allocation:
+    """One job at the controller."""
+
+    def __init__(self, job_id: str, environ: Mapping[str, str]) -> None:
+        self.kill_wait_s = KILL_WAIT_S
+        self._job_id = job_id
+        self._environ = slurm_environment(environ)
+        self._question: _Command | None = None
+        self._config: _Command | None = None
+        self._answer: Answer | None = None
+
+    @property
+    def asking(self) -> bool:
+        return self._question is not None
+
+    def ask(self) -> None:
+        """Ask for the job, unless that is being done."""
+        if self._question is not None:
+            return
+        now = time.monotonic()
+        try:
+            self._question = _Command(["scontrol", "show", "job", "-o", self._job_id], self._environ)
+        except OSError as error:
+            self._answer = Answer(job=None, asked=now, error=str(error))
+
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Take in which children have ended."""
+        if self._config is not None and self._config.pid in exits:
+            self.kill_wait_s = read_kill_wait_s(self._config.read()[0])
+            self._config = None
+        question = self._question
+        if question is not None and question.pid in exits:
+            self._question = None
+            out, err = question.read()
+            self._answer = _understand(out, err, question.begun)
+
+    def take(self) -> Answer | None:
+        """Return the answer to the last question, once."""
+        if self._question is not None and time.monotonic() - self._question.begun > PATIENCE_S:
+            self._question.give_up()
+            self._answer = Answer(job=None, asked=self._question.begun, error=f"no answer within {PATIENCE_S:g} s")
+            self._question = None
+        answer, self._answer = self._answer, None
+        return answer
+
+    def ask_config(self) -> None:
+        """Ask how Slurm is configured; until that is answered its defaults are taken for granted."""
+        try:
+            self._config = _Command(["scontrol", "show", "config"], self._environ)
+        except OSError:
+            self._config = None
+
+
+class _Command:
+    """One of Slurm's commands under way; the supervisor's loop, which reaps all children, tells when it has ended."""
+
+    def __init__(self, argv: list[str], environ: Mapping[str, str]) -> None:
+        program = shutil.which(argv[0], path=environ.get("PATH"))
+        if program is None:
+            raise FileNotFoundError(f"{argv[0]} is not on this host")
+        self.begun = time.monotonic()
+        self._process = subprocess.Popen(
+            [program, *argv[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def read(self) -> tuple[str, str]:
+        """Return what an ended command has said."""
+        self._process.returncode = 0  # it was reaped by others
+        streams = (self._process.stdout, self._process.stderr)
+        out, err = (stream.read().decode(errors="replace") if stream else "" for stream in streams)
+        self._close()
+        return out, err
+
+    def give_up(self) -> None:
+        """End it; its end is reaped and heeded no more."""
+        self._process.kill()
+        self._process.returncode = 0
+        self._close()
+
+    def _close(self) -> None:
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream:
+                stream.close()
+
+
+def _understand(out: str, err: str, asked: float) -> Answer:
+    try:
+        return Answer(job=read_job(out), asked=asked, time_left_s=read_time_left_s(out))
+    except SlurmError as error:
+        return Answer(job=None, asked=asked, error=" ".join(err.split()) or error.message)

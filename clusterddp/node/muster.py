@@ -1,0 +1,58 @@
+"""Who of the gang has come: the supervisors that have joined the head, and the ranks that their nodes still lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from clusterddp.node.failure import Failure
+from clusterddp.node.link import Message
+from clusterddp.node.note import note
+from clusterddp.run.gang import Gang, Node, spell_ranks
+
+
+class Muster:
+    """The nodes of a gang as they come."""
+
+    def __init__(self, gang: Gang, *, timeout_s: float, now: float) -> None:
+        self.pids: dict[int, int] = {}
+        """Of the supervisors that have joined, by node rank."""
+        self.reached: dict[int, str] = {}
+        """The address at which each other node has reached the head."""
+        self._gang = gang
+        self._timeout_s = timeout_s
+        self._until = now + timeout_s
+        self._unready: dict[int, tuple[int, ...]] = {}
+        """Ranks that a node cannot start yet, for it waits for their tasks."""
+
+    def may_join(self, node_rank: int) -> bool:
+        return node_rank not in self.pids and 0 <= node_rank < len(self._gang.nodes)
+
+    def join(self, node: Node, report: Message) -> None:
+        """Take in that a supervisor is there."""
+        pid = self.pids[node.node_rank] = int(report["pid"])
+        self.expect(node.node_rank, report.get("missing", ()))
+        if "reached" in report:
+            self.reached[node.node_rank] = str(report["reached"])
+        note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
+
+    def expect(self, node_rank: int, ranks: Iterable[int]) -> None:
+        """Take in which ranks of a node cannot be started yet."""
+        self._unready[node_rank] = tuple(ranks)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.pids) == len(self._gang.nodes) and not any(self._unready.values())
+
+    def overdue(self, now: float) -> Failure | None:
+        """Name who has not come in time."""
+        if now < self._until:
+            return None
+        absent = [node for node in self._gang.nodes if node.node_rank not in self.pids]
+        unready = [node for node in self._gang.nodes if self._unready.get(node.node_rank)]
+        words = []
+        if absent:
+            words.append(" and ".join(f"node {node.node_rank} on {node.host}" for node in absent) + " did not join")
+        for node in unready:
+            words.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
+        error = f"{' and '.join(words)} within {self._timeout_s:g} s"
+        return Failure(rank=None, host=(absent + unready)[0].host, error=error, job_restartable=True)

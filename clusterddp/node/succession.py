@@ -1,0 +1,118 @@
+"""What the other nodes do when the head's host is lost: one of them records the end and has the job started again.
+
+As a rule the head's host also ran the batch script, so nobody else is left to do so. Each node that lost the head ends
+its ranks first; then they write the end one after the other, by node rank, and the first to write it goes on alone. A
+node that was cut off itself cannot ask the controller, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.node.allocation import Allocation, Answer
+from clusterddp.node.history import log_end, record_end
+from clusterddp.node.link import HOST_SILENT
+from clusterddp.node.note import note
+from clusterddp.node.order import Order, SlurmOrder
+from clusterddp.run.directory import AttemptDir
+from clusterddp.run.gang import spell_ranks
+from clusterddp.run.record import AttemptEnd, RootCause, read_end
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import tag_of
+
+PROCESS_PATIENCE_S = 10.0
+"""How long the guard of a head that was killed has for its work, its host being alive."""
+_TURN_S = 0.4
+"""How much later than its predecessor each node takes its turn."""
+_GIVE_UP_S = 60.0
+_ASK_AGAIN_S = 2.0
+
+
+class Succession:
+    """One node's part, from the loss of the head until it is known that the end is recorded."""
+
+    def __init__(self, order: Order, slurm: SlurmOrder, allocation: Allocation, environ: Mapping[str, str]) -> None:
+        self._order = order
+        self._slurm = slurm
+        self._allocation = allocation
+        self._environ = environ
+        self._began = time.monotonic()
+        self._turn_at: float | None = None
+        self._ask_at = 0.0
+
+    def step(self, attempt: AttemptDir, why: str, *, idle: bool, now: float) -> bool:
+        """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
+        if self._turn_at is None:
+            patience_s = 0.0 if why == HOST_SILENT else PROCESS_PATIENCE_S
+            self._turn_at = now + patience_s + _TURN_S * (self._order.node.node_rank - 1)
+        if not idle or now < self._turn_at:
+            return idle and read_end(attempt) is not None
+        if read_end(attempt) is not None or now - self._began > _GIVE_UP_S:
+            return True
+        answer = self._allocation.take()
+        if answer is None or answer.job is None:
+            if answer is not None:
+                note(f"the controller could not be asked: {answer.error}")
+                self._ask_at = now + _ASK_AGAIN_S
+            if now >= self._ask_at:
+                self._allocation.ask()
+            return False
+        self._succeed(attempt, why, answer)
+        return True
+
+    def _succeed(self, attempt: AttemptDir, why: str, answer: Answer) -> None:
+        job, slurm = answer.job, self._slurm
+        assert job is not None
+        if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
+            note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
+            return
+        end = self._end_of(attempt, why)
+        try:
+            if not record_end(attempt, end):
+                return
+        except ClusterddpError as error:
+            note(f"the end could not be recorded: {error}")
+            return
+        log_end(self._order.run, attempt.number, end)
+        if end.needs_job:
+            self._start_job_again(attempt)
+        else:
+            self._cancel_job()
+
+    def _end_of(self, attempt: AttemptDir, why: str) -> AttemptEnd:
+        order, head = self._order, self._order.gang.nodes[0]
+        started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
+        words = f"node 0 on {head.host} is lost: {why}; its {spell_ranks(head.ranks)} ended with it"
+        goes_on = order.restarts_left_after(attempt.number) and not order.run.cancel_file.exists()
+        rank = min(head.ranks) if started else None
+        log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
+        cause = RootCause(rank=rank, host=head.host, exit_code=None, error=words, log=log)
+        return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+
+    def _start_job_again(self, attempt: AttemptDir) -> None:
+        """Hand over to the program that knows all ways to start a job again: the launcher's."""
+        command = [sys.executable, "-m", "clusterddp.launch.slurm_again", str(self._order.run.path)]
+        environment = dict(self._environ) | {COOKIE: cookie(self._order.gang.token, "task")}
+        try:
+            again = subprocess.Popen(
+                [*command, str(attempt.number)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            note(f"the job cannot be started again: {error}")
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            again.wait(_GIVE_UP_S)
+
+    def _cancel_job(self) -> None:
+        with contextlib.suppress(SlurmError):
+            run_slurm(["scancel", self._slurm.job_id], environ=self._environ)
