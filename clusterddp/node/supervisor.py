@@ -190,10 +190,10 @@ class Supervisor:
     def _hurried(self) -> bool:
         return self._member.ending or self.uplink.hurried
 
-    def dismiss_tasks(self) -> None:
+    def dismiss_tasks(self, exit_code: int) -> None:
         """Let Slurm's tasks go; from then on Slurm may end this process at any moment."""
         if self._tasks is not None:
-            self._tasks.dismiss()
+            self._tasks.dismiss(exit_code)
 
     def _await_tasks(self) -> None:
         if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
@@ -263,7 +263,7 @@ def main() -> int:
         _give_up(order, guard, supervisor, error)
     guard.dismiss()
     if supervisor is not None:
-        supervisor.dismiss_tasks()
+        supervisor.dismiss_tasks(exit_code)
     return exit_code
 
 

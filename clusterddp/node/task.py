@@ -96,7 +96,7 @@ class Task:
                 continue
             if words["kind"] == "leave":
                 self._await_end_of_supervisor()
-                return self._exit_code(0)
+                return self._exit_code(words["exit_code"])
             if words["kind"] == "gone":
                 return self._survive()
             self._obey(words)

@@ -1,9 +1,9 @@
 """Slurm's tasks as the supervisor sees them: each starts the rank that is its own, so that its binding holds for it.
 
 A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
-`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode); the supervisor says `start`
-(variables, unless, stdout, stderr), `signal` (number), `reap`, `leave`. Both ends look at the other one's user. The
-name of the socket follows from the run's token, so nobody can take it first.
+`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor says
+`start` (run_dir, variables, unless, stdout, stderr), `signal` (number), `reap`, `leave` (exit_code). Both ends look at
+the other one's user. The name of the socket follows from the run's token, so nobody can take it first.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Tasks:
         news, self._news = self._news, []
         return news
 
-    def dismiss(self) -> None:
-        """Let all tasks go, each with the exit code of its rank."""
+    def dismiss(self, exit_code: int) -> None:
+        """Let all tasks go, each with the exit code of its rank; with this one where that is 0 or none."""
         for task in self._tasks.values():
             if task.sock is not None:
                 with contextlib.suppress(OSError):
                     task.sock.setblocking(True)
                     task.sock.settimeout(1.0)
-                    task.sock.send(b'{"kind": "leave"}')
+                    task.sock.send(json.dumps({"kind": "leave", "exit_code": exit_code}).encode())
 
     def _accept(self) -> None:
         while True:

@@ -1,0 +1,34 @@
+"""Which GPUs the ranks of a node are told of, for every way in which Slurm shows GPUs to tasks."""
+
+import pytest
+
+from clusterddp.node.gpus import Choice, TaskGpus, choose_gpus
+from clusterddp.train.comm import Place
+
+
+@pytest.mark.parametrize(
+    ("lists", "bound", "choice"),
+    [
+        ([None, None], False, Choice()),
+        (["", ""], False, Choice()),
+        (["0,1", "0,1"], False, Choice()),  # --gpus-per-node=2, --gres=gpu:2
+        (["2,3", "2,3"], False, Choice()),
+        (["3", "5"], True, Choice(visible=("3", "5"))),  # --gpus-per-task=1
+        (["0,1", "2,3"], True, Choice(visible=("0", "2", "1", "3"))),
+        (["0", "0"], True, Choice(device=0)),  # the same, and every task confined to its own device
+        (["0,1", "0,1", "0,1"], True, Choice(device=0)),
+        (["0", "0"], False, Choice()),  # one GPU for two ranks: the trainer says so
+        (["MIG-a", "MIG-b"], True, Choice(device=0)),
+        (["0"], False, Choice()),
+    ],
+)
+def test_local_rank_counts_to_a_rank_s_own_gpu_or_it_is_told_which(lists, bound, choice):
+    assert choose_gpus([TaskGpus.of(visible, bound=bound) for visible in lists]) == choice
+
+
+def test_the_trainer_takes_the_gpu_that_it_is_told():
+    assert Place.from_environment({"LOCAL_RANK": "3", "CLUSTERDDP_GPU": "0"}).gpu == 0
+
+
+def test_the_trainer_counts_by_its_local_rank_otherwise():
+    assert Place.from_environment({"LOCAL_RANK": "3"}).gpu is None
