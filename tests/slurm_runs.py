@@ -81,3 +81,15 @@ def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
     end = wait_until(look, within_s)
     assert isinstance(end, AttemptEnd)
     return end
+
+
+def job_fields(rack: Rack, job: str) -> dict[str, str]:
+    """Ask Slurm for a job, as names and values."""
+    words = rack.run(HEAD, ["scontrol", "show", "job", "-o", job], check=False).stdout.split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def await_job_state(rack: Rack, job: str, state: str, within_s: float = 40) -> dict[str, str]:
+    """Wait until Slurm calls the job so; return what it says of it."""
+    wait_until(lambda: job_fields(rack, job).get("JobState") == state, within_s)
+    return job_fields(rack, job)
