@@ -23,6 +23,27 @@ from clusterddp.run.directory import RunDir
 print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
 """
 
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import AttemptEnd, RootCause, write_end
+signalled = []
+signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
+run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])
+attempt = run.attempt(number)
+(attempt.path / f"up-{rank}").touch()
+def end(outcome, **more):
+    if rank == 0:
+        write_end(attempt, AttemptEnd(outcome=outcome, reason="so the task says", **more))
+    sys.exit(0)
+def wait(condition):
+    while not condition():
+        time.sleep(0.02)
+"""
+COMPLETE_LATER = TASK + "if number: end('COMPLETED')\n"
+GO_ON = "end('STOPPED', will_restart=True, needs_job=True)\n"
+
 
 def environment() -> dict[str, str]:
     """Return what a shell on the head has: this Python and this checkout first."""
@@ -46,6 +67,24 @@ def make_slurm_run(
     else:
         plan = plan_text(text, directory, environ=environment())
     return RunDir(make_run(plan, environment()).run_dir)
+
+
+def start(rack: Rack, name: str, code: str, *, more: str = "restarts: 2") -> tuple[RunDir, str]:
+    """Submit a run of two nodes whose tasks are this program; return it and its job's number."""
+    run = make_slurm_run(rack, name, "", more=more)
+    stand_in(run, code)
+    return run, start_run(rack, run)
+
+
+def await_up(run: RunDir, attempt: int = 0) -> None:
+    """Wait until the stand-ins of an attempt's two tasks are up."""
+    wait_until(lambda: all((run.attempt(attempt).path / f"up-{rank}").exists() for rank in (0, 1)), 40)
+
+
+def claims(run: RunDir) -> list[tuple[str, int]]:
+    """List which starts (of which job, the how manieth restart) have claimed attempts."""
+    found = [read_json(attempt.claim) for attempt in run.attempts()]
+    return [(claim["job_id"], claim["restart_count"]) for claim in found if claim]
 
 
 def stand_in(run: RunDir, code: str) -> None:

@@ -7,44 +7,28 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+from launch_runs import wait_until
 from rack.plan import HEAD, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_runs import (
+    COMPLETE_LATER,
+    GO_ON,
+    TASK,
     await_final_end,
     await_job_state,
+    await_up,
+    claims,
     job_fields,
     make_slurm_run,
     stand_in,
+    start,
     start_run,
-    wait_until,
 )
 
-from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import read_end, read_run, write_run
 from clusterddp.slurm.identity import job_tag
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
-
-TASK = """
-import os, signal, sys, time
-from pathlib import Path
-from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, RootCause, write_end
-signalled = []
-signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
-run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])
-attempt = run.attempt(number)
-(attempt.path / f"up-{rank}").touch()
-def end(outcome, **more):
-    if rank == 0:
-        write_end(attempt, AttemptEnd(outcome=outcome, reason="so the task says", **more))
-    sys.exit(0)
-def wait(condition):
-    while not condition():
-        time.sleep(0.02)
-"""
-COMPLETE_LATER = TASK + "if number: end('COMPLETED')\n"
-GO_ON = "end('STOPPED', will_restart=True, needs_job=True)\n"
 STOP_AT_TERM = COMPLETE_LATER + "wait(lambda: signalled)\n" + GO_ON
 NEED_JOB = COMPLETE_LATER + GO_ON
 HANG_THEN_COMPLETE = COMPLETE_LATER + "wait(lambda: False)\n"
@@ -54,21 +38,6 @@ HANG_THEN_COMPLETE = COMPLETE_LATER + "wait(lambda: False)\n"
 def cluster(needs_rack: None) -> Iterator[Rack]:
     with running_rack(RackPlan(nodes=["node1", "node2"])) as rack:
         yield rack
-
-
-def start(rack: Rack, name: str, code: str, *, more: str = "restarts: 2") -> tuple[RunDir, str]:
-    run = make_slurm_run(rack, name, "", more=more)
-    stand_in(run, code)
-    return run, start_run(rack, run)
-
-
-def await_up(run: RunDir, attempt: int = 0) -> None:
-    wait_until(lambda: all((run.attempt(attempt).path / f"up-{rank}").exists() for rank in (0, 1)), 40)
-
-
-def claims(run: RunDir) -> list[tuple[str, int]]:
-    found = [read_json(attempt.claim) for attempt in run.attempts()]
-    return [(claim["job_id"], claim["restart_count"]) for claim in found if claim]
 
 
 def preempt(rack: Rack, *options: str) -> str:
