@@ -129,6 +129,8 @@ def carry(carried: Carried, signals: Signals) -> int:
     if is_superseded(run, attempt):
         return 1
     _await_end(run)
+    # Ignored is inherited: what is asked of Slurm from here on must not die of the TERM that comes to the whole job.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not _is_settled(run):
         sweep(f"{carried.record.token}.", timeout_s=5.0)
         end_run(run, _explain(carried, complaint, _read_from(log, said_before), signals))

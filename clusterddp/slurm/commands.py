@@ -92,7 +92,8 @@ def call_slurm(
         words = _words(done.stderr, argv[0])
         raise SlurmError(
             f"{argv[0]}: {words or f'left with exit code {done.returncode}'}",
-            transient=_is_transient(words.lower()),
+            # One that a signal ended was about to be answered: in a job, Slurm's TERM is for all processes.
+            transient=done.returncode < 0 or _is_transient(words.lower()),
         )
     return done
 
