@@ -110,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
         return _run_and_report(list(sys.argv[1:] if arguments is None else arguments), Terminal(os.environ))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:  # what became of what was interrupted
+            say(str(interrupt))
         return _INTERRUPTED
 
 

@@ -109,9 +109,9 @@ def start_attempt(run: RunDir, attempt: int) -> Submitted:
     except KeyboardInterrupt:
         # Who interrupts a submit does not want the run.
         became = _LAUNCHERS[launcher].withdraw(run, environ)
-        reason = "interrupted while it was being started"
-        _record_end(run, "CANCELLED", f"{reason}; {became}" if became else reason)
-        raise
+        reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
+        _record_end(run, "CANCELLED", reason)
+        raise KeyboardInterrupt(f"{run.name}: {reason}") from None
     except (ClusterddpError, OSError) as error:
         if isinstance(error, SlurmError) and error.transient:
             raise  # Slurm may have the job: that is no end
