@@ -17,8 +17,8 @@ from launch_runs import plan_text
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
-from clusterddp.launch.slurm import write_variables
-from clusterddp.launch.slurm_options import memory_text
+from clusterddp.launch.slurm import renew, write_variables
+from clusterddp.launch.slurm_options import Options, memory_text, without_waiting
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import AttemptEnd, read_run, write_run
@@ -254,6 +254,30 @@ def test_a_path_with_blanks_and_quotes_stays_one_argument(tmp_path: Path) -> Non
 def test_a_runs_directory_in_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lies on tmpfs \(/dev/shm\), in the memory of this machine"):
         plan(tmp_path, runs_dir=Path("/dev/shm/runs"))
+
+
+def test_a_working_directory_in_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="in the memory of this machine; what ranks work in must be"):
+        plan(tmp_path, "entry: {module: train}", working_dir=Path("/dev/shm"))
+
+
+def test_a_job_that_follows_its_own_does_not_wait_again() -> None:
+    options: Options = {
+        "begin": "16:00",
+        "hold": True,
+        "dependency": "afterok:7",
+        "kill_on_invalid_dep": "yes",
+        "qos": "a",
+    }
+    assert without_waiting(options) == {"qos": "a"}
+    assert without_waiting({"dependency": "singleton"}) == {"dependency": "singleton"}
+
+
+def test_a_run_that_is_resumed_waits_for_what_has_not_ended_yet(tmp_path: Path) -> None:
+    first, second = submitted(tmp_path, "41"), submitted(tmp_path, "42")
+    planned = plan(tmp_path, f"after: [{first}, {second}]")
+    end_run(RunDir(tmp_path / "runs" / first), AttemptEnd(outcome="COMPLETED", reason="done"))
+    assert renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
 
 
 def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ def _place(
     dependency, waiting = find_dependency(job.after, runs_dir)
     options = choose_options(job, environ, dependency)
     placement = plan_slurm_placement(job, gpus=options.gpus)
-    notes = (*placement.notes, *options.notes, *waiting, *check_shared(runs_dir, "the runs"))
+    shared = check_shared(runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share")
+    if job.entry:
+        check_shared(working_dir, "what ranks work in", "submit from a directory that all nodes share")
+    notes = (*placement.notes, *options.notes, *waiting, *shared)
     data_dir = _filled_in(job)["train"]["data_dir"] if job.train else None
     slurm = plan_slurm(
         options,

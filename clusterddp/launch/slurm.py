@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.environment import travelling_variables
 from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.launch.slurm_after import find_dependency
 from clusterddp.launch.slurm_container import IMPORT_PATH
 from clusterddp.launch.slurm_jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
+from clusterddp.launch.slurm_options import without_waiting
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
 from clusterddp.slurm.identity import job_tag
@@ -26,10 +28,11 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variabl
     """Submit the job that begins with this attempt; return its number.
 
     The record names the job's tag before sbatch is asked, and its number afterwards; sbatch is asked once. With
-    `keep_variables` the variables and secrets that an earlier submit wrote stay: a job submits its own successor.
+    `keep_variables` a job submits its own successor: the variables and secrets that an earlier submit wrote stay, and
+    what that job waited for is not waited for again.
     Raises: SlurmError: Slurm has refused the job; or `transient`: it cannot be told whether Slurm has it.
     """
-    plan = _plan_from(run, attempt)
+    plan = _plan_from(run, attempt, waits=not keep_variables)
     if not keep_variables:
         write_variables(run, plan, environ)
     record = dataclasses.replace(
@@ -43,7 +46,11 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variabl
     write_run(run, record)
     answer, said = _submit(run, plan, record, environ)
     job_id, _, cluster = answer.partition(";")
-    write_run(run, dataclasses.replace(record, job_id=job_id, cluster=cluster or None))
+    try:
+        write_run(run, dataclasses.replace(record, job_id=job_id, cluster=cluster or None))
+    except ClusterddpError:  # the disk is full: nobody would learn of the job
+        withdraw(run, environ)
+        raise
     log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": said} if said else {}))
     return job_id
 
@@ -64,8 +71,18 @@ def withdraw(run: RunDir, environ: Mapping[str, str]) -> str:
 
 
 def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
-    """Return the plan for a further submit: Slurm chooses hosts and GPUs anew by itself."""
-    return plan
+    """Return the plan for a further submit: Slurm chooses hosts and GPUs anew; what is left to wait for is asked anew.
+
+    Raises: UsageError: a run that it is to follow has ended otherwise.
+    """
+    assert plan.slurm is not None
+    if not plan.spec.get("after"):
+        return plan
+    dependency, _ = find_dependency(plan.spec["after"], plan.runs_dir)
+    options = {name: value for name, value in plan.slurm.sbatch_options.items() if name != "dependency"}
+    if dependency:
+        options["dependency"] = dependency
+    return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
 
 
 def observer(environ: Mapping[str, str]) -> Slurm | None:
@@ -74,14 +91,19 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
 
 
 def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> bool:
-    """Have Slurm cancel the run's job, if it has one; True when it was running, so that it will record the end itself.
+    """Have Slurm cancel the run's job, if it has one; True when it may be running, so that it records the end itself.
 
-    Raises: SlurmError: Slurm could not be asked.
+    Raises: SlurmError: Slurm refuses.
     """
-    job = find_job(run, record, environ)
-    if job is None or is_over(job):
-        return False
-    cancel_job(record.name, record, job, environ)
+    try:
+        job = find_job(run, record, environ)
+        if job is None or is_over(job):
+            return False
+        cancel_job(record.name, record, job, environ)
+    except SlurmError as error:
+        if not error.transient:
+            raise
+        return True  # supervisors look for the CANCEL file, whatever has become of the controller
     return job.phase is not Phase.WAITING
 
 
@@ -175,8 +197,13 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
     return job.job_id
 
 
-def _plan_from(run: RunDir, attempt: int) -> Plan:
+def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
     data = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
-    return move_plan(Plan.from_json(data), run.path, attempt)
+    plan = Plan.from_json(data)
+    assert plan.slurm is not None
+    if not waits:
+        options = without_waiting(plan.slurm.sbatch_options)
+        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+    return move_plan(plan, run.path, attempt)

@@ -69,6 +69,14 @@ def option_argv(options: Mapping[str, str | bool]) -> tuple[str, ...]:
     return tuple(_argument(name, value) for name, value in options.items() if value is not False)
 
 
+def without_waiting(options: Options) -> Options:
+    """Return the options of a job that goes on where one with these options was: what that one waited for is over."""
+    past = {"begin", "hold", "kill_on_invalid_dep"} | (
+        {"dependency"} if options.get("dependency") != "singleton" else set()
+    )
+    return {name: value for name, value in options.items() if name not in past}
+
+
 def memory_text(gigabytes: float) -> str:
     """Spell gigabytes as Slurm does (1G is 1024M), in whole megabytes when they are no whole gigabytes."""
     return f"{int(gigabytes)}G" if float(gigabytes).is_integer() else f"{math.ceil(gigabytes * 1024)}M"

@@ -34,6 +34,7 @@ from clusterddp.run.record import (
 )
 from clusterddp.run.state import RunState, RunView, read_state
 from clusterddp.run.stop import request_stop
+from clusterddp.slurm.jobs import Phase
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
@@ -141,7 +142,8 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
             return f"was lost; {num_strays} {things} that were left of it are ended"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
-    if save and view.state is not RunState.REQUEUED and view.attempt is not None:
+    waits = view.job is not None and view.job.phase is Phase.WAITING
+    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
         return _stop(run, record, view.attempt)
     return _cancel(run, record, timeout_s)
 

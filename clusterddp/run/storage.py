@@ -35,7 +35,7 @@ class Mount:
         return self.kind in _IN_MEMORY
 
 
-def check_shared(directory: Path, what: str) -> tuple[str, ...]:
+def check_shared(directory: Path, what: str, hint: str) -> tuple[str, ...]:
     """Return notes about a directory that the nodes of a job have to see.
 
     Raises: UsageError: it is in the memory of this machine.
@@ -47,7 +47,7 @@ def check_shared(directory: Path, what: str) -> tuple[str, ...]:
         raise UsageError(
             f"{directory}: lies on {mount.kind} ({mount.point}), in the memory of this machine; {what} must be where "
             "the nodes of the job see it",
-            hint="--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share",
+            hint=hint,
         )
     return (f"{directory} lies on {mount.kind} ({mount.point}): the job's nodes must see the same directory there",)
 
