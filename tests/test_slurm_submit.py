@@ -84,6 +84,27 @@ def test_a_directory_with_an_odd_name_is_data(person: Person, name: str) -> None
     assert not list(person.place.rglob("hit"))
 
 
+def test_a_run_in_a_directory_with_the_worst_of_names_completes_and_its_secret_is_gone(person: Person) -> None:
+    place = person.place / "a b'c\"d$(touch hit)`touch hit`;e&f*ü"
+    place.mkdir()
+    odd = Person(rack=person.rack, place=place)
+    odd.write_spec("secrets: [API_KEY]\nenv: {ODD: '$(touch hit) %j \\'}", resources="{procs_per_node: 2}")
+    (place / "entry.py").write_text("import os\nprint(os.environ['API_KEY'][::-1], os.environ['ODD'])\n")
+    done = odd.clusterddp("submit", "job.yaml", "--wait", environ={"API_KEY": CANARY})
+    assert done.returncode == 0, done.stderr
+    assert odd.clusterddp("logs").stdout == f"{CANARY[::-1]} $(touch hit) %j \\\n"
+    assert not list(person.place.rglob("hit"))
+    assert not odd.run().job_secrets.exists()
+    search = ["grep", "-rl", "--binary-files=text", CANARY, str(person.place), str(person.rack.dir / "state")]
+    assert subprocess.run(search, capture_output=True, text=True, check=False).stdout == ""
+
+
+def test_a_run_that_waits_has_nothing_to_save_and_is_cancelled(person: Person) -> None:
+    person.clusterddp("submit", "job.yaml")
+    assert person.clusterddp("cancel", "--save", "@last").returncode == 0
+    assert person.jobs() == [(person.record().job_id, "CANCELLED")]
+
+
 def test_variables_of_the_submitting_shell_do_not_change_the_job(person: Person) -> None:
     environ = {
         "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SBATCH_OUTPUT": "/tmp/%j", "SBATCH_REQUEUE": "1",

@@ -32,6 +32,7 @@ TOOLS = (
     "nsenter",
     "setpriv",
     "pkill",
+    "strace",
 )
 ACCOUNTING_TOOLS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
