@@ -118,6 +118,34 @@ def test_a_run_that_its_job_has_claimed_is_pending_until_its_ranks_start(
     assert read_state(run, slurm).state is RunState.PENDING
 
 
+def test_ranks_that_started_after_squeue_was_asked_are_running(
+    rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
+) -> None:
+    run = make()
+    submit_job(rack, run, "--hold")  # stands for what squeue said a moment before the start
+    begin_attempt(run)
+    assert read_state(run, slurm).state is RunState.RUNNING
+
+
+def test_a_job_that_was_queued_after_squeue_was_asked_is_found(
+    rack: Rack, make: Callable[..., RunDir], tmp_path: Path
+) -> None:
+    slurm = reach_slurm(rack, tmp_path / "bin", max_age_s=60)
+    read_state(make(job_id="999999"), slurm)
+    run = make()
+    submit_job(rack, run, "--hold")
+    assert read_state(run, slurm).state is RunState.PENDING
+
+
+def test_an_attempt_whose_job_is_not_in_the_record_yet_is_pending(
+    rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
+) -> None:
+    run = make()
+    await_state(rack, submit_job(rack, run, script="false"), "FAILED")
+    run.attempt(1).path.mkdir()
+    assert read_state(run, slurm).state is RunState.PENDING
+
+
 def test_a_suspended_job_is_running_and_says_why_nothing_happens(
     rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
 ) -> None:
@@ -229,6 +257,7 @@ def test_a_requeue_that_nobody_recorded_is_one_all_the_same(
     await_state(rack, job, "RUNNING")
     rack.run("head", ["scontrol", "requeuehold", job])
     await_state(rack, job, "PENDING", "REQUEUE_HOLD")
+    age(run)
     view = read_state(run, slurm)
     assert (view.state, f"scontrol release {job}" in view.reason) == (RunState.REQUEUED, True)
 

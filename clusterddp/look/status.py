@@ -192,8 +192,12 @@ def _progress(run: RunDir, view: RunView, *, tail_bytes: int = TAIL_BYTES) -> Pr
 
 
 def _job_json(job: Job | None) -> dict[str, Any] | None:
-    names = ("job_id", "state", "reason", "partition", "num_nodes", "nodes", "submitted", "started")
-    return None if job is None else {name: getattr(job, name) for name in names}
+    if job is None:
+        return None
+    names = ("job_id", "state", "reason", "partition", "num_nodes", "nodes", "submitted")
+    waits = job.phase.value == "waiting"
+    moments = {"started": None if waits else job.started, "expected_start": job.started if waits else None}
+    return {name: getattr(job, name) for name in names} | moments
 
 
 def _rank_statuses(

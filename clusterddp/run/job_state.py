@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,13 +50,24 @@ class _Run:
         return self.attempt is not None and self.attempt.start.exists()
 
     @property
+    def was_claimed(self) -> bool:
+        """True when a start of a job has taken the newest attempt upon itself."""
+        return self.attempt is not None and self.attempt.claim.exists()
+
+    @property
     def waiting_state(self) -> RunState:
         """REQUEUED when a start of the job has gone before, PENDING otherwise."""
         attempt = self.attempt
         if self.end or self.was_started or (attempt and attempt.number > self.record.job_attempt):
             return RunState.REQUEUED
+        return RunState.REQUEUED if self.follows_another else RunState.PENDING
+
+    @property
+    def follows_another(self) -> bool:
+        """True when the attempt before the newest one ended with the promise of another."""
+        attempt = self.attempt
         previous = read_end(self.run.attempt(attempt.number - 1)) if attempt and attempt.number else None
-        return RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
+        return previous is not None and previous.will_restart
 
     def view(self, state: RunState, reason: str, job: Job | None = None) -> RunView:
         if job and job.twins:
@@ -88,6 +98,7 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         array_index=record.array_index,
         job_id=record.job_id,
         since=record.created_ns / 1e9,
+        noted=os.stat(run.record).st_mtime,
         cluster=record.cluster,
         owner=owner,
     )
@@ -105,22 +116,22 @@ def read_job_state(
         job = slurm.find(wanted)
     except SlurmError as error:
         return _unasked(known, error, slurm.last_known(wanted))
-    if job is not None and job.phase is not Phase.ENDED:
-        if job.source == "squeue":
-            return _going_on(known, job)
-        job = None  # the queue does not know it, and the accounting never heard of its end
-    if _has_news(known):
-        return read_state(run, slurm)
-    return _ended(known, job) if job else _nowhere(known, slurm)
+    if job and job.phase is not Phase.ENDED and job.source == "squeue":
+        return _going_on(known, job, answer_age_s=slurm.answer_age_s(wanted))
+    return read_state(run, slurm) if _has_news(known) else _over(known, job, slurm)
 
 
-def _going_on(known: _Run, job: Job) -> RunView:
+def _going_on(known: _Run, job: Job, *, answer_age_s: float) -> RunView:
     where = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
     if job.phase is Phase.UNKNOWN:
         return known.view(RunState.UNKNOWN, f"{where} is {job.state}, a word of Slurm's not known here", job)
-    claimed = known.attempt is not None and known.attempt.claim.exists()
-    waiting = RunState.REQUEUED if claimed and job.phase is Phase.WAITING else known.waiting_state
+    waiting = known.waiting_state
     after = f"starts again after: {known.end.reason}; " if known.end else ""
+    if job.phase is Phase.WAITING and known.end is None and known.was_claimed:
+        if _quiet_s(known) < answer_age_s + RECORD_GRACE_S:  # the ranks were started since squeue was asked
+            state = RunState.RUNNING if known.was_started else RunState.PENDING
+            return known.view(state, f"{where} has started", job)
+        waiting = RunState.REQUEUED
     if job.phase is Phase.WAITING:
         words = explain_waiting(job, was_started=waiting is RunState.REQUEUED)
         return known.view(waiting, after + words, job)
@@ -135,11 +146,26 @@ def _going_on(known: _Run, job: Job) -> RunView:
     return known.view(waiting, after + words, job)
 
 
+def _over(known: _Run, job: Job | None, slurm: Slurm) -> RunView:
+    """Tell the state of a run whose job has left the queue, or was never there; Slurm was asked, and answered."""
+    attempt = known.attempt
+    if attempt and attempt.number > known.record.job_attempt and not known.was_claimed and not known.was_started:
+        return _unsubmitted(known)  # made for a job that is not in the record yet
+    if job and job.phase is Phase.ENDED:
+        return _ended(known, job)
+    if job:
+        return _nowhere(known, f"the queue no longer knows job {job.job_id}, the accounting calls it {job.state}")
+    if slurm.has_accounting:
+        return _nowhere(known, f"queue and accounting no longer know {known.job_words}")
+    return _nowhere(known, f"Slurm no longer knows {known.job_words}")
+
+
 def _ended(known: _Run, job: Job) -> RunView:
     words = explain_end(job)
     if job.state == "REVOKED":
         return known.view(RunState.UNKNOWN, f"{words}: another cluster of the federation has it", job)
-    if min(_quiet_s(known), abs(time.time() - (job.ended or 0))) < RECORD_GRACE_S:
+    may_speak = known.was_claimed or known.was_started
+    if may_speak and min(_quiet_s(known), abs(time.time() - (job.ended or 0))) < RECORD_GRACE_S:
         state = RunState.RUNNING if known.was_started and known.end is None else known.waiting_state
         return known.view(state, f"{words}; its last words may still come", job)
     if job.state == "CANCELLED":
@@ -152,10 +178,8 @@ def _ended(known: _Run, job: Job) -> RunView:
     return known.view(RunState.FAILED, words + _last_words(known), job)
 
 
-def _nowhere(known: _Run, slurm: Slurm) -> RunView:
-    """Tell the state of a run whose job Slurm does not know: it was asked, and answered."""
-    asked = "queue and accounting" if slurm.has_accounting else "Slurm"
-    words = f"{asked} no longer know{'' if slurm.has_accounting else 's'} {known.job_words}"
+def _nowhere(known: _Run, words: str) -> RunView:
+    """Tell the state of a run whose job Slurm does not know, as `words` say."""
     if known.record.job_id is None and not known.was_started and known.end is None:
         return _unsubmitted(known)
     if known.run.cancel_file.exists():
@@ -179,13 +203,14 @@ def _unsubmitted(known: _Run) -> RunView:
     alive = submitter.alive() if submitter else False
     quiet_s = _quiet_s(known)
     if alive or quiet_s < (RECORD_GRACE_S if alive is False else SUBMIT_GRACE_S):
-        where = "" if submitter is None or alive else f" on {submitter.host}"
-        return known.view(known.waiting_state, f"is being submitted{where}")
+        where = f" on {submitter.host}" if submitter and alive is None else ""
+        state = RunState.REQUEUED if known.follows_another else RunState.PENDING
+        return known.view(state, f"is being submitted{where}")
     if known.run.cancel_file.exists():
         return known.view(RunState.CANCELLED, "was cancelled before it was queued")
-    gone = "what submitted it is gone" if alive is False else f"what submitted it on {submitter and submitter.host} is"
-    gone += "" if alive is False else f" silent, as seen from {socket.gethostname()}"
-    return known.view(RunState.LOST, f"was never queued: Slurm knows no job of it, and {gone}; resume queues it")
+    gone = f"silent for long on {submitter.host}" if submitter and alive is None else "gone"
+    reason = f"was never queued: Slurm knows no job of it, and what submitted it is {gone}; resume queues it"
+    return known.view(RunState.LOST, reason)
 
 
 def _unasked(known: _Run, error: SlurmError, job: Job | None) -> RunView:

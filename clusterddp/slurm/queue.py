@@ -20,6 +20,9 @@ from clusterddp.slurm.jobs import SACCT_FIELDS, SEPARATOR, SQUEUE_FIELDS, Job, P
 MAX_AGE_S = 4.0
 _AGE_PER_QUERY_S = 5.0
 """A controller that takes a second to answer is asked every five at most."""
+_LONG_WAIT_AGE_S = 15.0
+"""How old answers may become in a process that waits for long: a minute of waiting adds a second."""
+_NOTED_LATELY_S = 60.0
 _IDS_PER_QUERY = 2_000
 _NO_ACCOUNTING = ("accounting storage is disabled", "no such command")
 
@@ -33,6 +36,8 @@ class Wanted:
     job_id: str | None = None
     since: float | None = None
     """Seconds since the epoch: not submitted before."""
+    noted: float | None = None
+    """Seconds since the epoch: when the submit was noted. An older answer of squeue cannot know the job."""
     cluster: str | None = None
     owner: int = dataclasses.field(default_factory=os.getuid)
     """The user whose job it is."""
@@ -48,6 +53,7 @@ class _Answer:
 
     jobs: dict[_Key, Job] = field(default_factory=dict)
     error: SlurmError | None = None
+    asked: float = field(default_factory=time.time)
     good_until: float = 0.0
 
 
@@ -57,11 +63,13 @@ class Slurm:
     def __init__(self, environ: Mapping[str, str], *, max_age_s: float = MAX_AGE_S) -> None:
         self._environ = environ
         self._max_age_s = max_age_s
+        self._born = time.monotonic()
         self._lock = threading.RLock()
         self._queues: dict[_Source, _Answer] = {}
         self._accounts: dict[Wanted, _Answer] = {}
         self._expected: dict[Wanted, None] = {}
         self._last: dict[_Key, Job] = {}
+        self._looked_again: set[Wanted] = set()
         self.has_accounting: bool | None = None
         """None before sacct was asked for the first time."""
 
@@ -85,7 +93,7 @@ class Slurm:
             known = self.last_known(wanted)
             ended = known if known and known.phase is Phase.ENDED else None
             try:
-                job = _pick(self._queue(wanted).jobs, wanted) or ended or self._accounted(wanted)
+                job = self._queued(wanted) or ended or self._accounted(wanted)
             except SlurmError:
                 if ended:
                     return ended
@@ -97,6 +105,21 @@ class Slurm:
     def last_known(self, wanted: Wanted) -> Job | None:
         """Return what `find` found when it last found something."""
         return self._last.get((wanted.tag, wanted.array_index))
+
+    def answer_age_s(self, wanted: Wanted) -> float:
+        """Return how long ago squeue was asked for this job."""
+        answer = self._queues.get((wanted.cluster, wanted.owner))
+        return time.time() - answer.asked if answer else 0.0
+
+    def _queued(self, wanted: Wanted) -> Job | None:
+        answer = self._queue(wanted)
+        job = _pick(answer.jobs, wanted)
+        if job is None and wanted.noted and wanted not in self._looked_again:
+            self._looked_again.add(wanted)
+            if answer.asked < wanted.noted < answer.asked + _NOTED_LATELY_S:
+                answer.good_until = 0.0
+                job = _pick(self._queue(wanted).jobs, wanted)
+        return job
 
     def _queue(self, wanted: Wanted) -> _Answer:
         source = (wanted.cluster, wanted.owner)
@@ -135,7 +158,8 @@ class Slurm:
         except SlurmError as error:
             answer.error = error
         now = time.monotonic()
-        answer.good_until = now + max(self._max_age_s, _AGE_PER_QUERY_S * (now - begun))
+        patience_s = min(_LONG_WAIT_AGE_S, (now - self._born) / 60)
+        answer.good_until = now + max(self._max_age_s, _AGE_PER_QUERY_S * (now - begun), patience_s)
         return answer
 
     def _squeue(self, cluster: str | None, owner: int) -> list[Job]:
