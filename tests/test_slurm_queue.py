@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.jobs import SEPARATOR
 from clusterddp.slurm.queue import Slurm, Wanted
 
-TAG = "0123456789abcdef0123"
+REPOSITORY = Path(__file__).parents[1]
 DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 DATABASE_DOWN = (  # as sacct 22.05 prints it
     "echo 'sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:head:6819: "
@@ -201,6 +206,51 @@ def test_a_job_whose_number_nobody_told_us_is_looked_for_by_its_time(fakes: Fake
     job = fakes.slurm().find(Wanted(tag=tag(1), since=1e9))
     assert job
     assert fakes.calls("sacct")[0].split()[-1].startswith("--starttime=2001-09-0")
+
+
+def list_runs(fakes: Fakes, runs_dir: Path) -> list[dict[str, str]]:
+    """Run `clusterddp list` where the fakes stand on PATH."""
+    environment = os.environ | {"PATH": f"{fakes.directory}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    argv = [sys.executable, "-m", "clusterddp", "list", "-o", "json", "-n", "100", "--runs", str(runs_dir)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    listed: list[dict[str, str]] = json.loads(done.stdout)
+    return listed
+
+
+@pytest.fixture
+def fifty_runs(tmp_path: Path) -> Path:
+    """Runs on Slurm whose jobs nobody knows; they were submitted long ago."""
+    for number in range(50):
+        age(make_slurm_run(tmp_path / "runs", f"run-{number}", job_id=str(number), job_tag=tag(number)))
+    return tmp_path / "runs"
+
+
+def test_list_asks_squeue_and_sacct_once_however_many_runs_there_are(fakes: Fakes, fifty_runs: Path) -> None:
+    fakes.answer("squeue", queued(1) + queued(2))
+    fakes.answer("sacct", accounted(3))
+    list_runs(fakes, fifty_runs)
+    assert (len(fakes.calls("squeue")), len(fakes.calls("sacct"))) == (1, 1)
+
+
+def test_list_shows_what_each_command_knew(fakes: Fakes, fifty_runs: Path) -> None:
+    fakes.answer("squeue", queued(1, "PENDING") + queued(2, "HIBERNATING"))
+    fakes.answer("sacct", accounted(3))
+    states = {run["run"]: run["state"] for run in list_runs(fakes, fifty_runs)}
+    assert [states[f"run-{number}"] for number in range(5)] == ["LOST", "PENDING", "UNKNOWN", "FAILED", "LOST"]
+
+
+def test_a_controller_that_does_not_answer_makes_every_run_unknown_with_one_question(
+    fakes: Fakes, fifty_runs: Path
+) -> None:
+    fakes.do("squeue", CONTROLLER_DOWN)
+    states = {run["state"] for run in list_runs(fakes, fifty_runs)}
+    assert (states, len(fakes.calls("squeue"))) == ({"UNKNOWN"}, 1)
+
+
+def test_runs_that_have_ended_ask_nobody(fakes: Fakes, tmp_path: Path) -> None:
+    end_attempt(begin_attempt(make_slurm_run(tmp_path / "runs")))
+    list_runs(fakes, tmp_path / "runs")
+    assert fakes.calls("squeue") == []
 
 
 def test_a_job_of_a_named_cluster_is_asked_for_there(fakes: Fakes) -> None:

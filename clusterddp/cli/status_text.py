@@ -85,7 +85,7 @@ def next_steps(
             steps = [("job's log", f"{run.path / job_log}")]
         elif cause and cause.rank is None:  # no rank was started
             steps = [("logs", f"{run.launcher_dir}/")]
-        else:
+        elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
             steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
     if state in {"FAILED", "LOST", "CANCELLED"}:
         has_checkpoint = next(run.checkpoints.glob("*.json"), None) is not None
