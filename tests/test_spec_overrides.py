@@ -92,8 +92,7 @@ def test_an_alias_overrides_the_key_it_stands_for() -> None:
         ("train.lr.x=1", "train.lr.x=1 (command line) | train.lr: found a mapping, expected a number"),
         ("train.lr=[1", "train.lr=[1 (command line) | train.lr: cannot be read as YAML: a list is opened with [ and "
          "never closed"),
-        ("train.lr=1,2", 'train.lr=1,2 (command line) | train.lr: found several values, "1,2", expected one; sweeps '
-         "are not built yet"),
+        ("train.lr=1,2", 'train.lr=1,2 (command line) | train.lr: found several values, "1,2", expected one'),
         ("env.A=", "env.A= (command line) | env.A: found nothing, expected text"),
         ("env.A=x\0", "env.A=x\0 (command line) | env.A: found \"x\\u0000\", expected text without NUL characters"),
     ],

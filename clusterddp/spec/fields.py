@@ -17,6 +17,7 @@ from clusterddp.spec.scalars import (
     read_loose_text,
     read_option,
     read_port,
+    read_sweep_values,
     read_variable,
     read_word,
 )
@@ -80,6 +81,11 @@ SlurmKey = Annotated[
 ]
 Variable = Annotated[str, Field(pattern=VARIABLE), BeforeValidator(read_variable)]
 Option = Annotated[str | bool, PlainValidator(read_option), WithJsonSchema(_LOOSE)]
+SweepValues = Annotated[
+    tuple[Any, ...],
+    BeforeValidator(read_sweep_values),
+    WithJsonSchema({"type": "array", "minItems": 1}),
+]
 Port = Annotated[
     int | Literal["auto"],
     PlainValidator(read_port),

@@ -6,6 +6,7 @@ Precedence: options and arguments of the command line > CLUSTERDDP__* > the spec
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,20 @@ from clusterddp.spec.tree import Mapping, merge, without
 from clusterddp.spec.write import resolved_yaml
 from clusterddp.spec.yamlfile import parse
 
-__all__ = ["Change", "ResolvedSpec", "format_spec_error", "json_schema", "load_spec", "resolved_yaml"]
+__all__ = [
+    "Change",
+    "ResolvedSpec",
+    "Written",
+    "default_values",
+    "flatten",
+    "format_spec_error",
+    "json_schema",
+    "lay_over",
+    "load_spec",
+    "read_layers",
+    "resolve",
+    "resolved_yaml",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +65,25 @@ class ResolvedSpec:
 
     def changes(self) -> tuple[Change, ...]:
         """List the values that are no defaults, in the order of the model."""
-        defaults = _defaults()
+        defaults = default_values()
         return tuple(
             Change(key=key, value=value, default=defaults.get(key), origin=self.origins.get(key, ""))
-            for key, value in _flatten(self.job.model_dump(mode="json")).items()
+            for key, value in flatten(self.job.model_dump(mode="json")).items()
             if value != defaults.get(key)
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written, before it is typed: the spec with everything that changes it laid over it."""
+
+    tree: Mapping
+    problems: tuple[Problem, ...]
+    """What is wrong already: unknown keys, arguments that cannot be read."""
+    path: Path | None
+    name: str
+    """What messages name the spec."""
+    text: str
 
 
 def load_spec(
@@ -74,6 +101,25 @@ def load_spec(
 
     Raises: SpecError: with every problem that was found.
     """
+    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags)
+    resolved, found = resolve(written, written.tree)
+    if written.problems or resolved is None:
+        raise SpecError(in_order([*written.problems, *found], written.name))
+    return resolved
+
+
+def read_layers(
+    source: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    profile: str | None = None,
+    environ: Map[str, str],
+    flags: Map[str, str] | None = None,
+) -> Written:
+    """Read a spec and lay everything that changes it over it; see `load_spec`.
+
+    Raises: SpecError: the file, or the profile, cannot be read at all.
+    """
     path, name, text = _read(source)
     spec = parse(text, name)
     problems: list[Problem] = []
@@ -83,13 +129,49 @@ def load_spec(
     from_environment, found = parse_environment(environ)
     problems += found
     for override in [*from_environment, *_arguments(overrides, problems), *from_options(flags or {})]:
-        tree = _apply(tree, override, problems)
+        tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
-    job, found = check(tree)
-    problems += found
-    if problems or job is None:
-        raise SpecError(in_order(problems, name))
-    return ResolvedSpec(job=job, origins=_origins(tree, job), path=path, text=text)
+    return Written(tree=tree, problems=tuple(problems), path=path, name=name, text=text)
+
+
+def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:
+    """Type a tree that came from what was written; either there is a resolved spec or there are problems."""
+    job, problems = check(tree)
+    if job is None:
+        return None, problems
+    return ResolvedSpec(job=job, origins=_origins(tree, job), path=written.path, text=written.text), []
+
+
+def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:
+    """Return the tree with one value set or reset; what is wrong with its key is added to `problems`."""
+    known = _known(override.as_tree(), problems)
+    if override.node is not None:
+        return merge(tree, known)
+    path: list[str] = []
+    level: Any = known
+    while isinstance(level, Mapping) and level.entries:
+        name, level = next(iter(level.entries.items()))
+        path.append(name)
+    return without(tree, tuple(path)) if len(path) == len(override.path) else tree
+
+
+@functools.cache
+def default_values() -> dict[str, Any]:
+    """Return every value that a spec has when nothing is written, by dotted key."""
+    job = JobSpec(name="unnamed").model_dump(mode="json")
+    sections = {"train": TrainSpec().model_dump(mode="json"), "entry": EntrySpec().model_dump(mode="json")}
+    return flatten(job | sections) | {"name": None}
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys and values; lists are values, and so are sections that are None."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _read(source: Path | str) -> tuple[Path | None, str, str]:
@@ -118,21 +200,9 @@ def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Overri
     return overrides
 
 
-def _apply(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:
-    known = _known(override.as_tree(), problems)
-    if override.node is not None:
-        return merge(tree, known)
-    path: list[str] = []
-    level: Any = known
-    while isinstance(level, Mapping) and level.entries:
-        name, level = next(iter(level.entries.items()))
-        path.append(name)
-    return without(tree, tuple(path)) if len(path) == len(override.path) else tree
-
-
 def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
-    defaults = _defaults()
-    changed = [key for key, value in _flatten(job.model_dump(mode="json")).items() if value != defaults.get(key)]
+    defaults = default_values()
+    changed = [key for key, value in flatten(job.model_dump(mode="json")).items() if value != defaults.get(key)]
     origins: dict[str, str] = {}
     for key in changed:
         node: Any = tree
@@ -141,20 +211,3 @@ def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
         if node is not None:
             origins[key] = node.place.words
     return origins
-
-
-def _defaults() -> dict[str, Any]:
-    job = JobSpec(name="unnamed").model_dump(mode="json")
-    sections = {"train": TrainSpec().model_dump(mode="json"), "entry": EntrySpec().model_dump(mode="json")}
-    return _flatten(job | sections) | {"name": None}
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted keys and values; lists are values, and so are sections that are None."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -195,6 +195,16 @@ class Container(Section):
     )
 
 
+class Sweep(Section):
+    """Values that some keys take in turn: each combination of them is a run, and all of them are one job array."""
+
+    values: dict[str, fields.SweepValues] = Field(
+        default_factory=dict,
+        description="Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; train.*, env.* or entry.args.",
+    )
+    throttle: Count | None = Field(default=None, description="Runs of the sweep at a time; default: as Slurm likes.")
+
+
 class JobSpec(Section):
     """What to run and where: one spec, whatever starts it."""
 
@@ -239,6 +249,9 @@ class JobSpec(Section):
         "afterok:RUN, afterany:RUN, afternotok:RUN.",
     )
     ssh: Ssh = Field(default_factory=Ssh, description="Hosts, for the ssh launcher.")
+    sweep: Sweep | None = Field(
+        default=None, description="Values that are tried in all combinations, each in a run of its own."
+    )
 
     @model_validator(mode="before")
     @classmethod

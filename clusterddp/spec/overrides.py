@@ -99,8 +99,9 @@ def _parse_text(value: str, key: str, place: Place) -> Node:
     if "," in value:
         raise _error(
             place,
-            f"found several values, {show(value)}, expected one; sweeps are not built yet",
-            "a text with a comma stands in double quotes inside of the shell's: " + f"{key}='{show(value)}'",
+            f"found several values, {show(value)}, expected one",
+            "--sweep makes a run of each; a text with a comma stands in double quotes inside of the shell's: "
+            f"{key}='{show(value)}'",
             key=key,
         )
     return Scalar(text=value, quoted=False, place=place)

@@ -168,6 +168,13 @@ def read_variable(value: object) -> str:
     return name
 
 
+def read_sweep_values(value: object) -> tuple[object, ...]:
+    """Read the list of values that a key takes in a sweep; each is typed when it takes the key's place."""
+    if not isinstance(value, list | tuple) or not value:
+        refuse(value, "a list of values" if not isinstance(value, list | tuple) else "a list that is not empty")
+    return tuple(_plain(item) for item in value)
+
+
 def matching(pattern: str, expected: str) -> Callable[[object], str]:
     """Make a reader for text that matches `pattern` wholly; `expected` says the pattern in words."""
     compiled = re.compile(pattern.removesuffix("$").removeprefix("^"))
@@ -177,6 +184,21 @@ def matching(pattern: str, expected: str) -> Callable[[object], str]:
         return text if compiled.fullmatch(text) else refuse(value, expected)
 
     return read_matching
+
+
+def _plain(value: object) -> object:
+    """Return a value as YAML 1.2 has it, for what is shown and written again."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if not isinstance(value, Scalar) or value.quoted:
+        return value.text if isinstance(value, Scalar) else value
+    if _INT.fullmatch(value.text):
+        return int(value.text)
+    if _FLOAT.fullmatch(value.text) and math.isfinite(float(value.text)):
+        return float(value.text)
+    return {"true": True, "false": False}.get(value.text, value.text)
 
 
 def _unquote_hint(text: str, pattern: re.Pattern[str]) -> str | None:

@@ -1,0 +1,281 @@
+"""A sweep: one spec in several variants, one for each combination of the values that some keys take.
+
+The spec is read once. Every variant is then typed and checked as if it had been written by itself, so that a value that
+is wrong, or goes with no other, is found before anything is submitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping as Map
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
+from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
+from clusterddp.spec.problems import in_order, problem_at
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
+from clusterddp.spec.yamlfile import parse_value
+
+MAX_VARIANTS = 10_000
+ORIGIN = "sweep"
+"""What the plan of a variant names as the origin of a swept value."""
+_SECTION = "sweep"
+_SWEPT = ("train", "env")
+"""Sections whose values a sweep may vary; everything else decides what the job is, and all variants share one job."""
+_WHICH = "a sweep varies train.*, env.* and entry.args; its runs share everything else, for they are one job array"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One key of a sweep, with the values that it takes."""
+
+    path: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    place: Place
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One combination of the values."""
+
+    values: dict[str, Any]
+    """Dotted key -> the value that it has in this variant."""
+    resolved: ResolvedSpec
+
+    @property
+    def label(self) -> str:
+        """Tell this variant from the others: `lr=0.1 seed=0`; a key that two sections have is written out."""
+        return variant_label(self.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepSpec:
+    """A spec as it will be run: in one variant when nothing is swept."""
+
+    keys: tuple[str, ...]
+    """The keys that are swept; none: the spec is no sweep."""
+    variants: tuple[Variant, ...]
+    """In the order in which the last key changes fastest."""
+    throttle: int | None
+
+
+def variant_label(values: Map[str, Any]) -> str:
+    """Write the values of one variant in a few words."""
+    names = [key.rpartition(".")[2] for key in values]
+    short = names if len(set(names)) == len(names) else list(values)
+    return " ".join(f"{name}={_value_text(value)}" for name, value in zip(short, values.values(), strict=True))
+
+
+def load_sweep(
+    source: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    sweep: bool,
+    profile: str | None = None,
+    environ: Map[str, str],
+    flags: Map[str, str] | None = None,
+) -> SweepSpec:
+    """Read a spec whose `sweep` section, or arguments such as `train.lr=0.1,0.2`, name several values for some keys.
+
+    With `sweep` False an argument has one value. An argument for a key that the section sweeps takes the place of the
+    section's values. See `load_spec` for the rest.
+
+    Raises: SpecError: with every problem of every variant; a problem that not all have names the variants.
+    """
+    problems: list[Problem] = []
+    axes, ordinary = _split(arguments, problems) if sweep else ({}, list(arguments))
+    written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags)
+    base = without(written.tree, (_SECTION,))
+    axes = _of_section(written.tree, problems) | axes
+    for path in _fixed_by(ordinary):
+        axes.pop(path, None)
+    if axes:
+        problems += _axis_problems(base, axes)
+    elif not problems and not written.problems:
+        problems += _nothing_swept(written.tree, asked=sweep)
+    # The section is checked with the base; each variant without it, for it has its own values.
+    whole, found = resolve(written, written.tree)
+    variants: tuple[Variant, ...] = ()
+    if not problems:
+        variants, more = _resolve_all(written, base, tuple(axes.values()))
+        found += [problem for problem in more if problem not in found]
+    if problems or written.problems or whole is None or found:
+        raise SpecError(in_order([*problems, *written.problems, *found], written.name))
+    throttle = whole.job.sweep.throttle if whole.job.sweep else None
+    return SweepSpec(keys=tuple(axis.key for axis in axes.values()), variants=variants, throttle=throttle)
+
+
+def _split(arguments: Sequence[str], problems: list[Problem]) -> tuple[dict[tuple[str, ...], Axis], list[str]]:
+    """Tell arguments with several values from those with one."""
+    axes: dict[tuple[str, ...], Axis] = {}
+    ordinary: list[str] = []
+    for argument in arguments:
+        try:
+            axis = _parse_axis(argument)
+        except SpecError as error:
+            problems += error.problems
+            continue
+        if axis is None:
+            ordinary.append(argument)
+        elif axis.path in axes:
+            problems.append(problem_at(axis.place, "is swept twice", key=axis.key))
+        else:
+            axes[axis.path] = axis
+    return axes, ordinary
+
+
+def _parse_axis(argument: str) -> Axis | None:
+    """Read `key=a,b` as the list [a, b]; None when there are not several values."""
+    key, _, value = argument.partition("=")
+    if "," not in value:
+        return None
+    place = Place(source=f"{show(argument)[1:-1]} ({COMMAND_LINE})", origin=ORIGIN)
+    try:
+        listed = parse_value(f"[{value}]", place)
+    except SpecError as error:
+        if value[0] in "[{\"'":
+            return None  # not a list of such things, so one of them: its own reader says what is wrong
+        message = f"cannot be read as the list [{show(value)[1:-1]}]: {error.problems[0].message}"
+        raise SpecError((problem_at(place, message, error.problems[0].hint, key=key),)) from error
+    nodes = listed.items if isinstance(listed, ListNode) else ()
+    if len(nodes) == 1 and isinstance(nodes[0], Scalar) and not nodes[0].quoted:
+        raise SpecError((problem_at(place, f"found {show(value)}, expected a value after the comma", key=key),))
+    if len(nodes) < 2:
+        return None
+    path = parse_argument(f"{key}=1").path
+    return Axis(path=path, nodes=nodes, place=place)
+
+
+def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...], Axis]:
+    """Read the axes of the section `sweep`; what is wrong with its form is found when the spec is typed."""
+    section = tree.entries.get(_SECTION)
+    values = section.entries.get("values") if isinstance(section, Mapping) else None
+    axes: dict[tuple[str, ...], Axis] = {}
+    if not isinstance(values, Mapping):
+        return axes
+    for key, node in values.entries.items():
+        place = values.keys[key]
+        try:
+            path = parse_argument(f"{key}=1").path
+        except SpecError:
+            problems.append(problem_at(place, "expected a dotted key such as train.lr", _WHICH, key=key))
+            continue
+        nodes = node.items if isinstance(node, ListNode) else (node,)
+        axes[path] = Axis(path=path, nodes=tuple(_as_swept(item) for item in nodes), place=place)
+    return axes
+
+
+def _as_swept(node: Node) -> Node:
+    return dataclasses.replace(node, place=dataclasses.replace(node.place, origin=ORIGIN))
+
+
+def _fixed_by(arguments: Sequence[str]) -> list[tuple[str, ...]]:
+    """List the keys that arguments set or reset; an argument that cannot be read is a problem already."""
+    paths = []
+    for argument in arguments:
+        try:
+            paths.append(parse_argument(argument).path)
+        except SpecError:
+            continue
+    return paths
+
+
+def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
+    """Say that a sweep was asked for, by an option or a section, and none was described."""
+    section = tree.keys.get(_SECTION)
+    if section is None and not asked:
+        return []
+    place = section or dataclasses.replace(tree.place, line=None, column=None, source_line=None)
+    hint = "train.lr=0.1,0.2 --sweep, or sweep: {values: {train.lr: [0.1, 0.2]}}; ~sweep drops the section"
+    return [problem_at(place, "nothing is swept: no key has several values", hint, key=_SECTION)]
+
+
+def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Problem]:
+    """Say which axes cannot be, before any variant is made of them."""
+    problems: list[Problem] = []
+    for axis in axes.values():
+        if not (axis.path[0] in _SWEPT and len(axis.path) == 2) and axis.path != ("entry", "args"):
+            problems.append(problem_at(axis.place, "cannot be swept", _WHICH, key=axis.key))
+            continue
+        problems += _twice(axis)
+        lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
+    count = math.prod(len(axis.nodes) for axis in axes.values())
+    if count > MAX_VARIANTS:
+        message = f"{' x '.join(str(len(axis.nodes)) for axis in axes.values())} = {count} runs"
+        place = next(iter(axes.values())).place
+        problems.append(problem_at(place, f"{message}, expected at most {MAX_VARIANTS}", key=_SECTION))
+    return problems
+
+
+def _twice(axis: Axis) -> list[Problem]:
+    """Find values that would make two equal runs."""
+    seen: set[tuple[str, bool]] = set()
+    problems = []
+    for node in axis.nodes:
+        if isinstance(node, Scalar):
+            if (node.text, node.quoted) in seen:
+                problems.append(problem_at(node.place, f"{show(node.text)} is swept twice", key=axis.key))
+            seen.add((node.text, node.quoted))
+    return problems
+
+
+def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tuple[tuple[Variant, ...], list[Problem]]:
+    """Type and check every variant."""
+    variants: list[Variant] = []
+    chosen_of: dict[Problem, list[tuple[Node, ...]]] = {}
+    for nodes in itertools.product(*(axis.nodes for axis in axes)):
+        tree = base
+        for axis, node in zip(axes, nodes, strict=True):
+            tree = merge(tree, Override(path=axis.path, node=node, place=node.place).as_tree())
+        resolved, problems = resolve(written, dataclasses.replace(tree, place=base.place))
+        if resolved is not None:
+            variants.append(Variant(values=_values(resolved, axes), resolved=resolved))
+        for problem in problems:
+            chosen_of.setdefault(problem, []).append(nodes)
+    return tuple(variants), [_named(problem, axes, chosen) for problem, chosen in chosen_of.items()]
+
+
+def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ...]]) -> Problem:
+    """Name the variants that have a problem by the values that they have in common.
+
+    Those that all variants have are the spec's own problem; a value that the message is about is named already.
+    """
+    common = {
+        axis.key: _node_text(nodes[0])
+        for axis, nodes in zip(axes, zip(*chosen, strict=True), strict=True)
+        if len(set(map(id, nodes))) == 1
+    }
+    if len(chosen) == math.prod(len(axis.nodes) for axis in axes) or list(common) in ([], [problem.key]):
+        return problem
+    return dataclasses.replace(problem, message=f"{problem.message} (with {variant_label(common)})")
+
+
+def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
+    """Look up the typed values of the swept keys."""
+    values: dict[str, Any] = {}
+    for axis in axes:
+        section = getattr(resolved.job, axis.path[0])
+        found = section[axis.path[1]] if isinstance(section, dict) else getattr(section, axis.path[1])
+        values[axis.key] = list(found) if isinstance(found, tuple) else found
+    return values
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _node_text(node: Node) -> str:
+    if isinstance(node, Scalar):
+        return node.text
+    return "[...]" if isinstance(node, ListNode) else "{...}"
