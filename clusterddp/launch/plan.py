@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from clusterddp.errors import UsageError
 from clusterddp.launch.entry import entry_of, plan_program
+from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.local import launcher_command, supervisor_command
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.placement import Placement, plan_placement, plan_slurm_placement, read_machine
@@ -107,7 +106,7 @@ def plan_run(
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
-    job = _with_absolute_paths(resolved.job, working_dir)
+    job = with_absolute_paths(resolved.job, working_dir)
     _refuse_what_cannot_be(job, runs_dir, environ)
     placement, slurm = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
@@ -137,8 +136,8 @@ def plan_run(
             launcher=job.launcher,
             runs_dir=runs_dir,
             working_dir=working_dir,
-            spec=_filled_in(job),
-            spec_text=_spec_text(job),
+            spec=filled_in(job),
+            spec_text=spec_text(job),
             gang=gang,
             rank0={},
             changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
@@ -217,7 +216,7 @@ def _place(
     if job.entry:
         check_shared(working_dir, "what ranks work in", "submit from a directory that all nodes share")
     notes = (*placement.notes, *options.notes, *waiting, *shared)
-    data_dir = _filled_in(job)["train"]["data_dir"] if job.train else None
+    data_dir = filled_in(job)["train"]["data_dir"] if job.train else None
     slurm = plan_slurm(
         options,
         container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,
@@ -257,6 +256,8 @@ def _commands(gang: Gang, run_dir: Path, slurm: SlurmPlan | None) -> tuple[tuple
 
 
 def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str]) -> None:
+    if job.sweep:
+        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
     if job.launcher == "ssh":
         raise UsageError("launcher ssh: not built yet", hint="--launcher local runs it on this machine")
     check_secrets(tuple(job.secrets), environ)
@@ -280,28 +281,3 @@ def _refuse_odd_path(runs_dir: Path) -> None:
                 f"{str(runs_dir)!r}: has {char!r}; {reason}",
                 hint="--runs DIR or CLUSTERDDP_RUNS takes another directory",
             )
-
-
-def _with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
-    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`."""
-    if job.train and job.train.data_dir:
-        data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
-        return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
-    if job.entry and job.entry.script:
-        script = str(working_dir / Path(job.entry.script).expanduser())
-        return job.model_copy(update={"entry": job.entry.model_copy(update={"script": script})})
-    return job
-
-
-def _filled_in(job: JobSpec) -> dict[str, Any]:
-    """Return the spec as JSON for the ranks, which choose nothing themselves."""
-    data: dict[str, Any] = job.model_dump(mode="json")
-    if data["train"] is not None and data["train"]["data_dir"] is None:
-        data["train"]["data_dir"] = str(platformdirs.user_cache_path("clusterddp") / "datasets")
-    return data
-
-
-def _spec_text(job: JobSpec) -> str:
-    from clusterddp.spec.load import resolved_yaml
-
-    return resolved_yaml(job)

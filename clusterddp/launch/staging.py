@@ -16,7 +16,15 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.launch.attempts import make_attempt
 from clusterddp.launch.entry import choose_snapshot
 from clusterddp.launch.plan import Plan, rename_plan
-from clusterddp.run.directory import STAGING_PREFIX, RunDir, read_json, sync_directory, write_json, write_text
+from clusterddp.run.directory import (
+    STAGING_PREFIX,
+    SWEEP_RECORD,
+    RunDir,
+    read_json,
+    sync_directory,
+    write_json,
+    write_text,
+)
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.snapshot import STORE_NAME, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
@@ -34,19 +42,19 @@ def make_run(plan: Plan, environ: Mapping[str, str]) -> Plan:
     """
     staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
     try:
-        _make_runs_dir(plan.runs_dir)
+        make_runs_dir(plan.runs_dir)
         sweep_staging(plan.runs_dir)
         staging.mkdir(mode=0o700)
         _fill(staging, plan, environ)
-        while not _put_in_place(staging, plan.run_dir):
+        while not put_in_place(staging, plan.run_dir):
             plan = rename_plan(plan)
             _write_identity(RunDir(staging), plan)
         return plan
     except OSError as error:
-        raise _refusal(plan.runs_dir, error) from error
+        raise refusal(plan.runs_dir, error) from error
     except ClusterddpError as error:
         if isinstance(error.__cause__, OSError):
-            raise _refusal(plan.runs_dir, error.__cause__) from error
+            raise refusal(plan.runs_dir, error.__cause__) from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -60,7 +68,8 @@ def sweep_staging(runs_dir: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _make_runs_dir(runs_dir: Path) -> None:
+def make_runs_dir(runs_dir: Path) -> None:
+    """Make the directory of all runs, unless it is there."""
     try:
         runs_dir.mkdir(parents=True)
     except FileExistsError:
@@ -101,7 +110,7 @@ def _write_identity(run: RunDir, plan: Plan) -> None:
     write_json(run.plan, plan.to_json())
 
 
-def _put_in_place(staging: Path, run_dir: Path) -> bool:
+def put_in_place(staging: Path, run_dir: Path) -> bool:
     """Rename the finished directory; False when the name is taken."""
     try:
         # An empty directory in the way would be replaced without a word; a run is never empty.
@@ -117,13 +126,15 @@ def _put_in_place(staging: Path, run_dir: Path) -> bool:
 def _is_abandoned(staging: Path) -> bool:
     age_s = time.time() - staging.stat().st_mtime
     try:
-        alive = ProcessIdentity(**(read_json(staging / "run.json") or {})["submitter"]).alive()
+        record = read_json(staging / "run.json") or read_json(staging / SWEEP_RECORD) or {}
+        alive = ProcessIdentity(**record["submitter"]).alive()
     except (ClusterddpError, KeyError, TypeError):
         return age_s > _NAMELESS_AFTER_S
     return age_s > _FOREIGN_AFTER_S if alive is None else not alive
 
 
-def _refusal(runs_dir: Path, error: OSError) -> ClusterddpError:
+def refusal(runs_dir: Path, error: OSError) -> ClusterddpError:
+    """Say why nothing was submitted."""
     hints = {
         errno.ENOSPC: "free some space, or --runs DIR takes another directory",
         errno.EDQUOT: "free some space, or --runs DIR takes another directory",

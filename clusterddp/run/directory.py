@@ -15,6 +15,8 @@ from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 
 _TAIL_BYTES = 8_192
 STAGING_PREFIX = ".staging-"
+SWEEP_RECORD = "sweep.json"
+"""What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +157,20 @@ class RunDir:
 
 
 def list_runs(runs_dir: Path) -> list[RunDir]:
-    """List the runs in `runs_dir`, oldest first; a directory without a record is no run."""
+    """List the runs in `runs_dir`, those of sweeps too, oldest first; a directory without a record is no run."""
+    runs: list[RunDir] = []
+    for place in list_places(runs_dir):
+        runs += [RunDir(place)] if RunDir(place).record.is_file() else list_runs(place)
+    return sorted(runs, key=lambda run: (_created_ns(run), run.name))
+
+
+def list_places(runs_dir: Path) -> list[Path]:
+    """List the directories in `runs_dir` that are runs or sweeps, in no order."""
     try:
         paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    runs = [run for run in map(RunDir, paths) if run.record.is_file()]
-    return sorted(runs, key=lambda run: (_created_ns(run), run.name))
+    return [path for path in paths if RunDir(path).record.is_file() or (path / SWEEP_RECORD).is_file()]
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:
@@ -179,7 +188,8 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UsageError(f"{name}: {len(matches)} runs begin so: {', '.join(run.name for run in matches[:8])}")
+        few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
+        raise UsageError(f"{name}: {len(matches)} runs begin so: {few}")
     raise RunNotFoundError(
         f"{name}: no such run in {runs_dir}",
         hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",

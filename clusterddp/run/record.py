@@ -84,6 +84,8 @@ class RunRecord:
     """On Slurm: the attempt that the job `job_id` begins with; a requeue goes on counting under the same job."""
     array_index: int | None = None
     """On Slurm: the task of a job array (a sweep) that carries this run; all its runs share job and tag."""
+    variant: str = ""
+    """In a sweep: what tells this run from the others, `lr=0.1 seed=0`."""
     cluster: str | None = None
     """On Slurm: the cluster that sbatch named, where it names one."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STAGING_PREFIX, list_runs, sync_directory
+from clusterddp.run.directory import STAGING_PREFIX, list_places, sync_directory
 from clusterddp.run.git import find_root, list_files
 
 STORE_NAME = ".code"
@@ -115,7 +115,7 @@ def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
         return (runs_dir,)
     with contextlib.suppress(OSError):
         staged = [Path(entry.path) for entry in os.scandir(runs_dir) if entry.name.startswith(STAGING_PREFIX)]
-        return (runs_dir / STORE_NAME, *staged, *(run.path for run in list_runs(runs_dir)))
+        return (runs_dir / STORE_NAME, *staged, *list_places(runs_dir))
     return ()
 
 

@@ -1,0 +1,37 @@
+"""What a plan takes from a spec's values: paths that mean the same everywhere, every default filled in, the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+
+
+def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
+    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`."""
+    if job.train and job.train.data_dir:
+        data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
+        return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
+    if job.entry and job.entry.script:
+        script = str(working_dir / Path(job.entry.script).expanduser())
+        return job.model_copy(update={"entry": job.entry.model_copy(update={"script": script})})
+    return job
+
+
+def filled_in(job: JobSpec) -> dict[str, Any]:
+    """Return the spec as JSON for the ranks, which choose nothing themselves."""
+    data: dict[str, Any] = job.model_dump(mode="json")
+    if data["train"] is not None and data["train"]["data_dir"] is None:
+        data["train"]["data_dir"] = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+    return data
+
+
+def spec_text(job: JobSpec) -> str:
+    """Return the spec as YAML; reading it gives the same spec again."""
+    from clusterddp.spec.load import resolved_yaml
+
+    return resolved_yaml(job)

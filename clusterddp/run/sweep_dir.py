@@ -1,0 +1,127 @@
+"""The directory of a sweep: its runs, what they share, and which task of the job array carries which run.
+
+runs/brisk-otter-3/                     one rename puts all of it in place
+  sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
+  env.json environment.json code        shared by the runs, which have symlinks
+  launcher/                             what sbatch was told, the batch script
+  brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import SWEEP_RECORD, RunDir, list_places, list_runs, read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class SweepDir:
+    """The files of one sweep."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        return self.path / SWEEP_RECORD
+
+    @property
+    def tasks(self) -> Path:
+        """One run a line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script gets this path."""
+        return self.path / "tasks.txt"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def job_environment(self) -> Path:
+        """On Slurm: the variables that go from the submitting shell to the ranks."""
+        return self.path / "environment.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def launcher_dir(self) -> Path:
+        return self.path / "launcher"
+
+    def run_names(self) -> list[str]:
+        """List the names of all runs, in the order of their tasks."""
+        try:
+            return self.tasks.read_text(encoding="utf-8").split()
+        except FileNotFoundError as error:
+            raise ClusterddpError(f"{self.tasks}: is gone; it names the runs of the sweep") from error
+
+    def runs(self) -> list[RunDir]:
+        """List the runs that are there, in the order of their tasks; one that somebody deleted is left out."""
+        return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRecord:
+    """`sweep.json`: written by the submitting side alone."""
+
+    sweep: str
+    token: str
+    """From which the job's tag follows; each run has a token of its own besides."""
+    name: str
+    launcher: str
+    created_ns: int
+    keys: tuple[str, ...]
+    """What is swept."""
+    size: int
+    throttle: int | None = None
+    job_id: str | None = None
+    """The number of the job array; None: not submitted, or the answer was lost."""
+    job_tag: str | None = None
+    cluster: str | None = None
+    submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def write_sweep(sweep: SweepDir, record: SweepRecord) -> None:
+    write_json(sweep.record, dataclasses.asdict(record))
+
+
+def read_sweep(sweep: SweepDir) -> SweepRecord:
+    """Read the record of a sweep. Raises: ClusterddpError: it cannot be read."""
+    data = read_json(sweep.record)
+    names = {field.name for field in dataclasses.fields(SweepRecord)}
+    try:
+        known = {key: value for key, value in data.items() if key in names}  # type: ignore[union-attr]
+        return SweepRecord(**known | {"keys": tuple(known["keys"])})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ClusterddpError(f"{sweep.record}: not the record of a sweep: {error}") from error
+
+
+def sweep_of(run: RunDir) -> SweepDir | None:
+    """Return the sweep that a run belongs to."""
+    sweep = SweepDir(run.path.parent)
+    return sweep if sweep.record.is_file() else None
+
+
+def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
+    """Find a sweep by its name, an unambiguous beginning of it, its directory, or `@last` when its runs are the newest.
+
+    None: the name means no sweep; it may mean a run.
+    """
+    if os.sep in name:
+        sweep = SweepDir(Path(name).resolve())
+        return sweep if sweep.record.is_file() else None
+    if name == "@last":
+        newest = list_runs(runs_dir)[-1:]
+        return sweep_of(newest[0]) if newest else None
+    places = list_places(runs_dir) if name else []
+    exact = [place for place in places if place.name == name]
+    matches = exact or [place for place in places if place.name.startswith(name)]
+    found = [SweepDir(place) for place in matches]
+    return found[0] if len(found) == 1 and found[0].record.is_file() else None
