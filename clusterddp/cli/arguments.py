@@ -13,13 +13,14 @@ from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import Terminal
 from clusterddp.run.directory import RunDir
+from clusterddp.run.sweep_dir import SweepDir, sweep_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT_RUNS = "runs"
 
 
 class RunName(click.types.StringParamType):
-    """A run: its name, the beginning of it, `@last`, or its directory."""
+    """A run or a sweep: its name, the beginning of it, `@last`, or its directory."""
 
     name = "run"
 
@@ -29,6 +30,8 @@ class RunName(click.types.StringParamType):
             names = sorted(entry.name for entry in os.scandir(runs_dir) if not entry.name.startswith("."))
         except OSError:
             return []
+        sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
+        names += sweep.run_names() if sweep.tasks.is_file() else []
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
 
 
@@ -78,7 +81,9 @@ def default_runs_dir(terminal: Terminal | None) -> Path:
 
 def address(run: RunDir, terminal: Terminal) -> str:
     """Return how the next command names this run: by its name, or by its path when it is not where runs usually lie."""
-    if run.path.parent.resolve() == default_runs_dir(terminal).resolve():
+    sweep = sweep_of(run)
+    place = sweep.path if sweep else run.path
+    if place.parent.resolve() == default_runs_dir(terminal).resolve():
         return run.name
     return shlex.quote(str(run.path.resolve()))
 

@@ -40,7 +40,7 @@ Start here:
 """
 
 _NOTES = """
-A run is named by its name, the beginning of it, @last, or its directory.
+A run, or a sweep of runs, is named by its name, the beginning of it, @last, or its directory.
 Exit codes: 0 ok, 1 error, 2 wrong usage or spec, 3 machines not ready, 4 no such run,
             5 the run failed, 6 it was cancelled, 130 Ctrl-C
 """

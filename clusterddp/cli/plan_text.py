@@ -114,7 +114,8 @@ def _node_table(plan: Plan) -> list[str]:
 def _change_rows(plan: Plan) -> list[list[str]]:
     rows = [["KEY", "VALUE", "DEFAULT", "FROM"]]
     for change in plan.changes:
-        rows.append([change["key"], _value(change["value"]), _value(change["default"]), printable(change["origin"])])
+        value, default = value_text(change["value"]), value_text(change["default"])
+        rows.append([change["key"], value, default, printable(change["origin"])])
     return rows
 
 
@@ -126,5 +127,6 @@ def _variable_rows(plan: Plan) -> list[list[str]]:
     return rows
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Write a value of the spec for a table."""
     return printable(value if isinstance(value, str) else json.dumps(value))

@@ -14,17 +14,20 @@ import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
 from clusterddp.cli.status_text import list_lines, status_lines
+from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+from clusterddp.run.sweep_dir import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunStatus, RunSummary
     from clusterddp.run.record import RunRecord
 
 _WATCH_INTERVAL_S = 1.0
+_NEWEST_SHOWN = 20
 _RUNS_AT_ONCE = 1000
 """How many runs are looked at together when it is not known how many will be shown."""
 
@@ -43,6 +46,10 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
     """
     from clusterddp.look.status import read_status
 
+    sweep = find_sweep(runs_dir, name)
+    if sweep and not watch:
+        show_sweep(sweep, output=output)
+        return
     run = find_run(runs_dir, name)
 
     def text_of(state: RunStatus) -> str:
@@ -109,6 +116,9 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 
     The exit code tells how: 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
     """
+    sweep = find_sweep(runs_dir, name)
+    if sweep:
+        return wait_for_all(sweep, timeout_s=timeout_s)
     run = find_run(runs_dir, name)
     with detaching(run, terminal):
         view = watch_until_ended(run, terminal, timeout_s=timeout_s)
@@ -123,10 +133,15 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.launch.submit import cancel as cancel_run
+    from clusterddp.launch.sweep_cancel import cancel_sweep
 
     exit_code = 0
     for name in names:
         try:
+            sweep = find_sweep(runs_dir, name)
+            if sweep:
+                say(f"{sweep.name}: {cancel_sweep(sweep, save=save)}")
+                continue
             run = find_run(runs_dir, name)
             say(f"{run.name}: {printable(cancel_run(run, save=save))}")
         except ClusterddpError as error:  # the others are cancelled all the same
@@ -136,16 +151,21 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
 
 
 @command("list")
+@click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; may be repeated.")
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="At most so many.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many; 20, or all runs of SWEEP.")
 @output_option
 @runs_option
-def list_(*, states: tuple[str, ...], limit: int, output: str, runs_dir: Path) -> None:
-    """Show the runs, newest first."""
+def list_(*, name: str | None, states: tuple[str, ...], limit: int | None, output: str, runs_dir: Path) -> None:
+    """Show the runs, newest first; with SWEEP those of a sweep, in the order of their numbers."""
     wanted = {_state_word(state) for state in states}
     summaries = []
-    runs = list_runs(runs_dir)
-    for summary in _summaries(reversed(runs), at_once=max(limit, _RUNS_AT_ONCE) if wanted else limit):
+    sweep = find_sweep(runs_dir, name) if name else None
+    runs = sweep.runs() if sweep else [find_run(runs_dir, name)] if name else list_runs(runs_dir)
+    limit = limit or (max(1, len(runs)) if name else _NEWEST_SHOWN)
+    for summary in _summaries(
+        iter(runs) if sweep else reversed(runs), at_once=max(limit, _RUNS_AT_ONCE) if wanted else limit
+    ):
         if not wanted or summary.state.value in wanted:
             summaries.append(summary)
         if len(summaries) == limit:

@@ -140,6 +140,9 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
                 "" if state in SAYS_IT_ALL else printable(summary.reason),
             ]
         )
+    if any(summary.variant for summary in summaries):
+        for row, variant in zip(rows, ["VARIANT", *(summary.variant for summary in summaries)], strict=True):
+            row.insert(1, printable(variant) or "-")
     lines = table(rows)
     return lines if columns is None else [_cut(line, columns) for line in lines]
 

@@ -15,10 +15,12 @@ from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write
 from clusterddp.errors import PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
+from clusterddp.run.sweep_dir import SweepDir
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
+    from clusterddp.launch.sweep import SweepPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
@@ -51,6 +53,7 @@ def _stay_options(function: _F) -> _F:
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @_plan_options
 @_stay_options
+@click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
 @click.option("--profile", metavar="NAME", help="Where to run: a profile of ~/.config/clusterddp/config.yaml.")
 @runs_option
 @click.pass_obj
@@ -65,6 +68,7 @@ def submit(
     wait: bool,
     follow: bool,
     output: str,
+    sweep: bool,
     profile: str | None,
     runs_dir: Path,
 ) -> int:
@@ -75,19 +79,27 @@ def submit(
     \b
     clusterddp submit job.yaml                                run it, come back at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
+    clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each, as one Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
     from clusterddp.launch.plan import plan_run
-    from clusterddp.spec.load import load_spec
+    from clusterddp.spec.sweep import load_sweep
 
-    resolved = load_spec(
+    read = load_sweep(
         "-" if spec == "-" else Path(spec),
         overrides,
+        sweep=sweep,
         profile=profile,
         environ=terminal.environ,
         flags=_flags(launcher, cpu=cpu),
     )
+    if read.keys:
+        from clusterddp.launch.sweep import plan_sweep
+
+        many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+        return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
+    resolved = read.variants[0].resolved
     plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
     return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
 
@@ -174,6 +186,25 @@ def _show(plan: Plan, terminal: Terminal, output: str) -> int:
     else:
         put("\n".join([*plan_lines(plan), *verdict_lines(verdict)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0
+
+
+def _carry_out_sweep(
+    plan: SweepPlan, terminal: Terminal, *, dry_run: bool, wait: bool, follow: bool, output: str
+) -> int:
+    """Show the plan of a sweep, or submit it and wait for all of its runs if that was asked for."""
+    from clusterddp.cli import sweeps
+
+    if follow:
+        raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
+    if dry_run:
+        return sweeps.show_plan(plan, terminal, output=output)
+    from clusterddp.launch.sweep import submit_sweep
+
+    for note in plan.base.notes:
+        say(f"note: {printable(note)}")
+    submitted = submit_sweep(plan)
+    sweeps.say_submitted(submitted, terminal, output=output, waits=wait)
+    return sweeps.wait_for_all(SweepDir(submitted.path)) if wait else 0
 
 
 def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:

@@ -42,9 +42,10 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variabl
         job_id=None,
         cluster=None,
         keeper=None,
+        array_index=None,
     )
     write_run(run, record)
-    answer, said = _submit(run, plan, record, environ)
+    answer, said = submit_job(run, plan, record, environ)
     job_id, _, cluster = answer.partition(";")
     try:
         write_run(run, dataclasses.replace(record, job_id=job_id, cluster=cluster or None))
@@ -164,7 +165,7 @@ def drop_secrets(run: RunDir) -> None:
         run.job_secrets.unlink(missing_ok=True)
 
 
-def _submit(run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str]) -> tuple[str, str]:
+def submit_job(run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str]) -> tuple[str, str]:
     """Ask sbatch once; return the job's number and what sbatch said besides."""
     from clusterddp.launch.slurm_executor import JobExecutor
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from clusterddp.errors import UsageError
 from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.record import AttemptEnd, read_end, read_run
+from clusterddp.run.sweep_dir import SweepDir, find_sweep
 
 _UNMET = {"afterok": ("FAILED", "CANCELLED", "STOPPED"), "afternotok": ("COMPLETED",), "afterany": ()}
 
@@ -26,6 +27,10 @@ def find_dependency(after: Sequence[str], runs_dir: Path) -> tuple[str | None, t
         if re.fullmatch(r"[0-9]+(_[0-9]+)?", name):
             words.append(f"{kind}:{name}")
             continue
+        sweep = find_sweep(runs_dir, name)
+        if sweep:
+            words += _wait_for_sweep(text, kind, sweep)
+            continue
         run = find_run(runs_dir, name)
         end = _final_end(run)
         if end is None:
@@ -35,6 +40,20 @@ def find_dependency(after: Sequence[str], runs_dir: Path) -> tuple[str | None, t
         else:
             notes.append(f"after: {run.name} has ended already ({end.outcome}), so nothing waits for it")
     return ",".join(words) or None, tuple(notes)
+
+
+def _wait_for_sweep(text: str, kind: str, sweep: SweepDir) -> list[str]:
+    """Return what waits for all runs of a sweep: for their array, and for those that go on in a job of their own."""
+    if kind == "afternotok":
+        raise UsageError(f"after: {text}: {sweep.name} is a sweep; afternotok takes one run", hint=f"{sweep.name}.0")
+    jobs: dict[str, None] = {}
+    for run in sweep.runs():
+        end = _final_end(run)
+        if end is None:
+            jobs[_job_of(run).partition("_")[0]] = None
+        elif end.outcome in _UNMET[kind]:
+            raise UsageError(f"after: {text}: {run.name} has ended: {end.outcome} ({end.reason})")
+    return [f"{kind}:{job}" for job in jobs]
 
 
 def _final_end(run: RunDir) -> AttemptEnd | None:

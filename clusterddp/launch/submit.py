@@ -63,7 +63,7 @@ def submit(plan: Plan) -> Submitted:
     """
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
-    _check_trainer(plan)
+    check_trainer(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0)
 
@@ -80,7 +80,7 @@ def resume(run: RunDir) -> Submitted:
     _refuse_resume(run, view)
     plan = _plan_again(run, environ)
     check_secrets(plan.secrets, environ)
-    _check_trainer(plan)
+    check_trainer(plan)
     _LAUNCHERS[record.launcher].clear_away(run, record, environ)
     number = 0 if view.attempt is None else view.attempt + 1
     try:
@@ -166,7 +166,7 @@ def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2, *, slur
         interval = min(1.0, interval * 1.2)
 
 
-def _check_trainer(plan: Plan) -> None:
+def check_trainer(plan: Plan) -> None:
     """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
     if plan.slurm and plan.slurm.container:
         return  # what the image has cannot be told from here

@@ -100,10 +100,13 @@ class RunSummary:
     progress: Progress | None
     created: float
     ended: float | None
+    variant: str = ""
+    """In a sweep: what tells this run from the others."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "run": self.run,
+            "variant": self.variant,
             "state": self.state.value,
             "reason": self.reason,
             "launcher": self.launcher,
@@ -150,6 +153,7 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
         progress=_progress(run, view, tail_bytes=4096),
+        variant=record.variant,
         created=_created(record),
         ended=view.end.ended if view.end else None,
     )

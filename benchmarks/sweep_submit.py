@@ -1,0 +1,76 @@
+"""How long the submit of a sweep takes on a real Slurm: `clusterddp submit ... --sweep`, the start of Python included.
+
+    python benchmarks/sweep_submit.py [--runs 1000] [--repeat 5]        (as root: it starts a rack, tests/rack)
+
+The runs are held in the queue, so that none starts. `sbatch` is a bare `sbatch --array` of as many tasks, the part
+that is Slurm's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+
+from rack.plan import RackPlan  # noqa: E402
+from rack.rack import Rack, running_rack  # noqa: E402
+
+SPEC = """
+name: sweep_submit
+launcher: slurm
+resources: {nodes: 2, procs_per_node: 8}
+slurm: {hold: true}
+entry: {script: entry.py}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    with running_rack(RackPlan(nodes=["node1", "node2"])) as rack:
+        place = rack.dir / "shared" / "place"
+        place.mkdir()
+        (place / "job.yaml").write_text(SPEC)
+        (place / "entry.py").write_text("print('hello')\n")
+        bare = [sbatch(rack, place, options.runs) for _ in range(options.repeat)]
+        ours = [submit(rack, place, options.runs) for _ in range(options.repeat)]
+    print(f"{options.runs} runs, n={options.repeat}, median (lowest to highest) in seconds")
+    for name, times in (("submit --sweep", ours), ("sbatch --array", bare)):
+        print(f"{name:<16}{statistics.median(times):6.2f}  ({min(times):.2f} to {max(times):.2f})")
+    return 0
+
+
+def submit(rack: Rack, place: Path, runs: int) -> float:
+    """Submit a sweep, make sure that it is whole, and take it away again."""
+    values = ",".join(map(str, range(runs)))
+    argv = [sys.executable, "-m", "clusterddp", "submit", "job.yaml", f"env.SEED={values}", "--sweep", "-o", "json"]
+    begun = time.perf_counter()
+    done = rack.run("head", argv, cwd=place, env={"PYTHONPATH": str(HERE.parent)})
+    taken = time.perf_counter() - begun
+    submitted = json.loads(done.stdout)
+    records = sorted((place / "runs" / submitted["sweep"]).glob("*/run.json"))
+    assert len(submitted["runs"]) == len(records) == runs
+    assert json.loads(records[0].read_text())["job_id"].startswith(submitted["job_id"] + "_")
+    rack.run("head", ["scancel", submitted["job_id"]])
+    return taken
+
+
+def sbatch(rack: Rack, place: Path, runs: int) -> float:
+    argv = ["sbatch", "--parsable", "--hold", f"--array=0-{runs - 1}", "--output=/dev/null", "--wrap", "true"]
+    begun = time.perf_counter()
+    done = rack.run("head", argv, cwd=place)
+    taken = time.perf_counter() - begun
+    rack.run("head", ["scancel", done.stdout.strip()])
+    return taken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Ending a sweep: all of its runs at once, with one order to Slurm for the whole job array."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from clusterddp.dist.environment import inherited_environment
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launch.attempts import end_run
+from clusterddp.launch.submit import cancel
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.record import AttemptEnd, RunRecord, log_event, read_run
+from clusterddp.run.state import RunState, RunView, announce, read_state
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep_dir import SweepDir, SweepRecord, read_sweep
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import job_name
+from clusterddp.slurm.queue import Slurm
+
+_ANSWER_S = 60.0
+"""How long running tasks have to end: Slurm's KillWait, 30 s by default, and some more."""
+_SAVE_S = 180.0
+"""The same when they may write a checkpoint first."""
+_POLL_S = 0.5
+_Run = tuple[RunDir, RunRecord]
+
+
+def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
+    """End every run of a sweep; with `save`, those that run may write a checkpoint first. Say what became of them.
+
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
+    """
+    environ = inherited_environment()
+    record = read_sweep(SweepDir(sweep.path.absolute()))
+    slurm = Slurm(environ, max_age_s=_POLL_S)
+    runs = [(run, read_run(run)) for run in SweepDir(sweep.path.absolute()).runs()]
+    views = _read_states(runs, slurm)
+    going = [(run, known) for run, known in runs if not views[run].finished]
+    if not going:
+        return f"has already ended: {_count(views)}"
+    of_array = [(run, known) for run, known in going if known.job_tag == record.job_tag]
+    stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
+    for run in stopping:
+        request_stop(run.attempts()[-1].stop_file, "cancel --save")
+    _order(record, environ, save=bool(stopping))
+    for run, _ in of_array:
+        if run not in stopping:
+            _mark(run)
+    _end_array(record, environ, pending_only=bool(stopping))
+    for run, _ in of_array:
+        if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
+            _record_end(run)
+    for run, known in going:
+        if known.job_tag != record.job_tag:  # it goes on in a job of its own
+            cancel(run, save=save)
+    return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
+
+
+def _order(record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> None:
+    """Tell the tasks that run of their stop files, which they may see late over a slow file system."""
+    if save:
+        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
+
+
+def _end_array(record: SweepRecord, environ: Mapping[str, str], *, pending_only: bool) -> None:
+    _scancel(record, environ, *(["--state=PENDING"] if pending_only else []))
+
+
+def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
+    """Order something for the tasks of the array that still carry its name; those that have ended are no error.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    if record.job_id is None or record.job_tag is None:
+        raise ClusterddpError(
+            f"{record.sweep}: the number of its job array is not known",
+            hint=f"squeue --name={job_name(record.name, record.job_tag or '')} finds it, scancel ends it",
+        )
+    user = pwd.getpwuid(os.getuid()).pw_name
+    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, record.job_id]
+    try:
+        run_slurm(argv, environ=environ)
+    except SlurmError as error:
+        if error.transient:
+            raise
+
+
+def _mark(run: RunDir) -> None:
+    """Ask whoever carries the run, now or after a requeue, to end it."""
+    by = f"pid {os.getpid()} on {socket.gethostname()}"
+    if write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True):
+        log_event(run, "cancel_requested")
+
+
+def _record_end(run: RunDir) -> None:
+    # Whoever has recorded an end first is right.
+    with contextlib.suppress(ClusterddpError):
+        end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled with its sweep before it was started"))
+
+
+def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        views = _read_states(going, slurm)
+        left = [run.name for run, _ in going if not views[run].finished]
+        if not left:
+            return f"ended: {_count(views)}"
+        if time.monotonic() >= deadline:
+            few = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
+            raise ClusterddpError(f"{sweep.name}: {len(left)} runs have not ended after {timeout_s:.0f} s: {few}")
+        time.sleep(_POLL_S)
+
+
+def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
+    announce(runs, slurm)
+    return {run: read_state(run, slurm) for run, _ in runs}
+
+
+def _count(views: Mapping[RunDir, RunView]) -> str:
+    counts = Counter(view.state.value for view in views.values())
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())

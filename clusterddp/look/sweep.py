@@ -1,0 +1,63 @@
+"""What is known about a sweep: each of its runs in one line, and how many are in which state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.look.status import RunSummary, read_summary
+from clusterddp.run.record import read_run
+from clusterddp.run.state import RunState, announce, read_state
+from clusterddp.run.sweep_dir import SweepDir, read_sweep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepStatus:
+    """A sweep as its files, and Slurm, tell it at one moment."""
+
+    sweep: str
+    launcher: str
+    job_id: str | None
+    keys: tuple[str, ...]
+    throttle: int | None
+    created: float
+    """Seconds since the epoch."""
+    runs: tuple[RunSummary, ...]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Count the runs in each state, in the order of a run's life; a state that none has is left out."""
+        counts = Counter(run.state for run in self.runs)
+        return {state.value: counts[state] for state in RunState if counts[state]}
+
+    @property
+    def finished(self) -> bool:
+        return all(run.state.finished for run in self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sweep": self.sweep,
+            "launcher": self.launcher,
+            "job_id": self.job_id,
+            "keys": list(self.keys),
+            "throttle": self.throttle,
+            "states": self.states,
+            "runs": [run.to_json() for run in self.runs],
+        }
+
+
+def read_sweep_status(sweep: SweepDir) -> SweepStatus:
+    """Read all that is known about the runs of a sweep now; Slurm is asked once for all of them."""
+    record = read_sweep(sweep)
+    runs = [(run, read_run(run)) for run in sweep.runs()]
+    announce(runs)
+    return SweepStatus(
+        sweep=sweep.name,
+        launcher=record.launcher,
+        job_id=record.job_id,
+        keys=record.keys,
+        throttle=record.throttle,
+        created=record.created_ns / 1e9,
+        runs=tuple(read_summary(run, record=known, view=read_state(run, record=known)) for run, known in runs),
+    )
