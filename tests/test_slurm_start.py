@@ -101,7 +101,7 @@ def test_a_named_interface_that_a_host_lacks_is_an_error_that_names_the_host(rac
 def test_uneven_tasks_are_a_gang_like_any_other(rack):
     run = make_slurm_run(rack, "uneven", DUMP)
     plan_for(run, 7)
-    done = start_tasks(rack, run, "-N4", "-n7", "--ntasks-per-node=2")
+    done = start_tasks(rack, run, "-N4", "-n7", "--cpus-per-task=16")
     assert done.returncode == 0, done.stderr
     assert [f"{environ['GROUP_RANK']}.{environ['LOCAL_RANK']}" for environ in dumps(run, 7)] == [
         *("0.0", "0.1", "1.0", "1.1", "2.0", "2.1", "3.0")

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from clusterddp.node.allocation import Allocation, Answer
+from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.note import note
 from clusterddp.node.order import SlurmOrder
 
 _ASK_AGAIN_S = 10.0
 _RETRY_S = 15.0
+_STORM_S = 0.1
+"""How long Slurm may take to signal every process of the job; it hits our own questions, too."""
 _MARGIN_S = 3.0
 """What ending a gang and writing it down take, before Slurm kills."""
 
@@ -51,7 +53,7 @@ class JobWatch:
         if self._term_at is None:
             self._term_at = now
             self.undecided = True
-            self._ask_at = now
+            self._ask_at = now + _STORM_S
 
     def tick(self, now: float) -> Intent | None:
         """Return what has become known."""
@@ -69,11 +71,12 @@ class JobWatch:
         if answer.job is None:
             note(f"the controller could not be asked: {answer.error}")
             self._ask_at = now + _RETRY_S
-        else:
+        elif not answer.job.ends:  # its EndTime would be the moment at which it was ended
             self._learn_end(answer)
-        if not self.undecided or self._term_at is None or answer.asked < self._term_at:
-            if self.undecided:
-                self._ask_at = now  # this answer is older than the signal
+        if not self.undecided or self._term_at is None:
+            return None
+        if answer.asked < self._term_at or (answer.job is None and now < self._term_at + PATIENCE_S):
+            self._ask_at = now + _STORM_S
             return None
         self.undecided = False
         intent = self._explain(answer)
