@@ -36,6 +36,8 @@ from clusterddp.slurm.control import JobNow, show_job
 
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
+_SRUN_TIMEOUT_S = 8.0
+"""How long srun may take to end when the end is recorded."""
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run goes on in another one: no job that waits for its success may begin."""
 _KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SPANK_", "_SLURM_SPANK_")
@@ -190,8 +192,24 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
         return f"srun could not be started: {error}"
     finally:
         os.close(descriptor)
-    code = process.wait()
+    code = _wait_for(process, carried.run)
     return f"srun was killed by signal {-code}" if code < 0 else f"srun left with exit code {code}"
+
+
+def _wait_for(srun: subprocess.Popen[bytes], run: RunDir) -> int:
+    """Wait for srun to end; return its exit code.
+
+    It waits for the tasks of a host that is lost until Slurm misses that host, which by default takes five minutes:
+    once the end is recorded nothing is worth waiting for.
+    """
+    settled_at = float("inf")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return srun.wait(timeout=1.0)
+        if settled_at == float("inf") and _is_settled(run):
+            settled_at = time.monotonic()
+        if time.monotonic() - settled_at > _SRUN_TIMEOUT_S:
+            srun.kill()
 
 
 def _await_end(run: RunDir) -> None:
