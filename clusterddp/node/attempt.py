@@ -26,6 +26,8 @@ class Attempt:
         self.stop_reason: str | None = None
         self.stopped_by_time_limit = False
         self.cancel_reason: str | None = None
+        self.stopped_by_people = False
+        """True when the request to stop can be nothing that Slurm wants."""
         self.job_ends = False
         """On Slurm: the job is being taken away, though the run may go on in another start of it."""
         self.ends_by = float("inf")

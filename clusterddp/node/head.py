@@ -9,12 +9,12 @@ from collections.abc import Callable
 from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
+from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import Message, facts_of
-from clusterddp.node.member import GIVE_UP_S
 from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
@@ -24,9 +24,6 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, signal_name
 from clusterddp.run.sweep import sweep
-
-_CONFIRM_S = GIVE_UP_S + 4.0
-"""How long nodes may take to confirm that nothing of them is left."""
 
 
 class Head:
@@ -62,17 +59,17 @@ class Head:
         self._started_nodes: dict[int, Message] = {}
         """Where the ranks of each node stand on the network."""
         self._start_recorded = False
-        self._unconfirmed: set[int] | None = None
-        """While the gang is being ended: nodes that have not said yet that nothing is left. None: it is not."""
-        self._ending_until = 0.0
-        self._left: dict[int, list[int]] = {}
+        self._ending: Ending | None = None
+        """Set while the gang is being ended."""
         self._final = False
         """True once something has happened after which the gang is not started again."""
+        self._crippled = False
+        """True once a node or a task is lost: the gang is not started again by these supervisors."""
 
     @property
     def hurried(self) -> bool:
         """True while things change within milliseconds."""
-        return self._attempt.settling or self._unconfirmed is not None
+        return self._attempt.settling or self._ending is not None
 
     def may_join(self, node_rank: int) -> bool:
         return self._muster.may_join(node_rank)
@@ -128,11 +125,10 @@ class Head:
             return
         if self._job is not None:
             self._hear_job(self._job, now)
-        if self._unconfirmed is not None:
-            waits = self._job is not None and self._job.undecided
-            if (not self._unconfirmed and not waits) or now >= self._ending_until:
+        if self._ending is not None:
+            if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
                 self._sweep_lost_nodes()
-                self._conclude(now)
+                self._conclude(self._ending, now)
             return
         if attempt.begun is None and not attempt.is_over(now):
             self._await_joins(now)
@@ -196,15 +192,18 @@ class Head:
 
     def _cancel(self, reason: str) -> None:
         self._final = True
-        if self._unconfirmed is None and self._attempt.cancel_reason is None:
+        if self._ending is None and self._attempt.cancel_reason is None:
             self._attempt.cancel_reason = reason
 
     def _hear_stop(self, report: Message, now: float) -> None:
         if self._job is not None and report.get("signal") == "SIGTERM":
             self._job.on_term(now)
-            if self._unconfirmed is not None:
+            if self._ending is not None:
                 return  # srun ends what is left of a step when one of its tasks was killed
-        self._stop(str(report["reason"]), now)
+        reason = str(report["reason"])
+        self._stop(reason, now)
+        if not reason.startswith("SIGTERM to ") and self._attempt.stop_reason == reason:
+            self._attempt.stopped_by_people = True
 
     def _hear_job(self, job: JobWatch, now: float) -> None:
         """Act on what Slurm is about to do with the job."""
@@ -216,15 +215,17 @@ class Head:
             self._final = True
             attempt.cancel_reason = attempt.cancel_reason or intent.words
             return
-        attempt.job_ends = True
         attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
-        if self._unconfirmed is None:
+        if attempt.stopped_by_people:
+            return
+        attempt.job_ends = True
+        if self._ending is None:
             self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
         if attempt.stop_reason is not None:
             attempt.stop_reason = intent.words
 
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
-        if self._unconfirmed is not None:
+        if self._ending is not None:
             self._final = True  # Who asks for a stop does not want another start.
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
@@ -244,30 +245,29 @@ class Head:
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
-        self._final = self._final or self._job is None or not failure.job_restartable
-        if self._unconfirmed is None:
+        if self._job is not None and failure.job_restartable:
+            self._crippled = True
+        else:
+            self._final = True
+        if self._ending is None:
             self._attempt.fail(failure, now)
 
     def _end_gang(self, now: float) -> None:
         self._attempt.decide()
-        self._unconfirmed = set(self._muster.pids) - self._lost
-        self._ending_until = now + _CONFIRM_S
-        self._left.clear()
-        for node_rank in sorted(self._unconfirmed):
+        self._ending = Ending(self._gang, set(self._muster.pids) - self._lost, now)
+        for node_rank in sorted(self._ending.unconfirmed):
             self._tell(node_rank, {"kind": "kill", "whole_gang": False})
 
     def _confirm(self, node_rank: int, left: list[int]) -> None:
-        if self._unconfirmed is not None:
-            self._unconfirmed.discard(node_rank)
-            if left:
-                self._left[node_rank] = left
+        if self._ending is not None:
+            self._ending.confirm(node_rank, left)
 
     def _sweep_lost_nodes(self) -> None:
         # A lost node may be a slot of this very machine, and its guard may have been killed too.
         if self._lost and self._attempt.begun is not None:
             sweep(*(cookie(self._gang.token, f"n{node}") for node in self._lost), timeout_s=3.0)
 
-    def _conclude(self, now: float) -> None:
+    def _conclude(self, ending: Ending, now: float) -> None:
         """Record how the attempt ended; start the next one or finish."""
         attempt = self._attempt
         if attempt.begun is not None and not self._start_recorded:
@@ -275,8 +275,8 @@ class Head:
         directory = self._run.attempt(attempt.number)
         with contextlib.suppress(OSError):
             directory.path.joinpath(ENDING).unlink(missing_ok=True)
-        end = self._with_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
-        sequel = self._sequel(end)
+        end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
+        sequel = self._sequel(end, all_gone=ending.all_gone)
         if sequel != "nothing":
             end = dataclasses.replace(end, will_restart=True, needs_job=sequel == "another job")
         if sequel == "here":
@@ -298,14 +298,14 @@ class Head:
         self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
         self._started_nodes.clear()
         self._start_recorded = False
-        self._unconfirmed = None
+        self._ending = None
 
     def _finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
         for node_rank in self._muster.pids.keys() - self._lost:
             self._tell(node_rank, {"kind": "finish", "exit_code": exit_code})
 
-    def _sequel(self, end: AttemptEnd) -> Sequel:
+    def _sequel(self, end: AttemptEnd, *, all_gone: bool) -> Sequel:
         attempt = self._attempt
         if self._run.cancel_file.exists() or self._restarts_before(attempt) >= self._gang.restarts:
             return "nothing"
@@ -314,7 +314,7 @@ class Head:
             end,
             on_slurm=self._job is not None,
             final=self._final,
-            all_gone=not (self._left or self._unconfirmed),
+            able=all_gone and not self._crippled,
         )
 
     def _restarts_before(self, attempt: Attempt) -> int:
@@ -324,12 +324,3 @@ class Head:
         if not self._gang.entry.stop_aware:
             return True
         return self._run.attempt(self._attempt.number).stopped.exists()
-
-    def _with_leftovers(self, end: AttemptEnd) -> AttemptEnd:
-        silent = [self._gang.nodes[node] for node in sorted(self._unconfirmed or ())]
-        places = [f"node {node.node_rank} on {node.host} did not confirm its end" for node in silent]
-        places += [
-            f"processes {', '.join(map(str, pids))} on {self._gang.nodes[node].host} could not be killed"
-            for node, pids in sorted(self._left.items())
-        ]
-        return dataclasses.replace(end, reason="; ".join([end.reason, *places]))

@@ -15,6 +15,8 @@ from clusterddp.node.order import SlurmOrder
 
 _ASK_AGAIN_S = 10.0
 _RETRY_S = 15.0
+_AGAIN_S = 1.0
+"""A SIGTERM that comes sooner after another one is the same."""
 _STORM_S = 0.1
 """How long Slurm may take to signal every process of the job; it hits our own questions, too."""
 _MARGIN_S = 3.0
@@ -49,8 +51,11 @@ class JobWatch:
         allocation.ask_config()
 
     def on_term(self, now: float) -> None:
-        """Take in that SIGTERM came; the answer to why is an intent of a later `tick`."""
-        if self._term_at is None:
+        """Take in that SIGTERM came; the answer to why is an intent of a later `tick`.
+
+        It comes a second time when the grace after the warning of a preemption is over.
+        """
+        if not self.undecided and (self._term_at is None or now > self._term_at + _AGAIN_S):
             self._term_at = now
             self.undecided = True
             self._ask_at = now + _STORM_S

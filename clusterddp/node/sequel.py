@@ -10,11 +10,11 @@ from clusterddp.run.record import AttemptEnd
 Sequel = Literal["nothing", "here", "another job"]
 
 
-def sequel_of(attempt: Attempt, end: AttemptEnd, *, on_slurm: bool, final: bool, all_gone: bool) -> Sequel:
+def sequel_of(attempt: Attempt, end: AttemptEnd, *, on_slurm: bool, final: bool, able: bool) -> Sequel:
     """Say what follows when the run still has restarts and nobody has cancelled it.
 
-    `final`: something has happened after which these supervisors start nothing again; `all_gone`: every node has
-    confirmed that nothing of the attempt is left.
+    `final`: something has happened after which nothing is started again; `able`: all supervisors are there to start it,
+    and have confirmed that nothing of this attempt is left.
     """
     if end.outcome in {"COMPLETED", "CANCELLED"}:
         return "nothing"
@@ -22,10 +22,10 @@ def sequel_of(attempt: Attempt, end: AttemptEnd, *, on_slurm: bool, final: bool,
         # Slurm takes the job away; what failed meanwhile, failed because of that or fails again.
         return "another job"
     if end.outcome == "STOPPED":
-        return "here" if attempt.stopped_by_time_limit and all_gone and not final else "nothing"
+        return "here" if attempt.stopped_by_time_limit and able and not final else "nothing"
     if attempt.stop_reason is not None:
         return "nothing"
     cause = attempt.cause()
-    if cause.restartable and all_gone and not final:
+    if cause.restartable and able and not final:
         return "here"
     return "another job" if on_slurm and (cause.job_restartable or cause.restartable) and not final else "nothing"

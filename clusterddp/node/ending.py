@@ -1,0 +1,50 @@
+"""The end of a gang as the head sees it: which nodes have not confirmed yet that nothing of them is left."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from clusterddp.node.member import GIVE_UP_S
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import AttemptEnd
+
+CONFIRM_S = GIVE_UP_S + 4.0
+"""How long nodes may take to confirm."""
+
+
+class Ending:
+    """One gang being ended."""
+
+    def __init__(self, gang: Gang, nodes: Iterable[int], now: float) -> None:
+        self.unconfirmed = set(nodes)
+        """Node ranks."""
+        self._gang = gang
+        self._until = now + CONFIRM_S
+        self._left: dict[int, list[int]] = {}
+
+    @property
+    def all_gone(self) -> bool:
+        """True when every node has confirmed that nothing of it is left."""
+        return not (self._left or self.unconfirmed)
+
+    def confirm(self, node_rank: int, left: list[int]) -> None:
+        """Take in that a node has done what it could; `left`: pids that cannot be killed."""
+        self.unconfirmed.discard(node_rank)
+        if left:
+            self._left[node_rank] = left
+
+    def is_over(self, now: float, *, waits: bool) -> bool:
+        """Say whether all have confirmed, or had their time; `waits`: for something else."""
+        return (not self.unconfirmed and not waits) or now >= self._until
+
+    def add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
+        """Say in the end's reason what may be left, and where."""
+        nodes = self._gang.nodes
+        silent = [nodes[node_rank] for node_rank in sorted(self.unconfirmed)]
+        places = [f"node {node.node_rank} on {node.host} did not confirm its end" for node in silent]
+        places += [
+            f"processes {', '.join(map(str, pids))} on {nodes[node_rank].host} could not be killed"
+            for node_rank, pids in sorted(self._left.items())
+        ]
+        return dataclasses.replace(end, reason="; ".join([end.reason, *places]))
