@@ -22,6 +22,7 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, write_bytes
+from clusterddp.run.fencing import refuse_if_stale
 
 _GENERATION = re.compile(r"step-\d{8,}-a\d+")
 
@@ -87,10 +88,10 @@ def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) ->
         samples=samples,
         created=time.time(),
     )
-    _refuse_if_stale(store)
+    refuse_if_stale(store.run, store.attempt)
     _write(path, data)
     try:
-        _refuse_if_stale(store)
+        refuse_if_stale(store.run, store.attempt)
         _write(path.with_suffix(".json"), json.dumps(asdict(manifest), indent=1).encode())
     except ClusterddpError:
         path.unlink(missing_ok=True)
@@ -150,12 +151,6 @@ def _read_manifest(path: Path) -> Manifest:
     if manifest.file != f"{path.stem}.pt":
         raise ClusterddpError(f"it names the file {manifest.file!r}, not {path.stem}.pt")
     return manifest
-
-
-def _refuse_if_stale(store: Store) -> None:
-    newest = max((attempt.number for attempt in store.run.attempts()), default=store.attempt)
-    if newest > store.attempt:
-        raise ClusterddpError(f"attempt {newest} of the run has begun, this is attempt {store.attempt}")
 
 
 def _prune(store: Store) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
+from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.progress import Progress, open_progress
 from clusterddp.train.window import TrainReport
@@ -57,8 +58,12 @@ class Reporter:
         self._progress.say(f"epoch {epoch}/{epochs_total} test accuracy {accuracy} loss {result.loss:.3f}")
 
     def summary(self, facts: Mapping[str, Any]) -> None:
-        """Write summary.json; only a run that came to its end has one."""
+        """Write summary.json; only a run that came to its end has one.
+
+        Raises: ClusterddpError: a later attempt of the run has begun.
+        """
         if self._progress is not None:
+            refuse_if_stale(self._run, self._attempt)
             write_json(self._run.summary, dict(facts))
 
     def close(self) -> None:
@@ -69,6 +74,7 @@ class Reporter:
             self._progress.close()
 
     def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, float], place: Mapping[str, int]) -> None:
+        refuse_if_stale(self._run, self._attempt)
         row = {"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place}
         append_jsonl(self._run.metrics, row | {"time": time.time()})
         if self._events is not None:
