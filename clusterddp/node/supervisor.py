@@ -11,7 +11,12 @@ The order is one line of JSON on standard input; the pipe stays open:
      "link": {"host": str, "port": int} | null,     null for node 0, which is the head and listens
      "parent_bound": bool,      true: the end of standard input means that who started us is dead, and ends the gang
      "start_timeout_s": 60,     optional: how long all nodes may take to join
-     "lease_s": 15}             optional: how long the head and a node may be silent before they count as lost
+     "lease_s": 15,             optional: how long the head and a node may be silent before they count as lost
+     "tasks": int,              on Slurm: the inherited socket that this node's tasks connect to (tasks.py); they start
+                                the ranks
+     "slurm": {"job_id": str, "restart_count": int, "used_restarts": int, "job_tag": str | null, "heads": [str]}}
+                                on Slurm: the start of the job, how many restarts the run used before it, and where the
+                                head may be, for no link is told; the gang names no master address
 
 Afterwards node 0 may be told, one line each, that another node's supervisor has ended, `{"ended": node rank,
 "exit_code": int}` (negative: a signal): if it had not joined yet, nobody need wait for it until the start time-out.
@@ -24,9 +29,11 @@ with 1 when it failed; how it ended is in the last attempt's `end.json`, written
 SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
 
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
-node_rank), `started`, `rank_ended` (a RankEnd), `stop_requested` (reason), `cancel` (reason), `parent_gone` (pid),
-`failed` (error, weight), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank, exit_code). Orders:
-`start` (attempt, restart, master_port), `stop` (reason), `kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
+node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
+`rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid), `failed` (error,
+weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
+exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port), `stop` (reason), `kill`
+(whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations
