@@ -6,20 +6,14 @@ import os
 
 import pytest
 
-from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.errors import ClusterddpError
 from clusterddp.launch.attempts import make_attempt
 from clusterddp.launch.slurm_claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, write_end, write_run
-from clusterddp.slurm.control import read_job
 from clusterddp.slurm.identity import job_name, job_tag
 
 TOKEN = "6d1f" * 8
-SHOWN = (
-    "JobId=7 JobName=a JobState=FAILED b.0123456789abcdef0123 UserId=ana(61234) GroupId=ana(61234) MCS_label=N/A "
-    "Priority=4294901758 JobState=COMPLETING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 "
-    "PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime={preempted} NodeList=node[1-2] Command=/x y Restarts=9\n"
-)
 
 
 @pytest.fixture
@@ -141,18 +135,3 @@ def test_the_task_of_an_array_is_named_by_array_and_index():
 def test_who_runs_the_batch_script_by_hand_is_told_so():
     with pytest.raises(ClusterddpError, match="not for people"):
         JobStart.of_environment({})
-
-
-def test_a_job_is_read_although_its_name_and_command_say_otherwise():
-    job = read_job(SHOWN.format(preempted="None"))
-    assert (job.name, job.state, job.restarts) == ("a JobState=FAILED b.0123456789abcdef0123", "COMPLETING", 2)
-
-
-@pytest.mark.parametrize(("time", "expected"), [("None", False), ("2026-01-01T00:00:00", True)])
-def test_a_job_that_has_a_preempt_time_is_being_preempted(time, expected):
-    assert read_job(SHOWN.format(preempted=time)).preempted is expected
-
-
-def test_what_is_no_job_is_an_error():
-    with pytest.raises(SlurmError, match="not understood"):
-        read_job("slurm_load_jobs: what?\n")
