@@ -25,6 +25,7 @@ from slurm_runs import (
     start_run,
 )
 
+from clusterddp.run.directory import read_json
 from clusterddp.run.record import read_end, read_run, write_run
 from clusterddp.slurm.identity import job_tag
 
@@ -149,3 +150,23 @@ def test_a_job_that_was_given_up_meanwhile_starts_nothing(cluster):
     write_run(run, dataclasses.replace(read_run(run), job_id=None, job_tag=job_tag("of another job", 1)))
     assert await_job_state(cluster, job, "FAILED")["ExitCode"] == "1:0"
     assert (claims(run), read_end(run.attempt(0))) == ([], None)
+
+
+def test_the_task_of_an_array_is_requeued_alone(cluster):
+    runs = [
+        make_slurm_run(cluster, name, "", more="restarts: 1", resources="{nodes: 1}") for name in ("arr-0", "arr-1")
+    ]
+    tag = job_tag("of the sweep", 0)
+    for run, code in zip(runs, (NEED_JOB, TASK + "end('COMPLETED')\n"), strict=True):
+        stand_in(run, code)
+        write_run(run, dataclasses.replace(read_run(run), job_tag=tag))
+    tasks = cluster.dir / "shared" / "tasks.txt"
+    tasks.write_text("".join(f"{run.path}\n" for run in runs))
+    plan = read_json(runs[0].plan)["slurm"]
+    script = runs[0].launcher_dir / "array.sh"
+    script.write_text(plan["script"])
+    python, _, *paths = plan["arguments"]
+    sbatch = [*plan["sbatch"], f"--job-name=sweep.{tag}", "--array=0-1", str(script), python, str(tasks), *paths]
+    job = cluster.run(HEAD, sbatch).stdout.strip()
+    assert [await_final_end(run).outcome for run in runs] == ["COMPLETED"] * 2
+    assert [claims(run) for run in runs] == [[(f"{job}_0", 0), (f"{job}_0", 1)], [(f"{job}_1", 0)]]
