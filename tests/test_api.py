@@ -87,7 +87,7 @@ def test_errors_reach_the_caller(tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         clusterddp.submit("name: a\nnonsense: 1\n")
     with pytest.raises(UsageError, match="not built yet"):
-        clusterddp.submit("name: a\nlauncher: slurm\n")
+        clusterddp.submit("name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\n")
     assert not (tmp_path / "runs").exists()
 
 
