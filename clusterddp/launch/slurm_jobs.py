@@ -16,8 +16,9 @@ from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.jobs import Job, Phase
 from clusterddp.slurm.queue import Slurm
 
-_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
-"""Between attempts to ask a controller that does not answer: a minute in all."""
+_PATIENCE_S = 45.0
+"""For how long a controller that does not answer is asked again."""
+_LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.25
 
 
@@ -33,20 +34,21 @@ def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job 
 def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
     """Look for a job that may be in the queue; None when it is not there in so many looks, which are a while apart.
 
-    Raises: SlurmError: the controller did not answer for a minute.
+    Raises: SlurmError: the controller did not answer for most of a minute.
     """
-    looks = 0
-    for pause_s in (*_PAUSES_S, None):
+    give_up = time.monotonic() + _PATIENCE_S
+    looks, pause_s = 0, 0.5
+    while True:
         try:
             job = find_job(run, record, environ)
             looks += 1
             if job is not None or looks >= num_looks:
                 return job
         except SlurmError as error:
-            if not error.transient or pause_s is None:
+            if not error.transient or time.monotonic() > give_up:
                 raise
-        time.sleep(pause_s or 0.0)
-    return None
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
 def is_over(job: Job | None) -> bool:
