@@ -40,19 +40,31 @@ def test_the_runs_are_named_after_the_sweep_and_lie_in_it(tmp_path: Path) -> Non
     assert [run.path for run in sweep.runs()] == [sweep.path / f"{sweep.name}.{index}" for index in range(4)]
 
 
-def test_a_run_has_the_plan_that_it_would_have_alone(tmp_path: Path) -> None:
-    plan = plan_one(tmp_path, *TWO_BY_TWO).runs[2]
-    alone = plan_run(
-        load_spec(SPEC, ["env.LR=0.2", "env.SEED=0"], environ={}),
+@pytest.mark.parametrize(
+    ("text", "swept", "alone"),
+    [
+        (SPEC, ["env.A=1,2", "env.B=3,4"], ["env.A=2", "env.B=3"]),
+        (SPEC, ["entry.args=[--lr, 1],[--lr, 2],[--lr, 3]"], ["entry.args=[--lr, 3]"]),
+        ("name: x\nlauncher: slurm\n", ["train.lr=1,2,3,4"], ["train.lr=3"]),
+        ("name: x\nlauncher: slurm\n", ["train.data_dir=a,b,c"], ["train.data_dir=c"]),
+    ],
+)
+def test_a_run_has_the_plan_that_it_would_have_alone(
+    tmp_path: Path, text: str, swept: list[str], alone: list[str]
+) -> None:
+    planned = plan_one(tmp_path, *swept, text=text).runs[2]
+    expected = plan_run(
+        load_spec(text, alone, environ={}),
         runs_dir=tmp_path / "runs",
         working_dir=tmp_path,
         environ=fake_scontrol(tmp_path),
     )
-    token = dataclasses.replace(alone, token=plan.token, gang=dataclasses.replace(alone.gang, token=plan.token))
-    origins = tuple(
-        change | {"origin": "sweep"} if change["origin"] == "command line" else change for change in alone.changes
+    changes = tuple(
+        change | {"origin": "sweep"} if change["origin"] == "command line" else change for change in expected.changes
     )
-    assert plan == move_plan(dataclasses.replace(token, changes=origins), plan.run_dir)
+    gang = dataclasses.replace(expected.gang, token=planned.token)
+    expected = dataclasses.replace(expected, token=planned.token, gang=gang, changes=changes)
+    assert planned == move_plan(expected, planned.run_dir)
 
 
 def test_the_plan_on_disk_names_the_sweep_as_origin(tmp_path: Path) -> None:

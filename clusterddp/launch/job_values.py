@@ -30,6 +30,12 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
     return data
 
 
+def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
+    """Return the directories that a spec, as `filled_in` gave it, makes use of: a container has to have them."""
+    data_dir = filled["train"]["data_dir"] if filled["train"] else None
+    return tuple(dict.fromkeys([str(working_dir), *([data_dir] if data_dir else [])]))
+
+
 def spec_text(job: JobSpec) -> str:
     """Return the spec as YAML; reading it gives the same spec again."""
     from clusterddp.spec.load import resolved_yaml

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
 from clusterddp.launch.entry import entry_of, plan_program
-from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
+from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.local import launcher_command, supervisor_command
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.placement import Placement, plan_placement, plan_slurm_placement, read_machine
@@ -216,11 +216,10 @@ def _place(
     if job.entry:
         check_shared(working_dir, "what ranks work in", "submit from a directory that all nodes share")
     notes = (*placement.notes, *options.notes, *waiting, *shared)
-    data_dir = filled_in(job)["train"]["data_dir"] if job.train else None
     slurm = plan_slurm(
         options,
         container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,
-        mounts=tuple(dict.fromkeys([str(working_dir), *([data_dir] if data_dir else [])])),
+        mounts=directories_used(filled_in(job), working_dir),
         environ=environ,
     )
     return dataclasses.replace(placement, notes=notes), slurm

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.launch.environment import travelling_variables
-from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
+from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.plan import Plan, check_secrets, move_plan, plan_run
 from clusterddp.launch.slurm import submit_job
@@ -93,8 +93,6 @@ def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: M
             f"a sweep is one Slurm job array, and this spec's launcher is {first.job.launcher}",
             hint="--launcher slurm; elsewhere submit the runs one by one, each with --wait",
         )
-    if first.job.container and "train.data_dir" in spec.keys:
-        raise UsageError("train.data_dir cannot be swept in a container: its mounts are those of the whole job")
     check_array_size(len(spec.variants), environ)
     base = plan_run(first, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
     return _lay_out(spec, base, sweep=base.run, runs_dir=base.runs_dir)
@@ -148,13 +146,16 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run: str, token: str) ->
     job = with_absolute_paths(resolved.job, plan.working_dir)
     args = tuple(job.entry.args) if job.entry else plan.gang.entry.args
     entry = dataclasses.replace(plan.gang.entry, args=args)
+    filled = filled_in(job)
+    assert plan.slurm is not None
     other = dataclasses.replace(
         plan,
         token=token,
-        spec=filled_in(job),
+        spec=filled,
         spec_text=spec_text(job),
         gang=dataclasses.replace(plan.gang, token=token, entry=entry, env=dict(job.env)),
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        slurm=dataclasses.replace(plan.slurm, mounts=directories_used(filled, plan.working_dir)),
     )
     return move_plan(other, plan.runs_dir / run)
 

@@ -48,11 +48,13 @@ def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
     stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
     for run in stopping:
         request_stop(run.attempts()[-1].stop_file, "cancel --save")
-    _order(record, environ, save=bool(stopping))
+    if stopping:
+        # They may see their stop files late over a slow file system.
+        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
     for run, _ in of_array:
         if run not in stopping:
             _mark(run)
-    _end_array(record, environ, pending_only=bool(stopping))
+    _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
     for run, _ in of_array:
         if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
             _record_end(run)
@@ -62,28 +64,16 @@ def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
     return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
 
 
-def _order(record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> None:
-    """Tell the tasks that run of their stop files, which they may see late over a slow file system."""
-    if save:
-        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
-
-
-def _end_array(record: SweepRecord, environ: Mapping[str, str], *, pending_only: bool) -> None:
-    _scancel(record, environ, *(["--state=PENDING"] if pending_only else []))
-
-
 def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
     """Order something for the tasks of the array that still carry its name; those that have ended are no error.
 
     Raises: SlurmError: Slurm could not be asked.
     """
-    if record.job_id is None or record.job_tag is None:
-        raise ClusterddpError(
-            f"{record.sweep}: the number of its job array is not known",
-            hint=f"squeue --name={job_name(record.name, record.job_tag or '')} finds it, scancel ends it",
-        )
+    assert record.job_tag is not None
     user = pwd.getpwuid(os.getuid()).pw_name
-    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, record.job_id]
+    # The name alone says which jobs are meant; the number, where it is known, spares Slurm the search.
+    number = [record.job_id] if record.job_id else []
+    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *number]
     try:
         run_slurm(argv, environ=environ)
     except SlurmError as error:
