@@ -16,6 +16,7 @@ from clusterddp.launch.slurm_jobs import await_end, cancel_job, find_job, is_ove
 from clusterddp.launch.slurm_options import without_waiting
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
@@ -150,13 +151,18 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
 
 def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
     """Write what goes along from this shell to the ranks; secrets lie apart, until the run has ended."""
+    write_json(run.job_environment, variables_for(plan, environ))
+    if plan.secrets:
+        write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
+
+
+def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go along from this shell to the ranks."""
     assert plan.slurm is not None
     variables = travelling_variables(environ)
     if plan.slurm.container:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), IMPORT_PATH)))
-    write_json(run.job_environment, variables)
-    if plan.secrets:
-        write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
+    return variables
 
 
 def drop_secrets(run: RunDir) -> None:
@@ -165,19 +171,25 @@ def drop_secrets(run: RunDir) -> None:
         run.job_secrets.unlink(missing_ok=True)
 
 
-def submit_job(run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Ask sbatch once; return the job's number and what sbatch said besides."""
+def submit_job(
+    run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str], *, sweep: SweepDir | None = None
+) -> tuple[str, str]:
+    """Ask sbatch once; return the job's number and what sbatch said besides.
+
+    For the array of a sweep, `run` is the first of its runs: where that has a job, all have.
+    """
     from clusterddp.launch.slurm_executor import JobExecutor
 
     assert plan.slurm is not None
-    executor = JobExecutor(run.launcher_dir, plan.slurm, environ)
+    place = sweep or run
+    executor = JobExecutor(place.launcher_dir, plan.slurm, environ)
     try:
         return executor.submit_job(), executor.said
     except SlurmError as error:
-        return _adopt(run, record, environ, error), ""
+        return _adopt(run, record, environ, error, name=place.name), ""
 
 
-def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError) -> str:
+def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError, *, name: str) -> str:
     """Find the job although sbatch has failed.
 
     Raises: SlurmError: the one of sbatch, when the job is not there; a transient one, when that cannot be told.
@@ -188,12 +200,12 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
     except SlurmError as silence:
         if error.transient or silence.transient:
             raise SlurmError(
-                f"{run.name}: it is not known whether Slurm has taken the job: {error.message}; then {silence.message}",
-                hint=f"clusterddp status {run.name} settles it as soon as Slurm answers",
+                f"{name}: it is not known whether Slurm has taken the job: {error.message}; then {silence.message}",
+                hint=f"clusterddp status {name} settles it as soon as Slurm answers",
                 transient=True,
             ) from silence
     if job is None:
-        raise SlurmError(f"{run.name} was not submitted: {error.message}", hint=error.hint, transient=False) from error
+        raise SlurmError(f"{name} was not submitted: {error.message}", hint=error.hint, transient=False) from error
     log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
     return job.job_id
 

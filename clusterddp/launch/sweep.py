@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.errors import SlurmError, UsageError
-from clusterddp.launch.environment import travelling_variables
+from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.plan import Plan, check_secrets, move_plan, plan_run
-from clusterddp.launch.slurm import submit_job
+from clusterddp.launch.slurm import submit_job, variables_for
 from clusterddp.launch.slurm_jobs import cancel_job, settle
 from clusterddp.launch.slurm_plan import SCRIPT, SlurmPlan, sbatch_argv
+from clusterddp.launch.staging import refusal
 from clusterddp.launch.submit import check_trainer
 from clusterddp.launch.sweep_staging import make_sweep, record_text, replace_files, take_back
-from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
 from clusterddp.slurm.arrays import check_array_size
@@ -109,12 +108,17 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     check_trainer(plan.base)
     while True:
         try:
-            make_sweep(plan, environ, travelling_variables(environ))
+            make_sweep(plan, environ, variables_for(plan.base, environ))
             break
         except FileExistsError:
             plan = _rename(plan)
-    job_id, cluster = _submit(SweepDir(plan.path), plan, environ)
-    _record_job(SweepDir(plan.path), job_id, cluster)
+    sweep = SweepDir(plan.path)
+    job_id, cluster = _submit(sweep, plan, environ)
+    try:
+        _record_job(sweep, job_id, cluster)
+    except (ClusterddpError, OSError) as error:  # the disk is full: nobody would learn of the job
+        _withdraw(sweep, environ)
+        raise refusal(plan.path.parent, error) if isinstance(error, OSError) else error from error
     names = tuple(run.run for run in plan.runs)
     return SubmittedSweep(sweep=plan.sweep, launcher=plan.base.launcher, job_id=job_id, path=plan.path, runs=names)
 
@@ -189,18 +193,12 @@ def _rename(plan: SweepPlan) -> SweepPlan:
 
 def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:
     """Ask sbatch once, as for one run, and settle doubts by the tag; return the array's number and its cluster."""
-    place, array = RunDir(sweep.path), dataclasses.replace(plan.base, slurm=plan.job)
-    first = read_run(sweep.runs()[0])
+    array = dataclasses.replace(plan.base, slurm=plan.job)
+    first = sweep.runs()[0]
     try:
-        answer = submit_job(place, array, first, environ)[0]
-    except KeyboardInterrupt:
-        # Who interrupts a submit does not want the runs. A job that Slurm has all the same would find none.
-        with contextlib.suppress(SlurmError):
-            job = settle(place, first, environ, num_looks=3)
-            if job is not None:
-                whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
-                cancel_job(first.name, first, whole, environ)
-        take_back(sweep)
+        answer = submit_job(first, array, read_run(first), environ, sweep=sweep)[0]
+    except KeyboardInterrupt:  # who interrupts a submit does not want the runs
+        _withdraw(sweep, environ)
         raise
     except SlurmError as error:
         if not error.transient:
@@ -208,6 +206,18 @@ def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tup
         raise
     number, _, cluster = answer.partition(";")
     return number.partition("_")[0], cluster or None
+
+
+def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
+    """Cancel the array, if Slurm has it, and remove the sweep; a job that is there all the same finds no runs."""
+    first = sweep.runs()[0]
+    record = read_run(first)
+    with contextlib.suppress(SlurmError):
+        job = settle(first, record, environ, num_looks=3)
+        if job is not None:
+            whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
+            cancel_job(record.name, record, whole, environ)
+    take_back(sweep)
 
 
 def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
