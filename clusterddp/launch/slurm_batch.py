@@ -37,7 +37,8 @@ from clusterddp.slurm.control import JobNow, show_job
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
-"""How long srun may take to end when the end is recorded."""
+_SRUN_TIMEOUT_AFTER_FAILURE_S = 1.5
+"""How long srun may take to end when the end is recorded: with a failure a host may be lost, for which it waits."""
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run goes on in another one: no job that waits for its success may begin."""
 _KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SPANK_", "_SLURM_SPANK_")
@@ -133,7 +134,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     _await_end(run)
     # Ignored is inherited: what is asked of Slurm from here on must not die of the TERM that comes to the whole job.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not _is_settled(run):
+    if _settled_end(run) is None:
         sweep(f"{carried.record.token}.", timeout_s=5.0)
         end_run(run, _explain(carried, complaint, _read_from(log, said_before), signals))
     return _conclude(carried, attempt)
@@ -202,26 +203,27 @@ def _wait_for(srun: subprocess.Popen[bytes], run: RunDir) -> int:
     It waits for the tasks of a host that is lost until Slurm misses that host, which by default takes five minutes:
     once the end is recorded nothing is worth waiting for.
     """
-    settled_at = float("inf")
+    give_up_at = float("inf")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return srun.wait(timeout=1.0)
-        if settled_at == float("inf") and _is_settled(run):
-            settled_at = time.monotonic()
-        if time.monotonic() - settled_at > _SRUN_TIMEOUT_S:
+            return srun.wait(timeout=0.25)
+        if give_up_at == float("inf") and (end := _settled_end(run)) is not None:
+            failed = end.outcome == "FAILED"
+            give_up_at = time.monotonic() + (_SRUN_TIMEOUT_AFTER_FAILURE_S if failed else _SRUN_TIMEOUT_S)
+        if time.monotonic() >= give_up_at:
             srun.kill()
 
 
 def _await_end(run: RunDir) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
-    while not _is_settled(run) and time.monotonic() < deadline:
+    while _settled_end(run) is None and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def _is_settled(run: RunDir) -> bool:
-    """Say whether it is recorded that the run has ended, or goes on with another start of a job."""
+def _settled_end(run: RunDir) -> AttemptEnd | None:
+    """Return the recorded end of the run, or of what this start of the job could do for it; None: it goes on here."""
     end = read_end(run.attempts()[-1])
-    return end is not None and (end.needs_job or not end.will_restart)
+    return end if end is not None and (end.needs_job or not end.will_restart) else None
 
 
 def _explain(carried: Carried, complaint: str | None, said: str, signals: Signals) -> AttemptEnd:
