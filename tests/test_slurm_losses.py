@@ -50,3 +50,12 @@ def test_a_requeue_waits_for_a_controller_that_is_down():
         assert await_final_end(run, 90).outcome == "COMPLETED"
         assert claims(run) == [(job, 0), (job, 1)]
         assert job_fields(rack, job)["Restarts"] == "1"
+
+
+def test_a_buried_attempt_says_what_the_accounting_calls_it(needs_rack_accounting):
+    with running_rack(RackPlan(nodes=["node1", "node2"], accounting=True)) as rack:
+        run, job = start(rack, "accounted", HANG_THEN_COMPLETE)
+        await_up(run)
+        rack.run(HEAD, ["scontrol", "requeue", job])
+        assert await_final_end(run, 90).outcome == "COMPLETED"
+        assert "accounting calls it REQUEUED" in read_end(run.attempt(0)).reason
