@@ -189,3 +189,12 @@ def test_a_rank_dies_with_the_process_that_started_it(tmp_path):
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_stop_signal_that_comes_when_the_program_is_through_does_not_end_it(tmp_path):
+    script = write_script(
+        tmp_path, "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+    )
+    stop_file = tmp_path / "STOP"
+    code, _, _ = run_rank(tmp_path / "run", {"target": str(script)}, CLUSTERDDP_STOP_FILE=str(stop_file))
+    assert (code, stop_file.exists()) == (0, False)

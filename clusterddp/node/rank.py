@@ -42,6 +42,8 @@ def main() -> None:
         raise
     except BaseException as error:
         _fail(error)
+    finally:
+        _ignore_late_signals()
 
 
 def _run_entry(run_dir: str) -> None:
@@ -110,6 +112,16 @@ def _stop_on_signal() -> None:
 
     signal.signal(signal.SIGUSR2, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+def _ignore_late_signals() -> None:
+    """Let no stop signal end a program that is through: Python gives handlers back before it exits.
+
+    Slurm's SIGTERM may come when another host's has already stopped everybody.
+    """
+    if "CLUSTERDDP_STOP_FILE" in os.environ:
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _fail(error: BaseException) -> NoReturn:
