@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from clusterddp.dist.environment import cookie
 from clusterddp.node.member import GIVE_UP_S
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd
+from clusterddp.run.sweep import sweep
 
 CONFIRM_S = GIVE_UP_S + 4.0
 """How long nodes may take to confirm."""
@@ -37,6 +39,12 @@ class Ending:
     def is_over(self, now: float, *, waits: bool) -> bool:
         """Say whether all have confirmed, or had their time; `waits`: for something else."""
         return (not self.unconfirmed and not waits) or now >= self._until
+
+    def sweep(self, lost: Iterable[int]) -> None:
+        """End what is left here of lost nodes: one may be a slot of this very machine, its guard killed too."""
+        cookies = [cookie(self._gang.token, f"n{node_rank}") for node_rank in lost]
+        if cookies:
+            sweep(*cookies, timeout_s=3.0)
 
     def add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Say in the end's reason what may be left, and where."""

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
-from clusterddp.node.job_watch import JobWatch
+from clusterddp.node.job_watch import JobWatch, bring_home
 from clusterddp.node.link import Message, facts_of
 from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
@@ -23,7 +22,6 @@ from clusterddp.node.sequel import Sequel, sequel_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, signal_name
-from clusterddp.run.sweep import sweep
 
 
 class Head:
@@ -127,7 +125,8 @@ class Head:
             self._hear_job(self._job, now)
         if self._ending is not None:
             if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
-                self._sweep_lost_nodes()
+                if attempt.begun is not None:
+                    self._ending.sweep(self._lost)
                 self._conclude(self._ending, now)
             return
         if attempt.begun is None and not attempt.is_over(now):
@@ -206,23 +205,9 @@ class Head:
             self._attempt.stopped_by_people = True
 
     def _hear_job(self, job: JobWatch, now: float) -> None:
-        """Act on what Slurm is about to do with the job."""
-        intent, attempt = job.tick(now), self._attempt
-        if intent is None:
-            return
-        note(f"Slurm: {intent.words}")
-        if intent.kind == "cancelled":
-            self._final = True
-            attempt.cancel_reason = attempt.cancel_reason or intent.words
-            return
-        attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
-        if attempt.stopped_by_people:
-            return
-        attempt.job_ends = True
-        if self._ending is None:
+        intent = job.tick(now)
+        if intent is not None and bring_home(intent, self._attempt) and self._ending is None:
             self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
-        if attempt.stop_reason is not None:
-            attempt.stop_reason = intent.words
 
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
         if self._ending is not None:
@@ -261,11 +246,6 @@ class Head:
     def _confirm(self, node_rank: int, left: list[int]) -> None:
         if self._ending is not None:
             self._ending.confirm(node_rank, left)
-
-    def _sweep_lost_nodes(self) -> None:
-        # A lost node may be a slot of this very machine, and its guard may have been killed too.
-        if self._lost and self._attempt.begun is not None:
-            sweep(*(cookie(self._gang.token, f"n{node}") for node in self._lost), timeout_s=3.0)
 
     def _conclude(self, ending: Ending, now: float) -> None:
         """Record how the attempt ended; start the next one or finish."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
+from clusterddp.node.attempt import Attempt
 from clusterddp.node.note import note
 from clusterddp.node.order import SlurmOrder
 
@@ -128,3 +129,19 @@ class JobWatch:
         ends = job is None or job.ends
         ends_by = self._term_at + max(1.0, self._allocation.kill_wait_s - _MARGIN_S) if ends else None
         return Intent(kind="goes_on", words=words, ends_by=ends_by)
+
+
+def bring_home(intent: Intent, attempt: Attempt) -> bool:
+    """Note in the attempt what Slurm is about to do; True when its ranks have yet to be asked to stop."""
+    note(f"Slurm: {intent.words}")
+    if intent.kind == "cancelled":
+        attempt.cancel_reason = attempt.cancel_reason or intent.words
+        return False
+    attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
+    if attempt.stopped_by_people:
+        return False
+    attempt.job_ends = True
+    if attempt.stop_reason is None:
+        return True
+    attempt.stop_reason = intent.words
+    return False
