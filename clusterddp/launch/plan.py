@@ -75,7 +75,7 @@ class Plan:
             "runs_dir": str(self.runs_dir),
             "working_dir": str(self.working_dir),
             "gang": self.gang.to_json(),
-            "slurm": dataclasses.asdict(self.slurm) if self.slurm else None,
+            "slurm": self.slurm.to_json() if self.slurm else None,
         }
 
     @classmethod

@@ -41,6 +41,9 @@ class SlurmPlan:
     srun: tuple[str, ...] = ()
     """argv up to and including RUN_DIR; the attempt follows."""
 
+    def to_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SlurmPlan:
         """Rebuild a plan from JSON (lists become tuples again)."""

@@ -221,7 +221,10 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
 
 
 def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
-    """Write the number that Slurm gave into the records of the sweep and of its runs."""
+    """Write the number that Slurm gave into the records of the sweep and of its runs.
+
+    A record without it is no harm: jobs are found by their tag.
+    """
     record = read_sweep(sweep)
     write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
     texts: dict[Path, str] = {}

@@ -109,7 +109,8 @@ class Gang:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        # Not dataclasses.asdict, which copies every number: a sweep writes a thousand gangs.
+        return _fields(self) | {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
@@ -122,6 +123,10 @@ class Gang:
             Node(**(node | {"ranks": tuple(node["ranks"]), "gpus": tuple(node["gpus"])})) for node in data["nodes"]
         )
         return cls(**(data | {"entry": Entry(**entry), "nodes": nodes}))
+
+
+def _fields(value: Gang | Entry | Node) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def spell_ranks(ranks: Iterable[int]) -> str:
