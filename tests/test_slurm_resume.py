@@ -1,5 +1,7 @@
 """Runs that Slurm interrupts and starts again, with real ranks: nothing is lost, and nothing is learnt twice."""
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +11,8 @@ from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, claims, make_slurm_run, start_run
 
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
-from clusterddp.run.record import read_end
+from clusterddp.run.record import read_end, read_run
+from clusterddp.run.sweep import find_processes
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 TRAIN = """
@@ -69,6 +72,20 @@ def test_a_preempted_run_learns_what_an_uninterrupted_one_does(cluster, uninterr
     run, job = start_training(cluster, "preempted")
     await_step(run, 10)
     cluster.run(HEAD, ["sbatch", "-N2", "--exclusive", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 1"])
+    assert await_final_end(run, 150).outcome == "COMPLETED"
+    assert (outcomes(run), claims(run)) == (["STOPPED", "COMPLETED"], [(job, 0), (job, 1)])
+    assert params(run) == uninterrupted
+
+
+def test_a_run_whose_time_is_up_learns_what_an_uninterrupted_one_does(cluster, uninterrupted):
+    run, job = start_training(cluster, "out-of-time", resources=', time: "0:01:00"')
+    await_step(run, 10)
+    ranks = [rank for node in (0, 1) for rank in find_processes(f"{read_run(run).token}.n{node}")]
+    for rank in ranks:  # as slow as it takes
+        os.kill(rank.pid, signal.SIGSTOP)
+    wait_until(run.attempt(0).stop_file.exists, 90)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGCONT)
     assert await_final_end(run, 150).outcome == "COMPLETED"
     assert (outcomes(run), claims(run)) == (["STOPPED", "COMPLETED"], [(job, 0), (job, 1)])
     assert params(run) == uninterrupted

@@ -204,7 +204,8 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
                 hint=f"clusterddp status {name} settles it as soon as Slurm answers",
                 transient=True,
             ) from silence
-    if job is None:
+    if job is None or (is_over(job) and not error.transient):
+        # Slurm keeps a job that it has refused on second thoughts: it shows up, and has failed.
         raise SlurmError(f"{name} was not submitted: {error.message}", hint=error.hint, transient=False) from error
     log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
     return job.job_id

@@ -278,7 +278,8 @@ def _finish(run: RunDir) -> int:
     if end is None or end.outcome == "FAILED":
         code = end.root_cause.exit_code if end and end.root_cause else None
         return min(max(code or 1, 1), 255)
-    return RunCancelledError.exit_code if end.outcome == "CANCELLED" else 0
+    # Nor is a run that was stopped done: no job that waits for its success may begin.
+    return 0 if end.outcome == "COMPLETED" else RunCancelledError.exit_code
 
 
 def _read_from(log: Path, offset: int) -> str:
