@@ -2,8 +2,8 @@
 
     python benchmarks/sweep_submit.py [--runs 1000] [--repeat 5]        (as root: it starts a rack, tests/rack)
 
-`processor` is the processor time of the submit, which other programs of the machine hardly change. The runs are held in the queue, so that none starts. `sbatch` is a bare `sbatch --array` of as many tasks, the part
-that is Slurm's own.
+The runs are held in the queue, so that none starts. `processor` is the processor time of the submit; `sbatch` is a bare
+`sbatch --array` of as many tasks, the part that is Slurm's own.
 """
 
 from __future__ import annotations
