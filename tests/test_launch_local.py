@@ -29,8 +29,9 @@ from clusterddp.errors import UsageError
 from clusterddp.launch.submit import Submitted, cancel, resume, submit, wait
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_ranks, read_run
-from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.state import read_state
 from clusterddp.run.sweep import sweep
+from clusterddp.run.view import RunState, RunView
 
 GONE_S = 5.0
 """What the gang rule allows from a failure to the end of the last process."""

@@ -23,7 +23,8 @@ from clusterddp.launch.staging import make_run
 from clusterddp.launch.submit import start_attempt, submit, wait
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.state import RunState, read_state
+from clusterddp.run.state import read_state
+from clusterddp.run.view import RunState
 
 NUM_KILLS = 25
 NUM_SUBMITS = 20

@@ -15,8 +15,9 @@ import pytest
 
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, RunRecord, write_end, write_run
-from clusterddp.run.state import RunState, read_state
+from clusterddp.run.state import read_state
 from clusterddp.run.sweep import find_processes, sweep
+from clusterddp.run.view import RunState
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 Start = Callable[..., subprocess.Popen[bytes]]

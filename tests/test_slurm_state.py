@@ -14,7 +14,8 @@ from rack.rack import Rack
 from rack_slurm import await_state, eventually, reach_slurm, submit_job
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.state import read_state
+from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 
 REPOSITORY = Path(__file__).parents[1]

@@ -229,7 +229,7 @@ def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> Non
 
 
 def _state_word(text: str) -> str:
-    from clusterddp.run.state import RunState
+    from clusterddp.run.view import RunState
 
     try:
         return RunState(text.upper()).value

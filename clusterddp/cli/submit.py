@@ -20,7 +20,7 @@ from clusterddp.run.sweep_dir import SweepDir
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
-    from clusterddp.launch.sweep import SweepPlan
+    from clusterddp.launch.sweep_plan import SweepPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
@@ -95,7 +95,7 @@ def submit(
         flags=_flags(launcher, cpu=cpu),
     )
     if read.keys:
-        from clusterddp.launch.sweep import plan_sweep
+        from clusterddp.launch.sweep_plan import plan_sweep
 
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)

@@ -20,7 +20,8 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.sweep import SubmittedSweep, SweepPlan
+    from clusterddp.launch.sweep import SubmittedSweep
+    from clusterddp.launch.sweep_plan import SweepPlan
     from clusterddp.look.sweep import SweepStatus
     from clusterddp.run.sweep_dir import SweepDir
 

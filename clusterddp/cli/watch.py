@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from clusterddp.look.progress import Progress
-    from clusterddp.run.state import RunView
+    from clusterddp.run.view import RunView
 
 _POLL_INTERVAL_S = 0.25
 _LINE_INTERVAL_S = 10.0

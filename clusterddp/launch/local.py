@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
+from clusterddp.launch.command_lines import launcher_command
 from clusterddp.launch.environment import process_environment
 from clusterddp.launch.placement import assign_gpus, read_machine
 from clusterddp.run.directory import RunDir, read_tail
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
-
-
-def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
-    """Return the command that hands a run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
-
-
-def supervisor_command() -> tuple[str, ...]:
-    """Return the command that supervises one node; which node, it is told over its standard input."""
-    return (sys.executable, "-m", "clusterddp.node.supervisor")
 
 
 def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:

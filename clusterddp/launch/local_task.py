@@ -24,8 +24,8 @@ from typing import Any
 from clusterddp.dist.environment import cookie, inherited_environment
 from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_run, final_end
+from clusterddp.launch.command_lines import supervisor_command
 from clusterddp.launch.environment import process_environment
-from clusterddp.launch.local import supervisor_command
 from clusterddp.run.directory import RunDir, read_json, read_tail
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, signal_name

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
+from clusterddp.launch.command_lines import launcher_command, rank_command, supervisor_command
 from clusterddp.launch.entry import entry_of, plan_program
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
-from clusterddp.launch.local import launcher_command, supervisor_command
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.placement import Placement, plan_placement, plan_slurm_placement, read_machine
 from clusterddp.launch.slurm_after import find_dependency
@@ -247,7 +246,7 @@ def _files(run: RunDir, *, with_code: bool, with_job: bool) -> tuple[str, ...]:
 
 def _commands(gang: Gang, run_dir: Path, slurm: SlurmPlan | None) -> tuple[tuple[str, ...], ...]:
     supervisors = [supervisor_command() for _ in gang.nodes]
-    rank = (sys.executable, "-m", "clusterddp.node.rank", str(run_dir))
+    rank = rank_command(run_dir)
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)
         return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *supervisors, rank)

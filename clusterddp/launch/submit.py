@@ -32,8 +32,9 @@ from clusterddp.run.record import (
     read_run,
     write_run,
 )
-from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.state import read_state
 from clusterddp.run.stop import request_stop
+from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 
 if TYPE_CHECKING:

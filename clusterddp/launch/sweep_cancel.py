@@ -16,9 +16,10 @@ from clusterddp.launch.attempts import end_run
 from clusterddp.launch.submit import cancel
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import AttemptEnd, RunRecord, log_event, read_run
-from clusterddp.run.state import RunState, RunView, announce, read_state
+from clusterddp.run.state import announce, read_state
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, read_sweep
+from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm

@@ -24,7 +24,7 @@ from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
-    from clusterddp.launch.sweep import SweepPlan
+    from clusterddp.launch.sweep_plan import SweepPlan
 
 JOB_ENVIRONMENT = "environment.json"
 

@@ -13,7 +13,8 @@ from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
-from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.state import read_state
+from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job

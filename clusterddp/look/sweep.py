@@ -8,8 +8,9 @@ from typing import Any
 
 from clusterddp.look.status import RunSummary, read_summary
 from clusterddp.run.record import read_run
-from clusterddp.run.state import RunState, announce, read_state
+from clusterddp.run.state import announce, read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.run.view import RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

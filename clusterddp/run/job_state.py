@@ -16,7 +16,7 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.run.directory import AttemptDir, RunDir, read_tail
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
-from clusterddp.run.state import RunState, RunView, read_state
+from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.explain import explain_end, explain_waiting
 from clusterddp.slurm.jobs import Job, Phase
 from clusterddp.slurm.queue import Slurm, Wanted
@@ -106,8 +106,11 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
 
 def read_job_state(
     run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-) -> RunView:
-    """Tell the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
+) -> RunView | None:
+    """Tell the state of a run that has not ended for good; `end` is that of `attempt`, the newest one.
+
+    None: its files have news that came while Slurm was asked.
+    """
     known = _Run(run=run, record=record, attempt=attempt, end=end)
     wanted = wanted_job(run, record)
     if wanted is None:
@@ -118,7 +121,7 @@ def read_job_state(
         return _unasked(known, error, slurm.last_known(wanted))
     if job and job.phase is not Phase.ENDED and job.source == "squeue":
         return _going_on(known, job, answer_age_s=slurm.answer_age_s(wanted))
-    return read_state(run, slurm) if _has_news(known) else _over(known, job, slurm)
+    return None if _has_news(known) else _over(known, job, slurm)
 
 
 def _going_on(known: _Run, job: Job, *, answer_age_s: float) -> RunView:

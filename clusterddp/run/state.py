@@ -8,62 +8,25 @@ Of a run on Slurm that question is asked of Slurm (job_state.py).
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.sweep import answers_for_its_run, find_processes
+from clusterddp.run.view import RunState, RunView, final_view
 
 if TYPE_CHECKING:
-    from clusterddp.slurm.jobs import Job
     from clusterddp.slurm.queue import Slurm
 
 START_GRACE_S = 3.0
 """How long after an attempt's directory was made a missing starter is no news: it may be between two system calls."""
-
-
-class RunState(str, Enum):
-    """The states of a run; the words are what scripts may rely on."""
-
-    PENDING = "PENDING"
-    RUNNING = "RUNNING"
-    REQUEUED = "REQUEUED"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    LOST = "LOST"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def finished(self) -> bool:
-        """True when the run does not go on by itself."""
-        return self in {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunView:
-    """What is known of a run at one moment."""
-
-    state: RunState
-    attempt: int | None
-    """The newest attempt; None when none was ever prepared."""
-    end: AttemptEnd | None
-    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
-    reason: str
-    """Why it is in this state, in one line."""
-    job: Job | None = None
-    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
-
-    @property
-    def finished(self) -> bool:
-        return self.state.finished
 
 
 def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | None = None) -> RunView:
@@ -82,18 +45,8 @@ def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = Non
     on_slurm = [(run, record) for run, record in runs if record.launcher == "slurm"]
     if on_slurm:
         from clusterddp.run.job_state import wanted_jobs
-        from clusterddp.slurm.queue import slurm_here
 
-        (slurm or slurm_here()).expect(wanted_jobs(on_slurm))
-
-
-def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
-    """Return the state of a run whose newest attempt has ended for good."""
-    state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
-    reason = end.reason
-    if end.outcome == "STOPPED":
-        reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
-    return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+        (slurm or _slurm_here()).expect(wanted_jobs(on_slurm))
 
 
 def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> RunView:
@@ -104,9 +57,10 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
         return final_view(newest, end)
     if record.launcher == "slurm":
         from clusterddp.run.job_state import read_job_state
-        from clusterddp.slurm.queue import slurm_here
 
-        return read_job_state(run, record, newest, end, slurm or slurm_here())
+        # No view: files came while Slurm was asked.
+        view = read_job_state(run, record, newest, end, slurm or _slurm_here())
+        return view or _read_state(run, read_run(run), slurm)
     if newest and end:
         return _restarting(run, record, newest, end)
     start = read_json(newest.start) if newest else None
@@ -199,3 +153,11 @@ def _just_made(attempt: AttemptDir | None) -> bool:
 
 def _final(end: AttemptEnd | None) -> bool:
     return end is not None and not end.will_restart
+
+
+@functools.cache
+def _slurm_here() -> Slurm:
+    """Return the one `Slurm` that everything in this process shares, so that its answers are shared too."""
+    from clusterddp.slurm.queue import Slurm
+
+    return Slurm(inherited_environment())

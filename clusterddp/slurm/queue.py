@@ -193,12 +193,6 @@ class Slurm:
         return run_slurm(argv, environ=self._environ)
 
 
-@functools.cache
-def slurm_here() -> Slurm:
-    """Return the one `Slurm` that everything in this process shares, so that its answers are shared too."""
-    return Slurm(os.environ)
-
-
 def _on(cluster: str | None) -> list[str]:
     return [f"--clusters={cluster}"] if cluster else []
 

@@ -1,0 +1,59 @@
+"""What is known of a run at one moment: its state, which attempt, how it ended, and why it is so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from clusterddp.run.directory import AttemptDir
+from clusterddp.run.record import AttemptEnd
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.jobs import Job
+
+
+class RunState(str, Enum):
+    """The states of a run; the words are what scripts may rely on."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    REQUEUED = "REQUEUED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def finished(self) -> bool:
+        """True when the run does not go on by itself."""
+        return self in {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What is known of a run at one moment."""
+
+    state: RunState
+    attempt: int | None
+    """The newest attempt; None when none was ever prepared."""
+    end: AttemptEnd | None
+    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
+    reason: str
+    """Why it is in this state, in one line."""
+    job: Job | None = None
+    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
+
+    @property
+    def finished(self) -> bool:
+        return self.state.finished
+
+
+def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
+    """Return the state of a run whose newest attempt has ended for good."""
+    state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
+    reason = end.reason
+    if end.outcome == "STOPPED":
+        reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
+    return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
