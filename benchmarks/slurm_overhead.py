@@ -23,7 +23,7 @@ from rack.rack import Rack, running_rack
 
 STEP = """\
 import os, time
-import torch, torchvision.transforms, yaml
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from clusterddp.train.models.resnet import resnet18
@@ -107,7 +107,8 @@ def await_step(rack: Rack, log: Path) -> float:
         if made and not rack.run("head", ["squeue", "-h"]).stdout.strip():
             return made
         time.sleep(0.1)
-    raise SystemExit(f"no first step in {log}:\n{log.read_text() if log.exists() else ''}")
+    told = log.read_text()[-2000:] if log.exists() else "nothing was written"
+    raise SystemExit(f"no first step in {log}:\n{told}")
 
 
 if __name__ == "__main__":

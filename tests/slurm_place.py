@@ -86,13 +86,14 @@ class Place:
         """List the ids and states of the jobs that Slurm has in its queue."""
         return self.rack.run("head", ["squeue", "-h", "-o", "%i %T"]).stdout.splitlines()
 
-    def processes(self, run: RunDir) -> list[str]:
+    def processes(self, run: RunDir, with_variable: str = "") -> list[str]:
         """List what is left of a run on any host that is on: every one of its processes names its token."""
         token = json.loads(run.record.read_text())["token"].encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                if token in (process / "environ").read_bytes():
+                environ = (process / "environ").read_bytes()
+                if token in environ and with_variable.encode() in environ:
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:  # it has ended, or is the kernel's
                 continue

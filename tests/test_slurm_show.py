@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from rack.plan import RackPlan
 from rack.rack import Rack, running_rack
 from slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
 
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, read_jsonl
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TWO_NODES = ["node1", "node2"]
 ENDS_WITHIN_S = 15.0
+GLANCE_S = 1.0
+"""Between the look at whether an attempt is still the newest and the end of what it then writes."""
 GANG = """\
 name: gang
 launcher: slurm
@@ -124,3 +127,50 @@ def test_the_first_host_that_loses_power_ends_the_job_and_is_named(rack):
     cause = assert_all_over(place, run, time.monotonic())
     assert (cause["rank"], cause["host"]) == (0, "node1")
     assert "ranks 0-5" in str(cause["error"])
+
+
+TRAIN_ALONE = """\
+name: alone
+launcher: slurm
+device: cpu
+restarts: 2
+resources: {nodes: 1, cpus_per_task: 1, time: "0:20:00"}
+snapshot: false
+train: {model: fastnet, width: 0.125, samples: 320, batch_size: 16, epochs: 100000, lr: 0.01}
+"""
+
+
+def test_a_host_that_is_cut_off_commits_nothing_once_its_successor_has_begun(rack):
+    place = Place(rack, "cut")
+    run = place.submit(TRAIN_ALONE)
+    await_true(lambda: list(run.checkpoints.glob("*-a0.json")))
+    cut = place.status(run)["ranks"][0]["host"]
+    rack.pull_cable(cut)
+    await_true(run.attempt(1).claim.exists)  # Slurm has missed the host, and has started the job on the other one
+    begun = json.loads(run.attempt(1).claim.read_text())["time"]
+    commits = set()
+    while time.time() < begun + 10:
+        commits |= {path.name: read_created(path) for path in run.checkpoints.glob("*-a0.json")}.items()
+        time.sleep(0.02)
+    rows = [row for row in read_jsonl(run.metrics) if row["attempt"] == 0]
+    assert [name for name, created in commits if created > begun + GLANCE_S] == []
+    assert [row for row in rows if row["time"] > begun + GLANCE_S] == []
+    assert place.processes(run, "CLUSTERDDP_ATTEMPT=0") == []
+    assert list(run.checkpoints.glob("*-a1.json"))
+    place.clusterddp("cancel", run.name)
+    await_true(lambda: place.processes(run) == [], ENDS_WITHIN_S)
+
+
+def await_true(condition: Callable[[], object], within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def read_created(manifest: Path) -> float:
+    """Read when a checkpoint was committed; one that is pruned meanwhile was committed long ago."""
+    try:
+        return float(json.loads(manifest.read_text())["created"])
+    except FileNotFoundError:
+        return 0.0

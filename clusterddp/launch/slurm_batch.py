@@ -193,25 +193,34 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
         return f"srun could not be started: {error}"
     finally:
         os.close(descriptor)
-    code = _wait_for(process, carried.run)
+    code = _wait_for(process, carried.run, attempt)
     return f"srun was killed by signal {-code}" if code < 0 else f"srun left with exit code {code}"
 
 
-def _wait_for(srun: subprocess.Popen[bytes], run: RunDir) -> int:
+def _wait_for(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -> int:
     """Wait for srun to end; return its exit code.
 
-    It waits for the tasks of a host that is lost until Slurm misses that host, which by default takes five minutes:
-    once the end is recorded nothing is worth waiting for.
+    It waits for the tasks of a host that is lost until Slurm misses that host, which by default takes five minutes, and
+    for the controller when it is cut off itself: once the end is recorded nothing is worth waiting for.
     """
     give_up_at = float("inf")
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return srun.wait(timeout=0.25)
-        if give_up_at == float("inf") and (end := _settled_end(run)) is not None:
-            failed = end.outcome == "FAILED"
-            give_up_at = time.monotonic() + (_SRUN_TIMEOUT_AFTER_FAILURE_S if failed else _SRUN_TIMEOUT_S)
+            return srun.wait(timeout=0.5)
+        if give_up_at == float("inf"):
+            give_up_at = time.monotonic() + _patience_s(run, attempt)
         if time.monotonic() >= give_up_at:
             srun.kill()
+
+
+def _patience_s(run: RunDir, attempt: AttemptDir) -> float:
+    """Say how long srun has to end from now on; infinity while the ranks run."""
+    if is_superseded(run, attempt):
+        return _SRUN_TIMEOUT_AFTER_FAILURE_S
+    end = _settled_end(run)
+    if end is None:
+        return float("inf")
+    return _SRUN_TIMEOUT_AFTER_FAILURE_S if end.outcome == "FAILED" else _SRUN_TIMEOUT_S
 
 
 def _await_end(run: RunDir) -> None:
