@@ -87,5 +87,7 @@ def test_a_run_whose_time_is_up_learns_what_an_uninterrupted_one_does(cluster, u
     for rank in ranks:
         os.kill(rank.pid, signal.SIGCONT)
     assert await_final_end(run, 150).outcome == "COMPLETED"
-    assert (outcomes(run), claims(run)) == (["STOPPED", "COMPLETED"], [(job, 0), (job, 1)])
+    # On a slow machine a minute may be too short a second time.
+    assert (outcomes(run)[0], outcomes(run)[-1]) == ("STOPPED", "COMPLETED")
+    assert claims(run) == [(job, start) for start in range(len(outcomes(run)))]
     assert params(run) == uninterrupted

@@ -216,7 +216,7 @@ def _wait_for(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -
 def _patience_s(run: RunDir, attempt: AttemptDir) -> float:
     """Say how long srun has to end from now on; infinity while the ranks run."""
     if is_superseded(run, attempt):
-        return _SRUN_TIMEOUT_AFTER_FAILURE_S
+        return _SRUN_TIMEOUT_S
     end = _settled_end(run)
     if end is None:
         return float("inf")
