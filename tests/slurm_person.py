@@ -73,7 +73,9 @@ class Person:
         """List the ids and states of all jobs with this tag; without one, of the newest run's job."""
         tag = tag or self.record().job_tag
         lines = self.slurm("squeue", "--noheader", "--states=all", "--format=%A %T %j").splitlines()
-        return [(line.split()[0], line.split()[1]) for line in lines if line.split()[-1].endswith(f".{tag}")]
+        # Other tests' jobs have names with blanks and line breaks, or none.
+        rows = [words for line in lines if len(words := line.split()) == 3]
+        return [(words[0], words[1]) for words in rows if words[2].endswith(f".{tag}")]
 
     def job(self, job_id: str) -> dict[str, str]:
         """Return what slurmctld says of a job; values with blanks are cut."""

@@ -139,9 +139,9 @@ def test_a_frozen_supervisor_is_lost_at_the_end_of_its_lease(tmp_path):
 
 
 def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
-    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 2, "only": (0, 1)}) as gang:
+    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 6, "only": (0, 1)}) as gang:
         assert gang.await_end() == [1, 1]
-        assert gang.end().root_cause.error == "node 2 on host2 did not join within 2 s"
+        assert gang.end().root_cause.error == "node 2 on host2 did not join within 6 s"
         assert gang.end().root_cause.rank is None
         assert gang.ranks() == []
 

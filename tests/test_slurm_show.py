@@ -117,7 +117,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words
     cause = assert_all_over(place, run, time.monotonic())
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
     assert words in str(cause["error"])
-    assert place.jobs() == []
+    await_true(lambda: place.jobs() == [], ENDS_WITHIN_S)
 
 
 def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):

@@ -1,7 +1,10 @@
 """What Slurm does to a run of a user's script: limits, preemption, lost hosts, cancels; real ranks throughout."""
 
+import os
+import signal
 import time
 
+import psutil
 import pytest
 from launch_runs import HELLO, wait_for_ranks, wait_until
 from rack.plan import HEAD, RackPlan
@@ -10,6 +13,7 @@ from slurm_runs import await_final_end, await_job_state, claims, job_fields, mak
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_run
+from clusterddp.run.sweep import find_processes
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 UNTIL_STOP = """
@@ -85,6 +89,23 @@ def test_where_no_job_may_be_requeued_a_lost_host_makes_a_follow_up_job():
         rack.power_off("node2")
         assert await_final_end(run, 150).outcome == "COMPLETED"
         assert claims(run) == [(job, 0), (read_run(run).job_id, 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "follows"), [("slurm: {requeue: false}", True), ("", False)], ids=["as the cluster does", "requeue"]
+)
+def test_a_cluster_that_requeues_no_job_by_itself_is_no_obstacle(options, follows):
+    with running_rack(RackPlan(nodes=TWO, job_requeue=False)) as rack:
+        run, job = start(rack, FOREVER_AT_FIRST, more=f"restarts: 1\n{options}")
+        task = next(task for task in find_processes(f"{read_run(run).token}.task") if "1" in rank_of(task))
+        os.kill(task.pid, signal.SIGKILL)
+        assert await_final_end(run, 120).outcome == "COMPLETED"
+        assert claims(run) == [(job, 0), (read_run(run).job_id, 0) if follows else (job, 1)]
+
+
+def rank_of(task: psutil.Process) -> str:
+    """Tell which rank's task a process is; srun and the batch script are none's."""
+    return task.environ().get("SLURM_PROCID", "") if "clusterddp.node.task" in task.cmdline()[1:3] else ""
 
 
 def test_scancel_ends_a_run_long_before_kill_wait():
