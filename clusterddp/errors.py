@@ -4,7 +4,8 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 |-- UsageError             2  the command line asks for something that makes no sense
 |-- SpecError              2  the spec, an override or a profile is wrong; carries every problem found
 |-- PreflightError         3  the machines are not ready: too few GPUs, a host that does not answer
-|   `-- SlurmError         3  a command of Slurm failed, or could not ask the controller (`transient`)
+|   |-- SlurmError         3  a command of Slurm failed, or could not ask the controller (`transient`)
+|   `-- SshError           3  a host cannot be reached, is not who it should be, or does not let us in (`phase`)
 |-- RunNotFoundError       4  no run of that name
 |-- RunFailedError         5  the run that was waited for failed
 `-- RunCancelledError      6  the run that was waited for was cancelled
@@ -13,6 +14,7 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 class ClusterddpError(Exception):
@@ -73,6 +75,22 @@ class SlurmError(PreflightError):
     def __init__(self, message: str, *, hint: str | None = None, transient: bool) -> None:
         super().__init__(message, hint=hint)
         self.transient = transient
+
+
+SshPhase = Literal["resolve", "connect", "host key", "authentication"]
+
+
+class SshError(PreflightError):
+    """A connection to `host` failed in `phase`; `dropped`: the host hung up at once, so another try may go through."""
+
+    def __init__(
+        self, host: str, phase: SshPhase, found: str, *, hint: str | None = None, dropped: bool = False
+    ) -> None:
+        super().__init__(f"{host}: {phase}: {found}", hint=hint)
+        self.host = host
+        self.phase = phase
+        self.found = found
+        self.dropped = dropped
 
 
 class RunNotFoundError(ClusterddpError):
