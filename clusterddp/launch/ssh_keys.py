@@ -1,0 +1,231 @@
+"""Host keys as OpenSSH reads them: what known_hosts says of a host, and whether the key that it shows is the one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from clusterddp.errors import SshError
+from clusterddp.launch.ssh_certificate import CERTIFICATE, Certificate, CertificateError, read_certificate
+from clusterddp.launch.ssh_config import DEFAULT_PORT, Destination
+
+KEY_TYPES = {
+    "ssh-ed25519": ("ssh-ed25519",),
+    "ecdsa-sha2-nistp256": ("ecdsa-sha2-nistp256",),
+    "ecdsa-sha2-nistp384": ("ecdsa-sha2-nistp384",),
+    "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
+    "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
+}
+"""The type of a key, as files name it -> the algorithms in which it signs."""
+
+_MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
+
+Marker = Literal["key", "authority", "revoked"]
+Proof = Literal["known_hosts", "certificate", "pinned"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownKey:
+    """One line of a known_hosts file that is about a host."""
+
+    marker: Marker
+    type: str
+    blob: bytes
+    file: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostKey:
+    """The key that a host showed, and proved to hold; `certificate` when it showed one with it."""
+
+    type: str
+    blob: bytes
+    certificate: bytes | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.blob)
+
+
+def fingerprint(blob: bytes) -> str:
+    """Write a key's fingerprint as OpenSSH does."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def read_known_keys(destination: Destination) -> tuple[KnownKey, ...]:
+    """Find the lines of the user's and the machine's known_hosts that are about a host.
+
+    Raises: SshError.
+    """
+    found = _find(destination, destination.known_as)
+    bare = destination.hostname.lower()
+    if destination.host_key_alias is None and destination.port != DEFAULT_PORT:
+        # OpenSSH takes the key of the plain name for a host on another port, unless that port has one of its own.
+        plain = _find(destination, bare)
+        known = any(key.marker == "key" for key in found)
+        found += tuple(key for key in plain if key.marker != "key" or not known)
+    return found
+
+
+def signing_algorithms(destination: Destination, known: Sequence[KnownKey], pinned: str | None) -> tuple[str, ...]:
+    """List the algorithms to ask a host for: first those of the keys that are known, with certificates where an
+    authority is known; a host would else show a key that nobody has seen, and be taken for another."""
+    first = [key.type for key in known if key.marker == "key"] if pinned is None else [pinned.split()[0]]
+    types = [name for name in dict.fromkeys((*first, *KEY_TYPES)) if name in KEY_TYPES]
+    plain = [name for key_type in types for name in KEY_TYPES[key_type]]
+    wanted = [f"{name}{CERTIFICATE}" for name in plain] if any(key.marker == "authority" for key in known) else []
+    return tuple(name for name in wanted + plain if name in destination.host_key_algorithms)
+
+
+def check_host_key(
+    destination: Destination, known: Sequence[KnownKey], shown: HostKey, *, pinned: str | None = None
+) -> Proof:
+    """Say what proves that a host is the one that is meant.
+
+    `pinned`: `SHA256:...` or `TYPE BASE64`, which then decides alone; a revoked key is refused all the same.
+
+    Raises: SshError.
+    """
+    _refuse_revoked(destination, known, shown)
+    if pinned is not None:
+        return _check_pinned(destination, shown, pinned)
+    if any(key.marker == "key" and key.blob == shown.blob for key in known):
+        return "known_hosts"
+    if shown.certificate is not None and _check_certificate(destination, known, shown.certificate):
+        return "certificate"
+    others = [key for key in known if key.marker == "key"]
+    raise _changed(destination, others, shown) if others else _unknown(destination, known, shown)
+
+
+def _find(destination: Destination, name: str) -> tuple[KnownKey, ...]:
+    found: list[KnownKey] = []
+    for path in destination.known_hosts:
+        if not path.exists():
+            continue
+        argv = ["ssh-keygen", "-F", name, "-f", str(path)]
+        try:
+            done = subprocess.run(
+                argv, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            )
+        except OSError as error:
+            hint = "install OpenSSH's client"
+            raise SshError(destination.host, "host key", "ssh-keygen cannot be run", hint=hint) from error
+        if done.returncode not in (0, 1):
+            raise SshError(destination.host, "host key", f"{path}: {done.stderr.strip()}", hint=shlex.join(argv))
+        found += _parse(done.stdout, path)
+    return tuple(found)
+
+
+def _parse(text: str, path: Path) -> list[KnownKey]:
+    """Read pairs of lines: `# Host NAME found: line 3`, and that line; one that holds no key is left out."""
+    keys: list[KnownKey] = []
+    number = 0
+    for line in text.splitlines():
+        if line.startswith("# Host "):
+            number = int(line.rpartition(": line ")[2].split()[0])
+            continue
+        words = line.split()
+        marker = _MARKERS.get(words[0], "key") if words else "key"
+        fields = words[1:] if marker != "key" else words
+        if len(fields) < 3:
+            continue
+        try:
+            blob = base64.b64decode(fields[2])
+        except binascii.Error:
+            continue
+        keys.append(KnownKey(marker=marker, type=fields[1], blob=blob, file=path, line=number))
+    return keys
+
+
+def _refuse_revoked(destination: Destination, known: Sequence[KnownKey], shown: HostKey) -> None:
+    blobs = [shown.blob]
+    if shown.certificate is not None:
+        try:
+            blobs.append(read_certificate(shown.certificate).authority)
+        except CertificateError as error:
+            raise SshError(
+                destination.host, "host key", f"its certificate {error}", hint="ask who signs them"
+            ) from error
+    for key in known:
+        if key.marker == "revoked" and key.blob in blobs:
+            found = f"the key {fingerprint(key.blob)} is revoked ({key.place})"
+            raise SshError(destination.host, "host key", found, hint="the host needs a new key: ask who runs it")
+    if destination.revoked_keys is not None:
+        _ask_revocation_list(destination, destination.revoked_keys, shown)
+
+
+def _ask_revocation_list(destination: Destination, revoked: Path, shown: HostKey) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".pub") as key_file:
+        key_file.write(f"{shown.type} {base64.b64encode(shown.blob).decode()}\n")
+        key_file.flush()
+        argv = ["ssh-keygen", "-Q", "-f", str(revoked), key_file.name]
+        done = subprocess.run(argv, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:  # a list that cannot be read refuses every key, as with OpenSSH
+        found = f"the key {shown.fingerprint} is revoked, or RevokedHostKeys {revoked} cannot be read"
+        raise SshError(destination.host, "host key", found, hint="the host needs a new key: ask who runs it")
+
+
+def _check_pinned(destination: Destination, shown: HostKey, pinned: str) -> Proof:
+    if pinned.startswith("SHA256:"):
+        expected = pinned.rstrip("=")
+    else:
+        try:
+            expected = fingerprint(base64.b64decode(pinned.split()[1], validate=True))
+        except (IndexError, binascii.Error) as error:
+            found = f"host_key {pinned!r} is no key"
+            raise SshError(destination.host, "host key", found, hint="SHA256:... or `TYPE BASE64`") from error
+    if shown.fingerprint == expected:
+        return "pinned"
+    found = f"the host shows {shown.type} {shown.fingerprint}, the pinned host_key is {expected}"
+    hint = "somebody may sit in between; if the host has a new key for a good reason, pin that one"
+    raise SshError(destination.host, "host key", found, hint=hint)
+
+
+def _check_certificate(destination: Destination, known: Sequence[KnownKey], blob: bytes) -> bool:
+    """Say whether a known authority vouches for a host; one that is not known counts for nothing.
+
+    Raises: SshError: a known authority signed it, and it is not valid for this host, or no more.
+    """
+    certificate: Certificate = read_certificate(blob)
+    if not any(key.marker == "authority" and key.blob == certificate.authority for key in known):
+        return False
+    name = destination.host_key_alias or destination.hostname.lower()
+    try:
+        certificate.check(name, destination.ca_algorithms)
+    except CertificateError as error:
+        hint = "the host needs a new certificate: ask who signs them"
+        raise SshError(destination.host, "host key", f"its certificate {error}", hint=hint) from error
+    return True
+
+
+def _unknown(destination: Destination, known: Sequence[KnownKey], shown: HostKey) -> SshError:
+    found = f"{destination.known_as} is not known; it shows {shown.type} {shown.fingerprint}"
+    if any(key.marker == "authority" for key in known):
+        found += ", and no certificate of the authority that known_hosts names"
+    hint = f"compare the fingerprint, then: clusterddp hosts trust {shlex.quote(destination.host)}"
+    return SshError(destination.host, "host key", found, hint=hint)
+
+
+def _changed(destination: Destination, others: Sequence[KnownKey], shown: HostKey) -> SshError:
+    same = next((key for key in others if key.type == shown.type), others[0])
+    found = (
+        f"HAS CHANGED: {destination.known_as} shows {shown.type} {shown.fingerprint}, "
+        f"known is {same.type} {fingerprint(same.blob)} ({same.place})"
+    )
+    forget = shlex.join(["ssh-keygen", "-R", destination.known_as, "-f", str(same.file)])
+    host = shlex.quote(destination.host)
+    hint = f"somebody may sit in between; if the host was installed anew: {forget}; clusterddp hosts trust {host}"
+    return SshError(destination.host, "host key", found, hint=hint)
