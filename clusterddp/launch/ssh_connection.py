@@ -1,0 +1,79 @@
+"""A connection to a host that is who it should be and has let us in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import SshError
+from clusterddp.launch.ssh_config import Destination
+from clusterddp.launch.ssh_keys import HostKey
+
+if TYPE_CHECKING:
+    import paramiko
+
+    from clusterddp.launch.ssh_stream import Stream
+
+_SESSION_TIMEOUT_S = 15.0
+
+
+@dataclass(kw_only=True)
+class Connection:
+    """One host; made by `connect_all`, and closed by whoever holds it."""
+
+    destination: Destination
+    key: HostKey
+    transport: paramiko.Transport
+    below: Stream | Connection
+    """What carries it: a stream of its own, or a connection to the last host on the way, which others may share."""
+    users: int = 1
+    """How many hold it; it closes with the last one."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open_session(self, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
+        """Open a channel for one command.
+
+        Raises: SshError.
+        """
+        import paramiko
+
+        try:
+            return self.transport.open_session(timeout=timeout_s)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            found = f"{self.destination.address} opens no session ({' '.join(str(error).split())})"
+            hint = "is the host overloaded? MaxSessions of its sshd"
+            raise SshError(self.destination.host, "connect", found, hint=hint) from error
+
+    def measure_round_trip_s(self) -> float:
+        """Ask the host for a session, and see how long its answer takes.
+
+        Raises: SshError.
+        """
+        start = time.monotonic()
+        with self.open_session():
+            return time.monotonic() - start
+
+    def retain(self) -> bool:
+        """Hold a connection that somebody else has made; False: it is closed already."""
+        with self.lock:
+            if self.users == 0 or not self.transport.is_active():
+                return False
+            self.users += 1
+            return True
+
+    def close(self) -> None:
+        """Let go of the connection, and of what carries it."""
+        with self.lock:
+            self.users -= 1
+            if self.users:
+                return
+        self.transport.close()
+        self.below.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
