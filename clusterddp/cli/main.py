@@ -19,6 +19,7 @@ _COMMANDS = {
     "demo": ("demo", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("setup", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
+    "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "submit": ("submit", "Run", "start what a spec describes"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
     "resume": ("submit", "Run", "go on from a run's newest checkpoint"),

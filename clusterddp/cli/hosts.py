@@ -1,0 +1,213 @@
+"""The commands hosts check and hosts trust: whether SSH gets through, and whom it may believe."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from clusterddp.cli.arguments import command, output_option
+from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error, table
+from clusterddp.errors import PreflightError, SshError, UsageError
+from clusterddp.look.printable import printable
+
+if TYPE_CHECKING:
+    from clusterddp.launch.ssh_config import Destination
+    from clusterddp.launch.ssh_connection import Connection
+    from clusterddp.launch.ssh_keys import HostKey
+
+_FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
+
+
+class HostName(click.types.StringParamType):
+    """A host, or a host list; completed with the names of ~/.ssh/config."""
+
+    name = "host"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from clusterddp.launch.ssh_config import config_names, home
+
+        names = config_names(home() / ".ssh" / "config")
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@command("check")
+@click.argument("hosts", metavar="HOST...", nargs=-1, required=True, type=HostName())
+@output_option
+@click.pass_obj
+def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
+    """Connect to each HOST as `ssh HOST` would, and say how that went; node[1-4] names four.
+
+    Exit code 3 when any host fails; below it stands the command that mends it.
+    """
+    from clusterddp.launch.ssh_connect import connect_all
+
+    results = connect_all(_expand(hosts), environ=terminal.environ)
+    found = [_row(host, result) for host, result in results.items()]
+    if output == "json":
+        put_json({"healthy": all(row["ok"] for row in found), "hosts": found})
+    else:
+        put("\n".join(_check_lines(found)))
+    return 0 if all(row["ok"] for row in found) else PreflightError.exit_code
+
+
+@command("trust")
+@click.argument("hosts", metavar="HOST[=SHA256:...]...", nargs=-1, required=True, type=HostName())
+@click.option("--yes", is_flag=True, help="Do not ask; every host then needs the fingerprint that is expected.")
+@click.pass_obj
+def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
+    """Show the keys of all HOSTs that are not known yet, ask once, and add them to your known_hosts.
+
+    \b
+    clusterddp hosts trust node[1-4]
+    clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
+    """
+    from clusterddp.launch.ssh_connect import scan_all
+    from clusterddp.launch.ssh_trust import add_known_hosts, check_expected
+
+    names, expected = _parse_expected(hosts)
+    if yes and (missing := [name for name in names if name not in expected]):
+        raise UsageError(
+            f"--yes trusts nobody unseen: {', '.join(missing)} without a fingerprint",
+            hint=f"--yes {missing[0]}=SHA256:...; on the host: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub",
+        )
+    unknown, failed = _unknown(names, expected, terminal)
+    scanned = scan_all(unknown, environ=terminal.environ)
+    shown = {destination: key for destination, key in scanned.items() if not isinstance(key, SshError)}
+    failed += [error for error in scanned.values() if isinstance(error, SshError)]
+    for error in failed:
+        say_error(error.message, hint=error.hint)
+    if shown:
+        check_expected(shown, expected)
+        put("\n".join(table(_key_rows(shown))))
+        if not (yes or _confirm(len(shown))):
+            say("nothing was written")
+            return 1
+        for path, count in add_known_hosts(shown).items():
+            say(f"added {count} {'key' if count == 1 else 'keys'} to {path}")
+    return PreflightError.exit_code if failed else 0
+
+
+@click.group("hosts")
+def hosts() -> None:
+    """Look after the hosts that are reached by SSH, as your own ssh reaches them."""
+
+
+hosts.add_command(check)
+hosts.add_command(trust)
+COMMANDS = {"hosts": hosts}
+
+
+def _expand(hosts: Sequence[str]) -> list[str]:
+    from clusterddp.dist.hostlist import expand
+
+    return list(dict.fromkeys(name for text in hosts for name in expand(text)))
+
+
+def _parse_expected(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split `node1=SHA256:...` into the name and what is expected."""
+    names: list[str] = []
+    expected: dict[str, str] = {}
+    for argument in arguments:
+        text, equals, wanted = argument.partition("=")
+        found = _expand([text])
+        names += found
+        if equals and (len(found) != 1 or not _FINGERPRINT.fullmatch(wanted)):
+            raise UsageError(
+                f"{argument}: one host and its fingerprint are expected", hint="HOST=SHA256:... with 43 characters"
+            )
+        if equals:
+            expected[found[0]] = wanted
+    return list(dict.fromkeys(names)), expected
+
+
+def _unknown(
+    names: Sequence[str], expected: dict[str, str], terminal: Terminal
+) -> tuple[list[Destination], list[SshError]]:
+    """Tell the hosts that known_hosts says nothing of from the others."""
+    from clusterddp.launch.ssh_config import resolve
+    from clusterddp.launch.ssh_keys import read_known_keys
+    from clusterddp.launch.ssh_trust import check_known
+
+    unknown: list[Destination] = []
+    failed: list[SshError] = []
+    for name in names:
+        try:
+            destination = resolve(name, terminal.environ)
+            known = [key for key in read_known_keys(destination) if key.marker != "revoked"]
+            check_known(destination, known, expected)
+        except SshError as error:
+            failed.append(error)
+            continue
+        if known:
+            say(f"{name}: is known already ({known[0].place})")
+        else:
+            unknown.append(destination)
+    return unknown, failed
+
+
+def _key_rows(shown: dict[Destination, HostKey]) -> list[list[str]]:
+    rows = [["HOST", "KNOWN AS", "KEY", "FINGERPRINT"]]
+    return rows + [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
+
+
+def _confirm(count: int) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "nobody is there to ask: standard input is no terminal",
+            hint="--yes HOST=SHA256:..., once you compared them",
+        )
+    question = "Is this the key of the host?" if count == 1 else f"Are these the keys of the {count} hosts?"
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as abort:
+        raise KeyboardInterrupt("nothing was written") from abort
+
+
+def _row(host: str, result: Connection | SshError) -> dict[str, Any]:
+    """Describe one host, and let go of the connection."""
+    if isinstance(result, SshError):
+        return _failed(host, result)
+    with result:
+        try:
+            round_trip_s = result.measure_round_trip_s()
+        except SshError as error:
+            return _failed(host, error)
+        way = result.destination
+        return {
+            "host": host,
+            "ok": True,
+            "hostname": way.hostname,
+            "port": way.port,
+            "user": way.user,
+            "jumps": [jump.host for jump in way.jumps],
+            "key_type": result.key.type,
+            "fingerprint": result.key.fingerprint,
+            "round_trip_ms": round(1000 * round_trip_s, 1),
+        }
+
+
+def _failed(host: str, error: SshError) -> dict[str, Any]:
+    return {"host": host, "ok": False, "phase": error.phase, "found": error.found, "fix": error.hint}
+
+
+def _check_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Lay out the hosts as one table, those that fail after the others, each with what mends it."""
+    rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
+    for row in found:
+        if row["ok"]:
+            address = f"{row['hostname']}:{row['port']}"
+            via = ",".join(row["jumps"]) or "-"
+            rows.append([row["host"], address, row["user"], via, row["key_type"], f"{row['round_trip_ms']} ms"])
+    lines = table(rows) if len(rows) > 1 else []
+    for row in found:
+        if not row["ok"]:
+            failed = click.style("failed", fg="red", bold=True)
+            lines.append(f"{printable(row['host'])}  {failed}  {row['phase']}: {printable(row['found'])}")
+            if row["fix"]:
+                lines.append(f"      {click.style('fix:', bold=True)} {printable(row['fix'])}")
+    return lines
