@@ -107,7 +107,13 @@ class Network:
                 if not error.dropped:
                     raise
             time.sleep(random.uniform(0.5, 1.5) * min(_LONGEST_PAUSE_S, 0.1 * 2**number))
-        return self._greet_once(destination, algorithms)
+        try:
+            return self._greet_once(destination, algorithms)
+        except SshError as error:
+            if not error.dropped:
+                raise
+            found = f"{error.found}, {_MAX_TRIES} times"
+            raise SshError(error.host, error.phase, found, hint=error.hint) from error
 
     def _greet_once(self, destination: Destination, algorithms: tuple[str, ...]) -> _Greeted:
         from clusterddp.launch.ssh_transport import open_tunnel, shake_hands
