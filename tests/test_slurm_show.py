@@ -163,7 +163,7 @@ def test_a_host_that_is_cut_off_commits_nothing_once_its_successor_has_begun(rac
     assert [name for name, created in commits if created > begun + GLANCE_S] == []
     assert [row for row in rows if row["time"] > begun + GLANCE_S] == []
     assert place.processes(run, "CLUSTERDDP_ATTEMPT=0") == []
-    await_true(lambda: list(run.checkpoints.glob("*-a1.json")))
+    place.await_status(run, lambda _: bool(list(run.checkpoints.glob("*-a1.json"))))
     place.clusterddp("cancel", run.name)
     await_true(lambda: place.processes(run) == [], ENDS_WITHIN_S)
 

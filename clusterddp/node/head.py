@@ -257,6 +257,8 @@ class Head:
             directory.path.joinpath(ENDING).unlink(missing_ok=True)
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
         sequel = self._sequel(end, all_gone=ending.all_gone)
+        if sequel == "here" and not self._make_next(attempt):
+            sequel = "nothing"
         if sequel != "nothing":
             end = dataclasses.replace(end, will_restart=True, needs_job=sequel == "another job")
         if sequel == "here":
@@ -273,6 +275,16 @@ class Head:
             self._next_attempt()
         else:
             self._finish(1 if end.outcome == "FAILED" else 0)
+
+    def _make_next(self, attempt: Attempt) -> bool:
+        """Make the next attempt's directory; False: another start of the job has, while this one was cut off."""
+        try:
+            self._run.attempt(attempt.number + 1).path.mkdir(mode=0o700)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            note(f"the next attempt's directory cannot be made: {error}")
+        return True
 
     def _next_attempt(self) -> None:
         self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
