@@ -54,7 +54,7 @@ def pinned(person: Person, host_key: str) -> str:
     """Connect to node1 with a pinned key; return what becomes of it."""
     program = f"""
 import os
-from clusterddp.launch.ssh_connect import connect_all
+from clusterddp.ssh.connect import connect_all
 result = connect_all(["node1"], environ=os.environ, pinned={{"node1": {host_key!r}}})["node1"]
 print(getattr(result, "message", "connected"))
 """

@@ -16,9 +16,9 @@ from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.ssh_config import Destination
-    from clusterddp.launch.ssh_connection import Connection
-    from clusterddp.launch.ssh_keys import HostKey
+    from clusterddp.ssh.config import Destination
+    from clusterddp.ssh.connection import Connection
+    from clusterddp.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -29,7 +29,7 @@ class HostName(click.types.StringParamType):
     name = "host"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.launch.ssh_config import config_names, home
+        from clusterddp.ssh.config import config_names, home
 
         names = config_names(home() / ".ssh" / "config")
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
@@ -44,7 +44,7 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
 
     Exit code 3 when any host fails; below it stands the command that mends it.
     """
-    from clusterddp.launch.ssh_connect import connect_all
+    from clusterddp.ssh.connect import connect_all
 
     results = connect_all(_expand(hosts), environ=terminal.environ)
     found = [_row(host, result) for host, result in results.items()]
@@ -66,8 +66,8 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     clusterddp hosts trust node[1-4]
     clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
     """
-    from clusterddp.launch.ssh_connect import scan_all
-    from clusterddp.launch.ssh_trust import add_known_hosts, check_expected
+    from clusterddp.ssh.connect import scan_all
+    from clusterddp.ssh.trust import add_known_hosts, check_expected
 
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
@@ -129,9 +129,9 @@ def _unknown(
     names: Sequence[str], expected: dict[str, str], terminal: Terminal
 ) -> tuple[list[Destination], list[SshError]]:
     """Tell the hosts that known_hosts says nothing of from the others."""
-    from clusterddp.launch.ssh_config import resolve
-    from clusterddp.launch.ssh_keys import read_known_keys
-    from clusterddp.launch.ssh_trust import check_known
+    from clusterddp.ssh.config import resolve
+    from clusterddp.ssh.keys import read_known_keys
+    from clusterddp.ssh.trust import check_known
 
     unknown: list[Destination] = []
     failed: list[SshError] = []

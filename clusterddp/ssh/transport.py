@@ -10,10 +10,10 @@ import paramiko
 from paramiko.ssh_exception import ChannelException, IncompatiblePeer
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_certificate import CERTIFICATE
-from clusterddp.launch.ssh_config import Destination
-from clusterddp.launch.ssh_identity import offers
-from clusterddp.launch.ssh_keys import HostKey
+from clusterddp.ssh.certificate import CERTIFICATE
+from clusterddp.ssh.config import Destination
+from clusterddp.ssh.identity import offers
+from clusterddp.ssh.keys import HostKey
 
 HANDSHAKE_TIMEOUT_S = 15.0
 AUTHENTICATION_TIMEOUT_S = 30.0

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_config import Destination
-from clusterddp.launch.ssh_keys import HostKey
+from clusterddp.ssh.config import Destination
+from clusterddp.ssh.keys import HostKey
 
 if TYPE_CHECKING:
     import paramiko
 
-    from clusterddp.launch.ssh_stream import Stream
+    from clusterddp.ssh.stream import Stream
 
 _SESSION_TIMEOUT_S = 15.0
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_config import Destination, resolve
-from clusterddp.launch.ssh_connection import Connection
-from clusterddp.launch.ssh_keys import HostKey, KnownKey, check_host_key, read_known_keys, signing_algorithms
-from clusterddp.launch.ssh_stream import Stream, open_stream
+from clusterddp.ssh.config import Destination, resolve
+from clusterddp.ssh.connection import Connection
+from clusterddp.ssh.keys import HostKey, KnownKey, check_host_key, read_known_keys, signing_algorithms
+from clusterddp.ssh.stream import Stream, open_stream
 
 if TYPE_CHECKING:
-    from clusterddp.launch.ssh_transport import Transport
+    from clusterddp.ssh.transport import Transport
 
 _MAX_TRIES = 10
 """So often a host that hangs up is tried: for about half a minute."""
@@ -85,7 +85,7 @@ class Network:
             return greeted.key
 
     def _connect(self, destination: Destination, pinned: str | None = None) -> Connection:
-        from clusterddp.launch.ssh_transport import authenticate
+        from clusterddp.ssh.transport import authenticate
 
         known: tuple[KnownKey, ...] = read_known_keys(destination)
         greeted = self._greet(destination, signing_algorithms(destination, known, pinned))
@@ -116,7 +116,7 @@ class Network:
             raise SshError(error.host, error.phase, found, hint=error.hint) from error
 
     def _greet_once(self, destination: Destination, algorithms: tuple[str, ...]) -> _Greeted:
-        from clusterddp.launch.ssh_transport import open_tunnel, shake_hands
+        from clusterddp.ssh.transport import open_tunnel, shake_hands
 
         below = self._reach_last(destination.jumps) if destination.jumps else open_stream(destination, self._environ)
         try:

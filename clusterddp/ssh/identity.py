@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterddp.launch.ssh_config import Destination
+from clusterddp.ssh.config import Destination
 
 if TYPE_CHECKING:
     import paramiko

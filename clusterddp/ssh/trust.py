@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SshError
-from clusterddp.launch.ssh_config import Destination
-from clusterddp.launch.ssh_keys import HostKey, KnownKey, fingerprint
+from clusterddp.ssh.config import Destination
+from clusterddp.ssh.keys import HostKey, KnownKey, fingerprint
 
 
 def check_expected(shown: Mapping[Destination, HostKey], expected: Mapping[str, str]) -> None:

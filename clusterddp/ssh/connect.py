@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_config import Destination
-from clusterddp.launch.ssh_connection import Connection
-from clusterddp.launch.ssh_keys import HostKey
-from clusterddp.launch.ssh_network import Network
+from clusterddp.ssh.config import Destination
+from clusterddp.ssh.connection import Connection
+from clusterddp.ssh.keys import HostKey
+from clusterddp.ssh.network import Network
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

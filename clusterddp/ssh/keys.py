@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_certificate import CERTIFICATE, Certificate, CertificateError, read_certificate
-from clusterddp.launch.ssh_config import DEFAULT_PORT, Destination
+from clusterddp.ssh.certificate import CERTIFICATE, Certificate, CertificateError, read_certificate
+from clusterddp.ssh.config import DEFAULT_PORT, Destination
 
 KEY_TYPES = {
     "ssh-ed25519": ("ssh-ed25519",),

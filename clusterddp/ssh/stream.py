@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_config import Destination
+from clusterddp.ssh.config import Destination
 
 CONNECT_TIMEOUT_S = 10.0
 _USER_TIMEOUT_MS = 60_000
