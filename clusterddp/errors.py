@@ -77,11 +77,14 @@ class SlurmError(PreflightError):
         self.transient = transient
 
 
-SshPhase = Literal["resolve", "connect", "host key", "authentication"]
+SshPhase = Literal["resolve", "connect", "host key", "authentication", "start", "ask"]
 
 
 class SshError(PreflightError):
-    """A connection to `host` failed in `phase`; `dropped`: the host hung up at once, so another try may go through."""
+    """A connection to `host` failed in `phase`, `ask`: what was asked of it when it was there.
+
+    `dropped`: the host hung up, so another try may go through.
+    """
 
     def __init__(
         self, host: str, phase: SshPhase, found: str, *, hint: str | None = None, dropped: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterddp.dist.interface import interface_towards, is_loopback, loopback, named_interface
 from clusterddp.node.link import Message
-from clusterddp.run.gang import Gang
+from clusterddp.run.gang import Gang, Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,13 +24,14 @@ class Footing:
         return {"interface": self.interface, "address": self.address, "why": self.why}
 
 
-def find_footing(gang: Gang, order: Message) -> Footing:
+def find_footing(gang: Gang, node: Node, order: Message) -> Footing:
     """Find this node's interface for an order to start; a plan that names the master address has settled it.
 
     Raises: ClusterddpError: this host has no such interface, or no route to the master address.
     """
     if gang.master_addr:
-        return Footing(gang=gang, interface=gang.interface, address=None, why="the plan")
+        interface = node.interface or gang.interface
+        return Footing(gang=gang, interface=interface, address=node.address, why=node.why or "the plan")
     master_addr = str(order["master_addr"])
     if is_loopback(master_addr):
         # Ranks on one host find each other by themselves; only the record says how.

@@ -173,7 +173,7 @@ class Member:
         self.attempt_number = int(order["attempt"])
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
-            footing = find_footing(self._gang, order)
+            footing = find_footing(self._gang, self._node, order)
             attempt = _Attempt(
                 dir=directory, footing=footing, master_port=order["master_port"], oom_kills=count_oom_kills()
             )

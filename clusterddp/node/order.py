@@ -70,6 +70,11 @@ class Order:
         return self.node.node_rank == 0
 
     @property
+    def spans_hosts(self) -> bool:
+        """True when the nodes are on several hosts, any of which may fall silent."""
+        return len({node.host for node in self.gang.nodes}) > 1
+
+    @property
     def first_restart(self) -> int:
         """How many restarts lie behind the run when this order's first attempt begins."""
         return self.slurm.used_restarts if self.slurm is not None else 0

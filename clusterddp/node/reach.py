@@ -20,7 +20,7 @@ from clusterddp.node.tasks import Tasks
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 
 HOST_SILENCE_S = 8.0
-"""On Slurm: how long another host may be silent before its node counts as lost."""
+"""How long another host may be silent before its node counts as lost."""
 LINK_PORTS = 16
 """How many ports the link's walk has: as many jobs whose walks begin at the same port can run on one host."""
 
@@ -54,7 +54,13 @@ def reach_head(
 
 def _finder(order: Order, selector: selectors.BaseSelector, join: Message) -> Finder:
     if order.link is not None:
-        return KnownHead(order.link, order.gang.token, join, time.monotonic() + order.start_timeout_s)
+        return KnownHead(
+            order.link,
+            order.gang.token,
+            join,
+            until=time.monotonic() + order.start_timeout_s,
+            host_silence_s=HOST_SILENCE_S if order.spans_hosts else None,
+        )
     assert order.slurm is not None
     return SearchedHead(
         order.slurm.heads,
@@ -70,8 +76,7 @@ def _be_head(
     order: Order, selector: selectors.BaseSelector, guard: Guard, join: Message, allocation: Allocation | None
 ) -> HeadHere:
     slurm = order.slurm
-    one_host = len({node.host for node in order.gang.nodes}) == 1
-    if slurm is None or one_host:
+    if slurm is None or not order.spans_hosts:
         listener = listen(order.gang.master_addr or "127.0.0.1")
     else:
         listener = listen_on_walk(_link_ports(slurm.job_id))
@@ -80,7 +85,7 @@ def _be_head(
         selector,
         lease_s=order.lease_s,
         listener=listener,
-        host_silence_s=HOST_SILENCE_S if slurm else None,
+        host_silence_s=HOST_SILENCE_S if order.spans_hosts else None,
         join=join,
     )
     here.head = Head(

@@ -45,8 +45,11 @@ class Finder(Protocol):
 class KnownHead:
     """The head listens at one address, and did so before anybody was told."""
 
-    def __init__(self, link: tuple[str, int], token: str, join: Message, until: float) -> None:
+    def __init__(
+        self, link: tuple[str, int], token: str, join: Message, *, until: float, host_silence_s: float | None
+    ) -> None:
         self._link = link
+        self._host_silence_s = host_silence_s
         self._token = token
         self._join = join
         self._until = until
@@ -57,6 +60,8 @@ class KnownHead:
         except OSError as error:
             host, port = self._link
             raise ClusterddpError(f"the head at {host}:{port} cannot be reached: {error}") from error
+        if self._host_silence_s is not None:
+            watch_host(sock, self._host_silence_s)
         channel = Channel(sock, token=self._token, side="member", now=time.monotonic())
         channel.send(self._join)
         return Found(channel, [])

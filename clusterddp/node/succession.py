@@ -1,8 +1,9 @@
-"""What the other nodes do when the head's host is lost: one of them records the end and has the job started again.
+"""What the other nodes do when the head is lost: they end their ranks, and then see to it that the end is recorded.
 
-As a rule the head's host also ran the batch script, so nobody else is left to do so. Each node that lost the head ends
-its ranks first; then they write the end one after the other, by node rank, and the first to write it goes on alone. A
-node that was cut off itself cannot ask the controller, and writes nothing.
+Without Slurm each says in its own run directory what it saw. On Slurm one of them records the end and has the job
+started again, for as a rule the head's host also ran the batch script, and nobody else is left to do so: they write
+the end one after the other, by node rank, and the first to write it goes on alone. A node that was cut off itself
+cannot ask the controller, and writes nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from clusterddp.slurm.identity import tag_of
 
 PROCESS_PATIENCE_S = 10.0
 """How long the guard of a head that was killed has for its work, its host being alive."""
+GUARD_PATIENCE_S = 4.0
+"""The same where each node records the end for itself."""
 _TURN_S = 0.4
 """How much later than its predecessor each node takes its turn."""
 _GIVE_UP_S = 60.0
@@ -72,7 +75,8 @@ class Succession:
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
             note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
             return
-        end = self._end_of(attempt, why)
+        goes_on = self._order.restarts_left_after(attempt.number) and not self._order.run.cancel_file.exists()
+        end = _end_without_head(self._order, attempt, why, goes_on=goes_on)
         try:
             if not record_end(attempt, end):
                 return
@@ -84,16 +88,6 @@ class Succession:
             self._start_job_again(attempt)
         else:
             self._cancel_job()
-
-    def _end_of(self, attempt: AttemptDir, why: str) -> AttemptEnd:
-        order, head = self._order, self._order.gang.nodes[0]
-        started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-        words = f"node 0 on {head.host} is lost: {why}; its {spell_ranks(head.ranks)} ended with it"
-        goes_on = order.restarts_left_after(attempt.number) and not order.run.cancel_file.exists()
-        rank = min(head.ranks) if started else None
-        log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
-        cause = RootCause(rank=rank, host=head.host, exit_code=None, error=words, log=log)
-        return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
         """Hand over to the program that knows all ways to start a job again: the launcher's."""
@@ -116,3 +110,38 @@ class Succession:
     def _cancel_job(self) -> None:
         with contextlib.suppress(SlurmError):
             run_slurm(["scancel", self._slurm.job_id], environ=self._environ)
+
+
+class Witness:
+    """The same where no Slurm is: each node says in its own run directory what it has seen.
+
+    The head's own record, or its guard's, is the better one; but its host may be gone for good.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._speak_at: float | None = None
+
+    def step(self, attempt: AttemptDir, why: str, *, idle: bool, now: float) -> bool:
+        """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
+        if self._speak_at is None:
+            # Hosts may share the directory: a guard that is at work there comes first.
+            self._speak_at = now + (0.0 if why == HOST_SILENT else GUARD_PATIENCE_S)
+        if not idle or (now < self._speak_at and read_end(attempt) is None):
+            return False
+        end = _end_without_head(self._order, attempt, why, goes_on=False)
+        try:
+            record_end(attempt, end)
+        except ClusterddpError as error:
+            note(f"the end could not be recorded: {error}")
+        return True
+
+
+def _end_without_head(order: Order, attempt: AttemptDir, why: str, *, goes_on: bool) -> AttemptEnd:
+    head = order.gang.nodes[0]
+    started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
+    words = f"node 0 on {head.host} is lost: {why}; its {spell_ranks(head.ranks)} ended with it"
+    rank = min(head.ranks) if started else None
+    log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
+    cause = RootCause(rank=rank, host=head.host, exit_code=None, error=words, log=log)
+    return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)

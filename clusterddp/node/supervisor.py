@@ -18,8 +18,10 @@ The order is one line of JSON on standard input; the pipe stays open:
                                 on Slurm: the start of the job, how many restarts the run used before it, and where the
                                 head may be, for no link is told; the gang names no master address
 
-Afterwards node 0 may be told, one line each, that another node's supervisor has ended, `{"ended": node rank,
-"exit_code": int}` (negative: a signal): if it had not joined yet, nobody need wait for it until the start time-out.
+Afterwards any of them may be told `{"detach": true}`: who started it goes away for good, and the end of standard input
+means nothing any more. Node 0 may be told, one line each, that another node's supervisor has ended, `{"ended": node
+rank, "exit_code": int}` (negative: a signal): if it had not joined yet, nobody need wait for it until the start
+time-out.
 
 Node 0 answers with one line of JSON on standard output, `{"link": {"host": str, "port": int}}`: the link that the
 orders of the other nodes must name. Nothing else is ever said there. Each supervisor logs to
@@ -60,7 +62,7 @@ from clusterddp.node.order import Order
 from clusterddp.node.processes import become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import Succession
+from clusterddp.node.succession import Succession, Witness
 from clusterddp.node.uplink import Uplink
 
 _POLL_S = 0.2
@@ -126,6 +128,7 @@ class Supervisor:
         self._signals = signals
         self._guard = guard
         self._parent = parent
+        self._parent_bound = order.parent_bound
         self._selector = selectors.PollSelector()
         self._selector.register(signals.reader, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -138,12 +141,14 @@ class Supervisor:
         self._missing = self._tasks.missing if self._tasks is not None else ()
         self._allocation = Allocation(order.slurm.job_id, environment) if order.slurm is not None else None
         self.uplink: Uplink = reach_head(order, self._selector, guard, self._missing, self._allocation)
-        self._succession: Succession | None = None
+        self._succession: Succession | Witness | None = None
         self._fence: Fence | None = None
         if order.slurm is not None and self._allocation is not None:
             self._fence = Fence(order.run, order.attempt)
             if not order.is_head:
                 self._succession = Succession(order, order.slurm, self._allocation, environment)
+        elif order.spans_hosts and not order.is_head:
+            self._succession = Witness(order)
         self._member = Member(
             order.run,
             order.gang,
@@ -223,7 +228,7 @@ class Supervisor:
             return
         self._stdin_open = False
         self._selector.unregister(sys.stdin.fileno())
-        if self._order.parent_bound:
+        if self._parent_bound:
             note(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid})
             self._member.begin_end(now)
@@ -231,8 +236,11 @@ class Supervisor:
     def _hear_line(self, line: bytes) -> None:
         try:
             words = json.loads(line)
+            if words.get("detach"):
+                self._parent_bound = False
+                return
             report = {"kind": "supervisor_ended", "node_rank": words["ended"], "exit_code": words["exit_code"]}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             note(f"not understood on standard input: {line[:200]!r}")
             return
         self.uplink.report(report)

@@ -38,6 +38,12 @@ class Node:
     """Global ranks, in the order of their local ranks."""
     gpus: tuple[str, ...] = ()
     """What CUDA_VISIBLE_DEVICES of this node's ranks holds; empty: the ranks see no GPU."""
+    interface: str | None = None
+    """The interface of this host that carries the gang's traffic, where the launcher has looked; else the gang's."""
+    address: str | None = None
+    """Its address."""
+    why: str = ""
+    """Why that one."""
     slurm_chooses_gpus: bool = False
     """True: `gpus` says nothing, each rank sees what Slurm has made visible to its task."""
 
@@ -101,7 +107,7 @@ class Gang:
             master_port=master_port,
             threads=self.threads_per_rank,
             gpus=None if node.slurm_chooses_gpus else node.gpus,
-            interface=self.interface,
+            interface=node.interface or self.interface,
             backend=self.backend,
             run_dir=run_dir,
             token=self.token,

@@ -46,6 +46,23 @@ class Connection:
             hint = "is the host overloaded? MaxSessions of its sshd"
             raise SshError(self.destination.host, "connect", found, hint=hint) from error
 
+    def execute(self, command: str, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
+        """Have the host run a command; the channel carries its standard streams.
+
+        Raises: SshError.
+        """
+        import paramiko
+
+        channel = self.open_session(timeout_s)
+        channel.settimeout(timeout_s)
+        try:
+            channel.exec_command(command)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            found = f"{self.destination.address} runs no command ({' '.join(str(error).split()) or 'no answer'})"
+            raise SshError(self.destination.host, "start", found, hint="a forced command, or a login shell?") from error
+        return channel
+
     def measure_round_trip_s(self) -> float:
         """Ask the host for a session, and see how long its answer takes.
 

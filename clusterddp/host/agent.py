@@ -1,0 +1,81 @@
+"""The agent: answers what a launcher asks of this host over one SSH connection, until the connection ends.
+
+    request   {"do": operation, ..., "size": n}\n    and n bytes
+    answer    {"ok": true, ..., "size": n}\n         and n bytes, or {"ok": false, "error": str, "hint": str | null}
+
+One after the other. Nothing that the agent holds outlives it: leases, listeners, and the pipes of supervisors that were
+not released end with it, however it ends. It listens to nobody else, and leaves by itself when nothing has been asked
+for long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.host import runs
+from clusterddp.host.agent_types import Body, Host, Operation, Reply
+
+OPERATIONS: dict[str, Operation] = {**runs.OPERATIONS}
+
+
+def serve(root: str, package: str) -> None:
+    """Answer requests on standard input until it ends."""
+    host = Host(root=Path(root), package=Path(package))
+    requests = sys.stdin.buffer
+    # What anything else prints must not come between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        signal.alarm(host.patience_s)
+        line = requests.readline()
+        if not line:
+            return
+        answer_one(host, line, requests, answers)
+
+
+def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer one request."""
+    request = json.loads(line)
+    body = Body(requests, int(request.pop("size", 0)), progress=lambda: signal.alarm(host.patience_s))
+    try:
+        operation = OPERATIONS.get(request["do"])
+        if operation is None:
+            raise ClusterddpError(f"{request['do']}: this agent knows no such operation")
+        signal.alarm(0 if body.size == 0 else host.patience_s)
+        answer = operation(host, request, body)
+        signal.alarm(0)
+        body.drain()
+    except EOFError:
+        raise SystemExit("the connection ended in the middle of a request") from None
+    except Exception as error:
+        body.drain()
+        say(answers, failure(error))
+        return
+    reply = answer if isinstance(answer, Reply) else Reply(facts=answer, chunks=(), size=0)
+    say(answers, {"ok": True, **reply.facts, "size": reply.size})
+    for chunk in reply.chunks:
+        answers.write(chunk)
+    answers.flush()
+
+
+def say(answers: BinaryIO, words: dict[str, Any]) -> None:
+    answers.write(json.dumps(words).encode() + b"\n")
+    answers.flush()
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Describe an error for the launcher; of our own mistakes with all that helps to find them."""
+    if isinstance(error, ClusterddpError):
+        return {"ok": False, "error": error.message, "hint": error.hint}
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return {"ok": False, "error": f"{place}{error.strerror}", "hint": None}
+    traceback.print_exc()
+    return {"ok": False, "error": f"{type(error).__name__}: {error}", "hint": None}

@@ -1,0 +1,42 @@
+"""What goes to a host that has nothing but Python: the constant command, the boot, this package as a zip file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+import clusterddp
+from clusterddp.run.templates import read_template
+from clusterddp.ssh.session import Package
+
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+
+
+@functools.cache
+def package() -> Package:
+    """Return what is sent; the same sources give the same sum."""
+    home = Path(clusterddp.__file__).parent
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(home.rglob("*.py")):
+            info = zipfile.ZipInfo(f"clusterddp/{path.relative_to(home).as_posix()}", date_time=_LONG_AGO)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, path.read_bytes())
+    data = buffer.getvalue()
+    return Package(
+        command=constant_command(),
+        boot=(home / "host" / "boot.py").read_bytes(),
+        sha256=hashlib.sha256(data).hexdigest(),
+        data=data,
+    )
+
+
+def constant_command() -> str:
+    """Return the command that every host is given, whatever the run: one line, for any login shell."""
+    lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
+    text = " ".join(line for line in lines if line and not line.startswith("#"))
+    assert not set("'!") & set(text)  # csh reads them otherwise
+    return f"exec /bin/sh -c '{text}'"

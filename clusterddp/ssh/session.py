@@ -1,0 +1,264 @@
+"""A conversation with the agent on a host: the constant command, the boot, then requests and answers, one at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from clusterddp.errors import SshError
+from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.connection import Connection
+from clusterddp.ssh.fan import Fan
+
+if TYPE_CHECKING:
+    import paramiko
+
+BOOT_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 1 << 18
+_MAX_PREFACE = 256 * 1024
+"""How much a login shell may print before the agent speaks."""
+_MARK = b"clusterddp-agent "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostAccess:
+    """A host, and which Python on it."""
+
+    host: str
+    python: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    modules: tuple[str, ...] = ()
+    root: str = "~/.clusterddp"
+    host_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """What every host runs: the program that starts the agent, and this package as a zip file."""
+
+    command: str
+    """The one constant command."""
+    boot: bytes
+    sha256: str
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upload:
+    """Data that goes with a request."""
+
+    size: int
+    chunks: Iterable[bytes]
+
+
+@dataclass(kw_only=True, slots=True)
+class Reply:
+    """What a host answered."""
+
+    facts: dict[str, Any]
+    data: bytes = b""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """The agent of one host; made by `open_sessions`, closed by whoever holds it."""
+
+    host: str
+    connection: Connection
+    channel: paramiko.Channel
+    hello: dict[str, Any] = field(default_factory=dict)
+    """What the host said of itself: hostname, user, uid, home, root, python, version, platform, boot_id, pid."""
+    _unread: bytes = b""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(
+        self,
+        do: str,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        body: bytes | Upload = b"",
+        sink: BinaryIO | None = None,
+        timeout_s: float = 30.0,
+    ) -> Reply:
+        """Ask the agent to do something, and wait for its answer; what it sends goes to `sink`, or into the reply.
+
+        `timeout_s`: how long nothing may come.
+        Raises: SshError: the host refuses, with its reason; or the connection has broken.
+        """
+        upload = body if isinstance(body, Upload) else Upload(size=len(body), chunks=[body] if body else [])
+        with self._lock:
+            self._send_line({"do": do, **(facts or {}), "size": upload.size}, timeout_s)
+            for chunk in upload.chunks:
+                self._send(chunk, timeout_s)
+            answer = self._read_json(timeout_s)
+            size = int(answer.pop("size", 0))
+            data = self._read_data(size, sink, timeout_s)
+        if not answer.pop("ok", False):
+            raise SshError(self.host, "ask", str(answer.get("error")), hint=answer.get("hint"))
+        return Reply(facts=answer, data=data)
+
+    def close(self) -> None:
+        """End the conversation; the agent leaves."""
+        self.channel.close()
+        self.connection.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def begin(self, access: HostAccess, package: Package) -> None:
+        """Have the host run our package, which is sent when it does not have it.
+
+        Raises: SshError.
+        """
+        lines = (access.python, access.venv, access.conda, " ".join(access.modules))
+        order = {"package": package.sha256, "root": access.root}
+        self._send(
+            b"".join(f"{line or ''}\n".encode() for line in lines)
+            + f"{len(package.boot)}\n".encode()
+            + package.boot
+            + json.dumps(order).encode()
+            + b"\n",
+            BOOT_TIMEOUT_S,
+        )
+        self.hello = self._read_marked(BOOT_TIMEOUT_S)
+        if not self.hello["have"]:
+            self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
+            self._send(package.data, BOOT_TIMEOUT_S)
+            self._read_marked(BOOT_TIMEOUT_S)
+
+    def _read_marked(self, timeout_s: float) -> dict[str, Any]:
+        """Read a line of the boot; what a login shell prints before it is passed over."""
+        preface = b""
+        while True:
+            try:
+                line = self._read_line(timeout_s)
+            except SshError as error:
+                self._explain(preface, error)
+            if line.startswith(_MARK):
+                answer = dict(json.loads(line[len(_MARK) :]))
+                if not answer.pop("ok"):
+                    raise SshError(self.host, "start", str(answer["error"]))
+                return answer
+            preface += line
+            if len(preface) > _MAX_PREFACE:
+                self._explain(preface, None)
+
+    def _explain(self, preface: bytes, error: SshError | None) -> NoReturn:
+        """Raise why the agent did not start, in the words of the host."""
+        said = (preface + self._read_stderr()).decode(errors="replace").strip().splitlines()
+        words = said[-1].removeprefix("clusterddp: ") if said else (error.found if error else "it printed a lot")
+        hint = "ssh.python, venv, conda or modules of the spec say which Python the host is to take"
+        raise SshError(self.host, "start", words, hint=hint) from error
+
+    def _read_stderr(self) -> bytes:
+        deadline = time.monotonic() + 1.0
+        while not self.channel.recv_stderr_ready() and time.monotonic() < deadline and not self.channel.eof_received:
+            time.sleep(0.02)
+        return self.channel.recv_stderr(65536) if self.channel.recv_stderr_ready() else b""
+
+    def _send_line(self, words: Mapping[str, Any], timeout_s: float) -> None:
+        self._send(json.dumps(words).encode() + b"\n", timeout_s)
+
+    def _send(self, data: bytes, timeout_s: float) -> None:
+        self.channel.settimeout(timeout_s)
+        try:
+            self.channel.sendall(data)
+        except OSError as error:
+            self._broken(error, timeout_s)
+
+    def _read_json(self, timeout_s: float) -> dict[str, Any]:
+        return dict(json.loads(self._read_line(timeout_s)))
+
+    def _read_line(self, timeout_s: float) -> bytes:
+        while b"\n" not in self._unread:
+            self._unread += self._receive(timeout_s)
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return line + newline
+
+    def _read_data(self, size: int, sink: BinaryIO | None, timeout_s: float) -> bytes:
+        kept = []
+        while size:
+            chunk = self._unread[:size] or self._receive(timeout_s)[:size]
+            self._unread = self._unread[len(chunk) :] if self._unread else b""
+            size -= len(chunk)
+            if sink is not None:
+                sink.write(chunk)
+            else:
+                kept.append(chunk)
+        return b"".join(kept)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        self.channel.settimeout(timeout_s)
+        try:
+            data = self.channel.recv(_CHUNK_BYTES)
+        except OSError as error:
+            self._broken(error, timeout_s)
+        if not data:
+            last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
+            words = "its agent has left" + (f": {last}" if last else "")
+            raise SshError(self.host, "ask", words, dropped=True)
+        return data
+
+    def _broken(self, error: OSError, timeout_s: float) -> NoReturn:
+        words = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
+        raise SshError(self.host, "ask", f"the connection broke: {words}", dropped=True) from error
+
+
+def open_sessions(
+    accesses: Sequence[HostAccess], *, environ: Mapping[str, str], package: Package, at_once: int = 64
+) -> dict[str, Session | SshError]:
+    """Connect to hosts and start the agent on each; a result per host, whoever gets the sessions closes them."""
+    by_host = {access.host: access for access in accesses}
+    pinned = {access.host: access.host_key for access in accesses if access.host_key}
+    connections = connect_all(by_host, environ=environ, pinned=pinned, at_once=at_once)
+
+    def start(host: str) -> Session | SshError:
+        connection = connections[host]
+        return connection if isinstance(connection, SshError) else start_session(connection, by_host[host], package)
+
+    return Fan(by_host, start, close_if_open).results(at_once)
+
+
+def start_session(connection: Connection, access: HostAccess, package: Package) -> Session | SshError:
+    """Start the agent over a connection, which is closed when that fails."""
+    try:
+        session = Session(host=access.host, connection=connection, channel=connection.execute(package.command))
+        session.begin(access, package)
+    except SshError as error:
+        connection.close()
+        return error
+    except BaseException:
+        connection.close()
+        raise
+    return session
+
+
+def ask_all(
+    sessions: Mapping[str, Session],
+    do: str,
+    facts: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
+    *,
+    timeout_s: float = 30.0,
+) -> dict[str, Reply | SshError]:
+    """Ask many hosts the same; `facts` may depend on the host. A result per host."""
+
+    def ask(host: str) -> Reply | SshError:
+        try:
+            return sessions[host].ask(do, facts(host) if callable(facts) else facts, timeout_s=timeout_s)
+        except SshError as error:
+            return error
+
+    return Fan(sessions, ask, lambda result: None).results(len(sessions))
+
+
+def close_if_open(result: Session | SshError) -> None:
+    if isinstance(result, Session):
+        result.close()
