@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from clusterddp.launch.plan import Plan, plan_run
 from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.process_table import Process
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import find_processes, read_cookie
 from clusterddp.spec.load import load_spec
@@ -67,11 +66,11 @@ def wait_for_ranks(run: RunDir, num_ranks: int = 4) -> None:
     wait_until(all_speak)
 
 
-def processes_of(run: RunDir) -> dict[str, list[psutil.Process]]:
+def processes_of(run: RunDir) -> dict[str, list[Process]]:
     """Return the live processes of a run by role; of those with the role `task`, the keeper apart."""
     record = read_run(run)
     keeper = (record.keeper or {}).get("pid")
-    roles: dict[str, list[psutil.Process]] = {}
+    roles: dict[str, list[Process]] = {}
     for process in find_processes(f"{record.token}."):
         role = read_cookie(process).rpartition(".")[2]
         roles.setdefault("controller" if process.pid == keeper else role, []).append(process)

@@ -28,6 +28,7 @@ from launch_runs import (
 from clusterddp.errors import UsageError
 from clusterddp.launch.submit import Submitted, cancel, resume, submit, wait
 from clusterddp.run.directory import RunDir
+from clusterddp.run.process_table import Process, read_command
 from clusterddp.run.record import read_end, read_ranks, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep import sweep
@@ -61,7 +62,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         sweep(f"{read_run(run).token}.", timeout_s=5)
 
 
-def kill(process: psutil.Process) -> None:
+def kill(process: Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
@@ -92,7 +93,7 @@ def test_the_record_names_submitits_controller_as_job_and_keeper(start: Starter)
     assert record.keeper is not None
     assert record.job_id == str(record.keeper["pid"])
     controller = processes_of(run)["controller"][0]
-    assert "submitit.local._local" in controller.cmdline()
+    assert "submitit.local._local" in read_command(controller.pid)
     cancel(run)
 
 
@@ -102,7 +103,7 @@ def test_a_run_is_detached_from_whoever_submitted_it(start: Starter) -> None:
     for processes in processes_of(run).values():
         for process in processes:
             assert os.getsid(process.pid) != os.getsid(0)
-            assert os.getpid() not in {parent.pid for parent in process.parents()}
+            assert os.getpid() not in {parent.pid for parent in psutil.Process(process.pid).parents()}
     cancel(run)
 
 
@@ -146,7 +147,7 @@ def test_a_kill_of_supervisor_and_guard_at_once_is_told_by_the_task(start: Start
     processes = processes_of(run)
     begun = time.monotonic()
     for process in (*processes["g0"], *processes["s0"]):
-        process.suspend()
+        process.send_signal(signal.SIGSTOP)
     for process in (*processes["g0"], *processes["s0"]):
         kill(process)
     view = assert_all_gone(run, begun)
@@ -163,7 +164,7 @@ def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_ca
     wait_for_ranks(run)
     processes = [process for role in processes_of(run).values() for process in role]
     for process in processes:
-        process.suspend()
+        process.send_signal(signal.SIGSTOP)
     for process in processes:
         kill(process)
     wait_until(lambda: read_state(run).state is RunState.LOST)
@@ -233,7 +234,7 @@ def test_a_run_whose_supervisors_do_not_answer_is_ended_from_here(start: Starter
     processes = processes_of(run)
     for role in ("s0", "s1", "g0", "g1", "task"):
         for process in processes[role]:
-            process.suspend()
+            process.send_signal(signal.SIGSTOP)
     assert cancel(run) == "cancelled"
     view = read_state(run)
     assert (view.state, view.reason) == (RunState.CANCELLED, "cancelled; its supervisors did not answer")

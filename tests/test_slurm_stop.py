@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 from launch_runs import HELLO, wait_for_ranks, wait_until
 from rack.plan import HEAD, RackPlan
@@ -12,6 +11,7 @@ from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, await_job_state, claims, job_fields, make_slurm_run, start_run
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.process_table import Process, read_command, read_environment
 from clusterddp.run.record import read_end, read_run
 from clusterddp.run.sweep import find_processes
 
@@ -103,9 +103,13 @@ def test_a_cluster_that_requeues_no_job_by_itself_is_no_obstacle(options, follow
         assert claims(run) == [(job, 0), (read_run(run).job_id, 0) if follows else (job, 1)]
 
 
-def rank_of(task: psutil.Process) -> str:
+def rank_of(task: Process) -> str:
     """Tell which rank's task a process is; srun and the batch script are none's."""
-    return task.environ().get("SLURM_PROCID", "") if "clusterddp.node.task" in task.cmdline()[1:3] else ""
+    return (
+        read_environment(task.pid).get("SLURM_PROCID", "")
+        if "clusterddp.node.task" in read_command(task.pid)[1:3]
+        else ""
+    )
 
 
 def test_scancel_ends_a_run_long_before_kill_wait():

@@ -10,8 +10,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import psutil
-
 from clusterddp.launch.local_task import carry
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
@@ -31,7 +29,7 @@ def main() -> None:
     job = executor.submit(carry, str(run.path), attempt)
     try:
         keeper = dataclasses.asdict(ProcessIdentity.of(int(job.job_id)))
-    except psutil.NoSuchProcess:
+    except ProcessLookupError:
         sys.exit(f"submitit's controller (pid {job.job_id}) ended at once")
     write_run(run, dataclasses.replace(read_run(run), job_id=job.job_id, keeper=keeper))
     log_event(run, "submitted", attempt=attempt, job_id=job.job_id)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import psutil
-
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
+from clusterddp.run.process_table import read_process
 
 _T = TypeVar("_T")
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
@@ -41,10 +40,10 @@ class ProcessIdentity:
     def of(cls, pid: int | None = None) -> ProcessIdentity:
         """Identify a process of this machine, by default this one.
 
-        Raises: psutil.NoSuchProcess: there is none of that pid.
+        Raises: ProcessLookupError: there is none of that pid.
         """
-        process = psutil.Process(pid)
-        return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=_start_time(process))
+        process = read_process(os.getpid() if pid is None else pid)
+        return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.started)
 
     def alive(self) -> bool | None:
         """Say whether the process lives; None when it belongs to another machine, which cannot be asked from here."""
@@ -53,10 +52,10 @@ class ProcessIdentity:
         if self.boot != boot_id():
             return False
         try:
-            process = psutil.Process(self.pid)
-            return abs(_start_time(process) - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+            process = read_process(self.pid)
+        except ProcessLookupError:
             return False
+        return abs(process.started - self.started) < 1.0 and not process.zombie
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,19 +189,9 @@ def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
+        import psutil
+
         return str(int(psutil.boot_time()))
-
-
-def _start_time(process: psutil.Process) -> float:
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except ProcessLookupError as error:
-        raise psutil.NoSuchProcess(process.pid) from error
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            raise psutil.NoSuchProcess(process.pid) from None
-        return process.create_time()
 
 
 def _read(kind: type[_T], path: Path) -> _T:

@@ -12,36 +12,33 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-import psutil
-
 from clusterddp.dist.environment import COOKIE
+from clusterddp.run.process_table import Process, find_carriers, find_descendants, read_environment
 
 _EMPTY_PASSES = 2
 """A pass over the process table can miss a process that is being forked or is between two programs."""
 
 
-def find_processes(cookie_prefix: str, *, uid: int | None = None) -> list[psutil.Process]:
-    """Find the live processes that carry the cookie; of this user (or of `uid`) only, and never the caller itself.
+def find_processes(*cookie_prefixes: str, uid: int | None = None) -> list[Process]:
+    """Find the live processes that carry one of the cookies; of this user (or of `uid`) only, and never the caller.
 
     `<token>.` means every process of the run, `<token>.n2` exactly that role (node 2, not node 20).
     """
+    families = tuple(prefix for prefix in cookie_prefixes if prefix.endswith("."))
+
+    def wanted(cookie: str) -> bool:
+        return cookie in cookie_prefixes or cookie.startswith(families)
+
     owner = os.getuid() if uid is None else uid
-    return [
-        process
-        for process in psutil.process_iter()
-        if process.pid != os.getpid() and _matches(process, cookie_prefix, owner)
-    ]
+    return [process for process in find_carriers(COOKIE, wanted, uid=owner) if process.pid != os.getpid()]
 
 
-def read_cookie(process: psutil.Process) -> str:
+def read_cookie(process: Process) -> str:
     """Read a process's cookie; empty when it has none, or is gone."""
-    try:
-        return str(process.environ().get(COOKIE, ""))
-    except (psutil.Error, OSError):
-        return ""
+    return read_environment(process.pid).get(COOKIE, "")
 
 
-def answers_for_its_run(process: psutil.Process) -> bool:
+def answers_for_its_run(process: Process) -> bool:
     """Say whether a process of a run puts things in order when the run ends, and records the end; ranks do not."""
     role = read_cookie(process).rpartition(".")[2]
     return role == "task" or role[:1] in {"s", "g"}
@@ -68,11 +65,11 @@ class Sweep:
 
     def step(self) -> None:
         """Kill what is found now."""
-        found = {process.pid: process for cookie in self.cookies for process in find_processes(cookie)}
+        found = {process.pid: process for process in find_processes(*self.cookies)}
         if self.descendants_but is not None:
-            found |= {process.pid: process for process in _descendants(self.descendants_but)}
+            found |= _descendants(self.descendants_but)
         for process in found.values():
-            if _kill(process):
+            if process.send_signal(signal.SIGKILL):
                 self.killed.add(process.pid)
         self.left = sorted(found)
         self._empty = 0 if found else self._empty + 1
@@ -92,48 +89,7 @@ def sweep(*cookies: str, timeout_s: float) -> list[int]:
         time.sleep(0.02)
 
 
-def _matches(process: psutil.Process, cookie_prefix: str, owner: int) -> bool:
-    try:
-        if process.uids().real != owner or process.status() == psutil.STATUS_ZOMBIE:
-            return False
-    except psutil.Error:
-        return False
-    cookie = read_cookie(process)
-    return cookie.startswith(cookie_prefix) if cookie_prefix.endswith(".") else cookie == cookie_prefix
-
-
-def _descendants(but: int) -> list[psutil.Process]:
-    spared = {but} | {process.pid for process in _children(but)}
-    return [process for process in _children(os.getpid()) if process.pid not in spared and not _is_zombie(process)]
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True) if pid else []
-    except psutil.Error:
-        return []
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return True
-
-
-def _kill(process: psutil.Process) -> bool:
-    """Kill exactly this process, not one that was given its pid meanwhile; say whether the signal was sent."""
-    try:
-        if not hasattr(os, "pidfd_open"):
-            process.kill()  # psutil compares the start time first
-            return True
-        handle = os.pidfd_open(process.pid)
-        try:
-            if not process.is_running():  # the handle may be a successor's
-                return False
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        finally:
-            os.close(handle)
-    except (psutil.Error, OSError):
-        return False
-    return True
+def _descendants(but: int) -> dict[int, Process]:
+    found = find_descendants([os.getpid()])
+    spared = {but, *find_descendants([but])} if but else set()
+    return {pid: process for pid, process in found.items() if pid not in spared}

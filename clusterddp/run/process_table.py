@@ -1,0 +1,225 @@
+"""The process table of this machine: who runs, since when, for whom, and with which environment.
+
+Linux tells it in /proc, which needs no package. Elsewhere psutil is asked; it is imported only there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_LINUX = sys.platform == "linux"
+_CHUNK = 1 << 16
+_ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process, told from any later one of the same pid by when it began."""
+
+    pid: int
+    parent: int
+    started: float
+    """Seconds since the boot, as the kernel counts them; elsewhere than on Linux, since the epoch."""
+    zombie: bool
+
+    def alive(self) -> bool:
+        """Say whether it still runs."""
+        try:
+            now = read_process(self.pid)
+        except ProcessLookupError:
+            return False
+        return now.started == self.started and not now.zombie
+
+    def send_signal(self, number: int) -> bool:
+        """Signal exactly this process, not one that was given its pid meanwhile; say whether the signal was sent."""
+        try:
+            handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+            try:
+                if not self.alive():  # the handle may be a successor's
+                    return False
+                if handle is None:
+                    os.kill(self.pid, number)
+                else:
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                if handle is not None:
+                    os.close(handle)
+        except OSError:
+            return False
+        return True
+
+
+def read_process(pid: int) -> Process:
+    """Look one process up.
+
+    Raises: ProcessLookupError: there is none of that pid.
+    """
+    if not _LINUX:
+        return _ask_psutil(pid)
+    try:
+        # The name, in brackets, may hold anything; what follows the last bracket is state, ppid, ... start (field 22).
+        state, parent, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(error.errno, "no such process", str(pid)) from error
+    ticks = int(fields[17])
+    return Process(pid=pid, parent=int(parent), started=ticks / os.sysconf("SC_CLK_TCK"), zombie=state in b"ZX")
+
+
+def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> list[Process]:
+    """Find the live processes of a user that were started with a variable whose value is wanted.
+
+    One pass over the table; a process that is just being forked, or is between two programs, can be missed by it.
+    """
+    found = []
+    for pid in list_pids():
+        if not _may_be_owned_by(uid, pid) or not _carries(pid, variable, wanted):
+            continue
+        try:
+            process = read_process(pid)
+            # Whose environment was read may be gone by now, and its pid somebody else's.
+            if not process.zombie and read_owner(pid) == uid and _carries(pid, variable, wanted):
+                found.append(process)
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def find_descendants(ancestors: Collection[int]) -> dict[int, Process]:
+    """Find the live children of these processes, their children, and so on: pid -> process."""
+    everybody = _read_all()
+    children: dict[int, list[Process]] = {}
+    for process in everybody:
+        children.setdefault(process.parent, []).append(process)
+    found: dict[int, Process] = {}
+    todo = [child for pid in ancestors for child in children.get(pid, ())]
+    while todo:
+        process = todo.pop()
+        if process.pid not in found:
+            found[process.pid] = process
+            todo += children.get(process.pid, ())
+    return {pid: process for pid, process in found.items() if not process.zombie}
+
+
+def list_pids() -> list[int]:
+    """List the pids of this machine."""
+    if not _LINUX:
+        return list(_psutil().pids())
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def read_owner(pid: int) -> int:
+    """Read whose process it is: the real user id.
+
+    Raises: ProcessLookupError: there is none of that pid.
+    """
+    if not _LINUX:
+        return _ask_psutil_for(pid, "uids").real  # type: ignore[no-any-return]
+    try:
+        status = _read(f"/proc/{pid}/status")
+    except FileNotFoundError as error:
+        raise ProcessLookupError(error.errno, "no such process", str(pid)) from error
+    return int(status.partition(b"\nUid:")[2].split(maxsplit=1)[0])
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """Read the environment that a process was started with; empty when it is gone, or may not be looked at."""
+    if not _LINUX:
+        return _environment_by_psutil(pid)
+    entries = (entry.partition(b"=") for entry in _read_or_nothing(f"/proc/{pid}/environ").split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in entries if equals}
+
+
+def read_command(pid: int) -> list[str]:
+    """Read the command line of a process; empty when it is gone."""
+    if not _LINUX:
+        try:
+            return list(_ask_psutil_for(pid, "cmdline"))
+        except ProcessLookupError:
+            return []
+    return [os.fsdecode(word) for word in _read_or_nothing(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
+
+
+def _may_be_owned_by(uid: int, pid: int) -> bool:
+    """Rule out most of the table at the price of one call; the real owner is read of those that are left."""
+    if not _LINUX:
+        return True
+    try:
+        # A process that must not be traced belongs to root in /proc, whoever runs it.
+        return os.stat(f"/proc/{pid}").st_uid in (uid, _ROOT)
+    except OSError:
+        return False
+
+
+def _carries(pid: int, variable: str, wanted: Callable[[str], bool]) -> bool:
+    if not _LINUX:
+        value = _environment_by_psutil(pid).get(variable)
+        return value is not None and wanted(value)
+    text = b"\0" + _read_or_nothing(f"/proc/{pid}/environ")
+    _, found, rest = text.partition(b"\0" + os.fsencode(variable) + b"=")
+    return bool(found) and wanted(os.fsdecode(rest.partition(b"\0")[0]))
+
+
+def _read_all() -> Iterable[Process]:
+    for pid in list_pids():
+        try:
+            yield read_process(pid)
+        except (OSError, ValueError):
+            continue
+
+
+def _read_or_nothing(path: str) -> bytes:
+    try:
+        return _read(path)
+    except OSError:
+        return b""
+
+
+def _read(path: str) -> bytes:
+    """Read a file of /proc with as few calls as it takes: a sweep reads hundreds, several times a second."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = chunk = os.read(descriptor, _CHUNK)
+        while len(chunk) == _CHUNK:
+            chunk = os.read(descriptor, _CHUNK)
+            data += chunk
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def _psutil() -> Any:
+    import psutil
+
+    return psutil
+
+
+def _ask_psutil(pid: int) -> Process:
+    psutil = _psutil()
+    try:
+        process = psutil.Process(pid)
+        zombie = process.status() == psutil.STATUS_ZOMBIE
+        return Process(pid=pid, parent=process.ppid(), started=process.create_time(), zombie=zombie)
+    except psutil.ZombieProcess:
+        return Process(pid=pid, parent=0, started=0.0, zombie=True)
+    except psutil.Error as error:
+        raise ProcessLookupError(str(error)) from error
+
+
+def _ask_psutil_for(pid: int, what: str) -> Any:
+    psutil = _psutil()
+    try:
+        return getattr(psutil.Process(pid), what)()
+    except psutil.Error as error:
+        raise ProcessLookupError(str(error)) from error
+
+
+def _environment_by_psutil(pid: int) -> dict[str, str]:
+    try:
+        return dict(_ask_psutil_for(pid, "environ"))
+    except OSError:
+        return {}
