@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import re
 import socket
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import psutil
+from typing import Any
 
 from clusterddp.dist.devices import loopback_interface
 from clusterddp.errors import ClusterddpError
@@ -15,6 +17,10 @@ from clusterddp.errors import ClusterddpError
 LOOPBACK_ADDRESS = "127.0.0.1"
 _ANY_PORT = 9
 """For asking the kernel for a route; nothing is sent there."""
+_OF_CONTAINERS = re.compile(
+    r"(docker|br-[0-9a-f]{12}$|veth|virbr|vnet|cni|flannel|cali|cilium|weave|podman|lxc|lxd|incusbr|kube)"
+)
+"""Names of interfaces between the containers and virtual machines of one host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +31,62 @@ class Interface:
     """None: the address belongs to no interface that this process can see."""
     address: str
     why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkAddress:
+    """An address of a link, and how many bits of it name the subnet."""
+
+    address: str
+    prefix: int
+    lasting: bool = True
+    """False: one that IPv6 makes up and forgets."""
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.address
+
+    @property
+    def subnet(self) -> str:
+        return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A network interface as it is there, whether it may carry a gang or not."""
+
+    name: str
+    kind: str = ""
+    """What Linux calls it: bridge, veth, bond, tun, wireguard, ...; empty for a network card."""
+    mtu: int = 1500
+    speed_mbit_per_s: int | None = None
+    """None: the driver does not say."""
+    up: bool = True
+    """It is switched on, and its cable, if it has any, is in."""
+    loopback: bool = False
+    wireless: bool = False
+    addresses: tuple[LinkAddress, ...] = ()
+    """Without those that are good on one cable only (fe80)."""
+
+    @property
+    def of_containers(self) -> bool:
+        return _OF_CONTAINERS.match(self.name) is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Link:
+        """Rebuild what `to_json` gave."""
+        return cls(**{**data, "addresses": tuple(LinkAddress(**entry) for entry in data["addresses"])})
+
+
+def read_links() -> tuple[Link, ...]:
+    """List this host's network interfaces, in the kernel's order.
+
+    Raises: OSError.
+    """
+    return tuple(_read_linux_links() if sys.platform == "linux" else _read_other_links())
 
 
 def loopback() -> Interface:
@@ -82,11 +144,44 @@ def _owner(address: str) -> str | None:
 
 
 def _addresses() -> dict[str, list[str]]:
-    return {name: list(_usable(entries)) for name, entries in psutil.net_if_addrs().items()}
+    return {link.name: [entry.address for entry in link.addresses] for link in read_links()}
 
 
-def _usable(entries: Iterable[object]) -> Iterable[str]:
-    for entry in entries:
-        family, address = getattr(entry, "family", None), str(getattr(entry, "address", ""))
-        if family == socket.AF_INET or (family == socket.AF_INET6 and not address.startswith("fe80")):
-            yield address.partition("%")[0]
+def _read_linux_links() -> Iterator[Link]:
+    from clusterddp.dist import netlink
+
+    addresses: dict[int, list[LinkAddress]] = {}
+    for index, address, prefix, lasting in netlink.read_addresses():
+        addresses.setdefault(index, []).append(LinkAddress(address=address, prefix=prefix, lasting=lasting))
+    for index, facts in netlink.read_links().items():
+        yield Link(
+            **facts,
+            speed_mbit_per_s=netlink.read_speed(facts["name"]),
+            wireless=netlink.is_wireless(facts["name"]),
+            addresses=tuple(addresses.get(index, ())),
+        )
+
+
+def _read_other_links() -> Iterator[Link]:
+    import psutil
+
+    states = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        found = [
+            LinkAddress(address=entry.address.partition("%")[0], prefix=_count_bits(entry.netmask))
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+        ]
+        state = states.get(name)
+        yield Link(
+            name=name,
+            mtu=state.mtu if state else 1500,
+            speed_mbit_per_s=(state.speed or None) if state else None,
+            up=state.isup if state else False,
+            loopback=bool(found) and all(is_loopback(entry.address) for entry in found),
+            addresses=tuple(found),
+        )
+
+
+def _count_bits(netmask: str | None) -> int:
+    return int(ipaddress.ip_address(netmask)).bit_count() if netmask else 32
