@@ -44,5 +44,5 @@ def await_state(rack: Rack, job_id: str, *states: str, within_s: float = 60) -> 
     wait_until(reached, within_s)
 
 
-def eventually(is_true: Callable[[], bool], within_s: float = 60) -> None:
+def eventually(is_true: Callable[[], bool], within_s: float = 150) -> None:
     wait_until(is_true, within_s)
