@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from rack.plan import RackPlan
 from rack.rack import Rack, find_obstacle, running_rack
+from ssh_person import Person, own_ssh_dir
 
 
 def demand_rack(*, accounting: bool) -> None:
@@ -32,3 +34,17 @@ def rack(needs_rack: None) -> Iterator[Rack]:
     """A rack of four nodes for tests that leave it as they found it; the others start their own."""
     with running_rack() as rack:
         yield rack
+
+
+@pytest.fixture(scope="module")
+def hosts(needs_rack: None) -> Iterator[Rack]:
+    """Three hosts that are reached by SSH."""
+    with running_rack(RackPlan(nodes=["node1", "node2", "node3"], gpus_per_host=0)) as rack:
+        yield rack
+
+
+@pytest.fixture
+def person(hosts: Rack) -> Iterator[Person]:
+    """Somebody on their head, with a ~/.ssh of the test's own."""
+    with own_ssh_dir(hosts) as person:
+        yield person

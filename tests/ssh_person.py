@@ -52,9 +52,12 @@ class Person:
     def fingerprint(self, node: str) -> str:
         return fingerprint_of(self.rack.dir / "etc" / f"hostkey.{node}.pub")
 
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TERM": "dumb", **self.environ}
+
     def argv(self, *arguments: str) -> list[str]:
-        variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TERM": "dumb", **self.environ}
-        return self.rack.argv(HEAD, [sys.executable, "-m", "clusterddp", *arguments], env=variables)
+        return self.rack.argv(HEAD, [sys.executable, "-m", "clusterddp", *arguments], env=self.variables)
 
     def clusterddp(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

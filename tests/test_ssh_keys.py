@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
-from rack.plan import RackPlan
-from rack.rack import Rack, running_rack
-from ssh_person import Person, fingerprint_of, make_key, own_ssh_dir
+from ssh_person import Person, fingerprint_of, make_key
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
-
-
-@pytest.fixture(scope="module")
-def hosts(needs_rack: None) -> Iterator[Rack]:
-    with running_rack(RackPlan(nodes=["node1", "node2", "node3"], gpus_per_host=0)) as rack:
-        yield rack
-
-
-@pytest.fixture
-def person(hosts: Rack) -> Iterator[Person]:
-    with own_ssh_dir(hosts) as person:
-        yield person
 
 
 def certified_key(tmp_path: Path, *options: str) -> tuple[Path, Path]:

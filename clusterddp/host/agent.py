@@ -25,9 +25,9 @@ from clusterddp.host.agent_types import Body, Host, Operation, Reply
 OPERATIONS: dict[str, Operation] = {**runs.OPERATIONS}
 
 
-def serve(root: str, package: str) -> None:
-    """Answer requests on standard input until it ends."""
-    host = Host(root=Path(root), package=Path(package))
+def serve(root: str, package: str, patience_s: int) -> None:
+    """Answer requests on standard input until it ends, or nothing has been asked for `patience_s`."""
+    host = Host(root=Path(root), package=Path(package), patience_s=patience_s)
     requests = sys.stdin.buffer
     # What anything else prints must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

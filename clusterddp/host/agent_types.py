@@ -28,7 +28,7 @@ class Host:
     """Directory of everything that is ours here."""
     package: Path
     """Where this package lies, for PYTHONPATH of what is started."""
-    patience_s: int = 600
+    patience_s: int
     """How long nothing may be asked before the agent takes its launcher for dead, and ends."""
     held: list[Closeable] = field(default_factory=list)
 

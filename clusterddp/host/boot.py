@@ -1,8 +1,9 @@
 """The first words on a host: who and where it is, and whether this package lies there already; then the agent.
 
 This text goes over the connection and is run by the host's own Python, which may be an old one and knows nothing of
-clusterddp yet. Then come, on standard input: one line of JSON `{"package": sha256, "root": str}`; and, when the answer
-says `"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
+clusterddp yet. Then come, on standard input: one line of JSON `{"package": sha256, "root": str, "patience_s": int}`,
+the last of which may be left out; and, when the answer says `"have": false`, one line `{"size": n}` and n bytes, the
+package as a zip file.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ def main():
     sys.path.insert(0, package)
     from clusterddp.host.agent import serve
 
-    serve(root, package)
+    serve(root, package, order.get("patience_s", 600))
 
 
 class RefusalError(Exception):
@@ -80,6 +81,7 @@ def facts(root):
         "home": os.path.expanduser("~"),
         "root": root,
         "python": sys.executable,
+        "path": os.environ.get("PATH", ""),
         "version": sys.version.split()[0],
         "platform": sys.platform,
         "boot_id": boot_id,
