@@ -35,6 +35,7 @@ filled = words.filter(bool)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 variables = st.from_regex(r"USER_[A-Za-z0-9_]{0,20}", fullmatch=True)
 options = words.filter(lambda text: all(char >= " " and char != "\x7f" for char in text)) | st.booleans()
+lines = words.filter(lambda text: text and text[0] != "-" and all(char >= " " and char != "\x7f" for char in text))
 counts = st.integers(1, 2**31 - 1)
 times = st.sampled_from(["30", "5:30", "4:00:00", "1-12", "1-12:30", "1-12:30:15"])
 
@@ -86,7 +87,19 @@ specs = st.builds(
             "restarts": st.integers(0, 100),
             "snapshot": st.booleans(),
             "slurm": st.dictionaries(st.from_regex(r"site_[a-z0-9_]{0,12}", fullmatch=True), options, max_size=5),
-            "ssh": section(hosts=st.lists(st.sampled_from(["a", "gpu[01-04]", {"host": "b", "gpus": 2}]), max_size=3)),
+            "ssh": section(
+                hosts=st.lists(
+                    st.sampled_from(["a", "gpu[01-04]", {"host": "b", "gpus": 2}, {"host": "c", "venv": "~/v é"}]),
+                    max_size=4,
+                    unique_by=str,
+                ),
+                python=optional(lines),
+                modules=st.lists(st.sampled_from(["cuda/12.4", "GCC"]), max_size=2),
+                dir=st.sampled_from(["~/.clusterddp", "/scratch/me/my runs"]),
+                send=st.dictionaries(lines, st.just("~/data"), max_size=1),
+                fetch=st.lists(st.sampled_from(["logs", "metrics", "checkpoints"]), unique=True),
+                when_busy=st.sampled_from(["refuse", "wait"]),
+            ),
         },
     ),
     st.one_of(

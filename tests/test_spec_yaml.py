@@ -210,7 +210,7 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(timeout=5)
-    assert outcome == ["- reads a spec from the standard input"]
+    assert outcome == ["- reads it from the standard input"]
 
 
 def test_a_refused_file_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
+from clusterddp.spec.conflict import Conflict
 from clusterddp.spec.keys import without_nulls
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.problems import did_you_mean, problem_at
-from clusterddp.spec.rules import Conflict
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, to_data
 
 _BOUNDS = {

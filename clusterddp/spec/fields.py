@@ -7,24 +7,32 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from clusterddp.spec.duration import TIME, Duration, read_duration
+from clusterddp.spec.hosts import HOST_SET, read_host
 from clusterddp.spec.scalars import (
+    FETCHABLE,
     VARIABLE,
     matching,
     read_bool,
+    read_fetch,
     read_filled_text,
     read_float,
     read_int,
+    read_line,
     read_loose_text,
     read_option,
     read_port,
+    read_remote_path,
     read_sweep_values,
     read_variable,
     read_word,
 )
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+LINE = r"^[^\x00-\x1f\x7f-][^\x00-\x1f\x7f]*$"
+REMOTE_PATH = r"^(/|~/)[^\x00-\x1f\x7f]+$"
+HOST_KEY = r"^(SHA256:[A-Za-z0-9+/]{43}=?|[a-z0-9@.-]+ [A-Za-z0-9+/]+=*)$"
+MODULE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+/:=@-]*$"
 MODULE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
-HOST = r"^[A-Za-z0-9_\[][A-Za-z0-9_.:@,\[\]-]*$"
 INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$"
 
 MOUNT = r"^[^:,\x00-\x1f\x7f]+(:[^:,\x00-\x1f\x7f]+){0,2}$"
@@ -57,9 +65,17 @@ Name = Annotated[
 Module = Annotated[
     str, Field(pattern=MODULE), BeforeValidator(matching(MODULE, "a module's dotted name, such as package.train"))
 ]
-Host = Annotated[
-    str, Field(pattern=HOST), BeforeValidator(matching(HOST, 'a host or a set of hosts, such as gpu01 or "gpu[02-04]"'))
+Host = Annotated[str, Field(pattern=HOST_SET), BeforeValidator(read_host)]
+HostKey = Annotated[
+    str,
+    Field(pattern=HOST_KEY),
+    BeforeValidator(matching(HOST_KEY, "SHA256: and 43 characters, as ssh-keygen -l shows it, or a public key")),
 ]
+Line = Annotated[str, Field(min_length=1, pattern=LINE), BeforeValidator(read_line)]
+ModuleName = Annotated[
+    str, Field(pattern=MODULE_NAME), BeforeValidator(matching(MODULE_NAME, "the name of a module, such as cuda/12.4"))
+]
+RemotePath = Annotated[str, Field(pattern=REMOTE_PATH), BeforeValidator(read_remote_path)]
 Interface = Annotated[
     str,
     Field(pattern=INTERFACE),
@@ -90,6 +106,18 @@ Port = Annotated[
     int | Literal["auto"],
     PlainValidator(read_port),
     WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1024, "maximum": 65535}]}),
+]
+Fetch = Annotated[
+    tuple[Annotated[Literal["logs", "metrics", "checkpoints"], Word], ...],
+    BeforeValidator(read_fetch),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["all", "none"]},
+                {"type": "array", "items": {"enum": list(FETCHABLE)}, "uniqueItems": True},
+            ]
+        }
+    ),
 ]
 TimeLimit = Annotated[
     Duration,

@@ -29,12 +29,16 @@ _SYNONYMS = {
     "time_limit": "resources.time",
     "timeout": "resources.time",
     "hosts": "ssh.hosts",
+    "remote_dir": "ssh.dir",
     "command": "entry.script",
 } | dict.fromkeys(
     ["partition", "account", "qos", "constraint", "gres", "mail_type", "mail_user", "exclusive", "nodelist", "exclude",
      "reservation"],
     "slurm",
 )  # fmt: skip
+
+
+_HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
 def with_one_spelling(tree: Mapping) -> tuple[Mapping, list[Problem]]:
@@ -124,6 +128,8 @@ def _second_spelling(place: Place, dotted: str, first: str, first_place: Place) 
 
 def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
     """Say that a key is unknown and what was probably meant, as message and hint."""
+    if written in _HOSTFILES:
+        return "unknown key", "--hostfile FILE reads the hosts of a file"
     here = closest(written, spellings(model))
     elsewhere = _homes().get(written.lower().replace("-", "_"))
     if "." in written and written in _all_keys():

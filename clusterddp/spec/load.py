@@ -93,15 +93,16 @@ def load_spec(
     profile: str | None = None,
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
+    hosts: Override | None = None,
 ) -> ResolvedSpec:
     """Read a spec and everything that changes it.
 
     `source` is a path, `-` for the standard input, or, when it has a line break, the YAML itself. `flags` are the
-    command's own options, `{"launcher": "local"}`.
+    command's own options, `{"launcher": "local"}`; `hosts`: those of --hosts or --hostfile.
 
     Raises: SpecError: with every problem that was found.
     """
-    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags)
+    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags, hosts=hosts)
     resolved, found = resolve(written, written.tree)
     if written.problems or resolved is None:
         raise SpecError(in_order([*written.problems, *found], written.name))
@@ -115,6 +116,7 @@ def read_layers(
     profile: str | None = None,
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
+    hosts: Override | None = None,
 ) -> Written:
     """Read a spec and lay everything that changes it over it; see `load_spec`.
 
@@ -126,9 +128,10 @@ def read_layers(
     base = read_profile(environ, profile)
     tree = _known(base, problems) if base is not None else Mapping(place=spec.place)
     tree = merge(tree, _known(spec, problems))
+    of_hosts = [hosts] if hosts else []
     from_environment, found = parse_environment(environ)
     problems += found
-    for override in [*from_environment, *_arguments(overrides, problems), *from_options(flags or {})]:
+    for override in [*from_environment, *_arguments(overrides, problems), *from_options(flags or {}), *of_hosts]:
         tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
     return Written(tree=tree, problems=tuple(problems), path=path, name=name, text=text)
@@ -210,4 +213,6 @@ def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
             node = node.entries.get(part) if isinstance(node, Mapping) else None
         if node is not None:
             origins[key] = node.place.words
+        elif key == "resources.nodes":
+            origins[key] = "the number of hosts"
     return origins

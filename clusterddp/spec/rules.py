@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
+from clusterddp.spec.conflict import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
+from clusterddp.spec.ssh_rules import ssh_conflicts
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import EntrySpec, JobSpec, TrainSpec
-
-MAX_RANKS = 65_536
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conflict:
-    """Values that do not go together. `keys` are the dotted keys concerned; the first one given is pointed at."""
-
-    keys: tuple[str, ...]
-    message: str
-    hint: str | None = None
 
 
 def check_rules(job: JobSpec) -> None:
@@ -48,12 +38,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
     yield from _slurm_conflicts(job)
-    if job.launcher == "ssh" and not job.ssh.hosts:
-        yield Conflict(
-            keys=("ssh.hosts", "launcher"),
-            message="launcher ssh has no hosts",
-            hint="ssh: {hosts: [gpu01, gpu02]} names them in the order of the nodes",
-        )
+    yield from ssh_conflicts(job)
 
 
 def _entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
@@ -81,7 +66,7 @@ def _train_conflicts(train: TrainSpec) -> Iterator[Conflict]:
 
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
     resources = job.resources
-    if resources.world_size > MAX_RANKS:
+    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_rules
         yield Conflict(
             keys=("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
             message=f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "

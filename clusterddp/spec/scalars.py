@@ -26,6 +26,8 @@ RANK_VARIABLES = frozenset(
     }
 )  # fmt: skip
 
+FETCHABLE = ("logs", "metrics", "checkpoints")
+
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _TRUE_WORDS = frozenset({"yes", "on", "y", "1", "t"})
@@ -118,6 +120,22 @@ def read_filled_text(value: object) -> str:
     return read_text(value) or refuse(value, "text that is not empty")
 
 
+def read_line(value: object) -> str:
+    """Read text that becomes a line of a protocol, and a word of a command: no control characters, no - at its head."""
+    text = _without_controls(read_filled_text(value), value)
+    return refuse(value, "text that does not begin with -") if text.startswith("-") else text
+
+
+def read_remote_path(value: object) -> str:
+    """Read a path on hosts, which have another working directory and another home than the submitting machine."""
+    text = read_line(value)
+    if text.startswith(("/", "~/")) and text.strip("/") not in ("", "~") and ".." not in text.split("/"):
+        return text.rstrip("/")
+    relative = re.fullmatch(r"[A-Za-z0-9_][^:]*", text) and ".." not in text.split("/")
+    hint = f"write ~/{text} or its full path" if relative else None
+    refuse(value, "a path on the hosts, from / or ~/ and without ..", hint)
+
+
 def read_loose_text(value: object) -> str:
     """Read text where a number from Python or JSON is as good: variables and arguments of a process."""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -133,10 +151,7 @@ def read_option(value: object) -> str | bool:
         return True
     if isinstance(value, Scalar) and not value.quoted and value.text in {"false", "False", "FALSE"}:
         return False
-    text = read_loose_text(value)
-    if any(char < " " or char == "\x7f" for char in text):
-        refuse(value, "text without line breaks or other control characters")
-    return text
+    return _without_controls(read_loose_text(value), value)
 
 
 def read_port(value: object) -> int | Literal["auto"]:
@@ -168,6 +183,19 @@ def read_variable(value: object) -> str:
     return name
 
 
+def read_fetch(value: object) -> object:
+    """Read what comes home from hosts; `all` and `none` stand for lists, and what is named twice counts once."""
+    if isinstance(value, Scalar | str):
+        text = read_text(value)
+        if text in ("all", "none"):
+            return FETCHABLE if text == "all" else ()
+        refuse(value, "all, none, or a list", f"write [{text}]" if text in FETCHABLE else None)
+    if not isinstance(value, list | tuple):
+        return value
+    texts = [item.text if isinstance(item, Scalar) else item for item in value]
+    return [item for index, item in enumerate(value) if texts[index] not in texts[:index]]
+
+
 def read_sweep_values(value: object) -> tuple[object, ...]:
     """Read the list of values that a key takes in a sweep; each is typed when it takes the key's place."""
     if not isinstance(value, list | tuple) or not value:
@@ -184,6 +212,12 @@ def matching(pattern: str, expected: str) -> Callable[[object], str]:
         return text if compiled.fullmatch(text) else refuse(value, expected)
 
     return read_matching
+
+
+def _without_controls(text: str, value: object) -> str:
+    if any(char < " " or char == "\x7f" for char in text):
+        refuse(value, "text without line breaks or other control characters")
+    return text
 
 
 def _plain(value: object) -> object:

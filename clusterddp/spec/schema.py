@@ -22,6 +22,7 @@ def json_schema() -> dict[str, Any]:
             _add_aliases(definitions[model.__name__], model)
     definitions[EntrySpec.__name__]["oneOf"] = [{"required": ["script"]}, {"required": ["module"]}]
     hosts = definitions["Ssh"]["properties"]["hosts"]
+    _add_aliases(definitions[SshHost.__name__], SshHost)
     name = definitions[SshHost.__name__]["properties"]["host"]
     hosts["items"] = {"anyOf": [{"type": "string", "pattern": name["pattern"]}, hosts["items"]]}
     schema["not"] = {"required": ["train", "entry"]}

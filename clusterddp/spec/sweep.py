@@ -85,6 +85,7 @@ def load_sweep(
     profile: str | None = None,
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
+    hosts: Override | None = None,
 ) -> SweepSpec:
     """Read a spec whose `sweep` section, or arguments such as `train.lr=0.1,0.2`, name several values for some keys.
 
@@ -95,7 +96,7 @@ def load_sweep(
     """
     problems: list[Problem] = []
     axes, ordinary = _split(arguments, problems) if sweep else ({}, list(arguments))
-    written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags)
+    written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags, hosts=hosts)
     base = without(written.tree, (_SECTION,))
     axes = _of_section(written.tree, problems) | axes
     for path in _fixed_by(ordinary):

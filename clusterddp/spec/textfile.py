@@ -19,7 +19,7 @@ _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\uf
 LINE_BREAK = re.compile("\r\n|\r|\n")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
     """Read a spec's file, of which at most 1 MB is ever read; a device, a FIFO or a directory is refused.
 
     Raises: SpecError: it is no regular file, cannot be read, or is too large.
@@ -34,8 +34,8 @@ def read_bytes(path: Path) -> bytes:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-            hint = None if stat.S_ISDIR(mode) else "- reads a spec from the standard input"
-            raise whole_file_error(str(path), f"is {kind}, expected a YAML file", hint)
+            hint = None if stat.S_ISDIR(mode) else "- reads it from the standard input"
+            raise whole_file_error(str(path), f"is {kind}, expected {expected}", hint)
         with open(descriptor, "rb", closefd=False) as file:
             return _limited(file.read(MAX_BYTES + 1), str(path))
     except OSError as error:

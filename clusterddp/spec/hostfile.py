@@ -1,0 +1,96 @@
+"""Hosts from the command line: `--hosts`, and hostfiles as mpirun and DeepSpeed have them, `host slots=N` a line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.overrides import Override
+from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.spec.textfile import LINE_BREAK, decode, read_bytes, read_stdin
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
+
+_PATH = ("ssh", "hosts")
+_SLOTS = ("slots", "gpus")
+_WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
+_HINTS = {
+    "port": "a port belongs in ssh_config",
+    "user": "a user belongs in ssh_config, or before the host: user@host",
+}
+
+
+def read_hostfile(path: Path) -> Override:
+    """Read a hostfile: hosts or sets of hosts, one a line, `slots=N` or `gpus=N` behind them, `#` before a comment.
+
+    `-` is the standard input.
+    Raises: SpecError: with every line that is wrong.
+    """
+    stdin = str(path) == "-"
+    source = "<stdin>" if stdin else str(path)
+    origin = f"--hostfile {path}"
+    text = decode(read_stdin() if stdin else read_bytes(path, expected="a hostfile"), source)
+    problems: list[Problem] = []
+    hosts: list[Node] = []
+    for number, line in enumerate(LINE_BREAK.split(text), 1):
+        node = _read_line(line, number, Place(source=source, origin=origin), problems)
+        hosts += [node] if node else []
+    place = Place(source=source, origin=origin)
+    if not hosts and not problems:
+        problems.append(problem_at(place, "names no host", "a line each: gpu01 slots=8"))
+    if problems:
+        raise SpecError(tuple(problems))
+    return Override(path=_PATH, node=ListNode(items=tuple(hosts), place=place), place=place)
+
+
+def parse_hosts(text: str) -> Override:
+    """Parse `--hosts`: hosts or sets of hosts with commas in between."""
+    place = Place(source=f"--hosts {show(text)}", origin="--hosts")
+    items = tuple(Scalar(text=part.strip(), quoted=True, place=place) for part in _split(text))
+    return Override(path=_PATH, node=ListNode(items=items, place=place), place=place)
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas and blanks outside of brackets."""
+    return [part for part in re.split(r"[,\s]+(?![^\[\]]*\])", text) if part] or [text]
+
+
+def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) -> Node | None:
+    """Read one line; None when it names no host."""
+
+    def place(column: int) -> Place:
+        return Place(source=whole.source, origin=whole.origin, line=number, column=column + 1, source_line=line)
+
+    found = _WORD.finditer(line.partition("#")[0])
+    words = [("".join(match.group().split()), match.start()) for match in found]
+    if not words:
+        return None
+    name, start = words[0]
+    host = Scalar(text=name, quoted=True, place=place(start))
+    if not words[1:]:
+        return host
+    entries: dict[str, Node] = {"host": host}
+    keys = {"host": place(start)}
+    for word, column in words[1:]:
+        key, equals, value = word.partition("=")
+        if key not in _SLOTS or not re.fullmatch("[0-9]{1,6}", value) or not int(value):
+            problems.append(_wrong_word(place(column), word, key if equals else ""))
+        elif "gpus" in entries:
+            problems.append(problem_at(place(column), f"{show(word)}: the slots of {show(name)} are there already"))
+        else:
+            entries["gpus"] = Scalar(text=str(int(value)), quoted=False, place=place(column))
+            keys["gpus"] = place(column)
+    return Mapping(entries=entries, keys=keys, place=place(start))
+
+
+def _wrong_word(place: Place, word: str, key: str) -> Problem:
+    message = f"found {show(word)}, expected slots=N with N from 1"
+    known = key.lower().replace("-", "_")
+    hint = _HINTS.get(known)
+    if key and key not in _SLOTS and hint is None:
+        message += did_you_mean(known, _SLOTS)
+    if not key and re.fullmatch("[0-9]+", word):
+        hint = f"write slots={word}"
+    elif not key:
+        hint = "a line names one host, or a set such as gpu[01-04]"
+    return problem_at(place, message, hint)

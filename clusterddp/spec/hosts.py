@@ -1,0 +1,118 @@
+"""Hosts as a spec names them: one name or a node set each, and which of them the ranks get."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.dist.hostlist import expand
+from clusterddp.errors import ClusterddpError
+from clusterddp.spec.scalars import problem, read_text, refuse
+from clusterddp.spec.tree import Scalar
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec, SshHost
+
+HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
+"""What the JSON Schema says of a host; `read_host` is stricter."""
+
+_WORDS = 'a host or a set of hosts, such as gpu01 or "gpu[02-04]"'
+_SET = re.compile(HOST_SET.removeprefix("^").removesuffix("$"))
+_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_ADDRESS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f.]*")
+_WITH_NUMBER = re.compile(r"(?P<host>[^:]+):(?P<number>[0-9]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one host gets of a run."""
+
+    host: SshHost
+    """With the name of this host alone."""
+    ranks: int
+    gpus: int
+    """0: the ranks compute on the CPU."""
+
+
+def read_host(value: object) -> str:
+    """Read a host or a set of hosts, each of which `ssh` takes for a host and for nothing else."""
+    text = read_text(value)
+    if not _SET.fullmatch(text):
+        refuse(value, _WORDS, _slots_hint(text))
+    try:
+        names = expand(text)
+    except ClusterddpError as error:
+        raise problem(error.message) from error
+    for name in names:
+        _check_name(name, value)
+    return text
+
+
+def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
+    """Name every host alone, in the order written, with its place in the list that it was written in."""
+    for index, host in enumerate(hosts):
+        for name in expand(host.host):
+            yield index, host if name == host.host else host.model_copy(update={"host": name})
+
+
+def nodes_as_hosts(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a spec that is not typed yet with a node for each host, if it says ssh and not how many nodes."""
+    launcher, ssh, resources = data.get("launcher"), data.get("ssh"), data.get("resources") or {}
+    if (launcher.text if isinstance(launcher, Scalar) else launcher) != "ssh":
+        return data
+    if not isinstance(resources, dict) or {"nodes", "nnodes"} & resources.keys():
+        return data
+    count = _count(ssh.get("hosts") if isinstance(ssh, dict) else getattr(ssh, "hosts", ()))
+    return data | {"resources": resources | {"nodes": count}} if count else data
+
+
+def share_out(job: JobSpec) -> tuple[Share, ...]:
+    """Give each of the first hosts, as many as the run has nodes, its ranks and GPUs.
+
+    A host that names its GPUs (slots in a hostfile) has one rank for each, on the CPU as well.
+    """
+    hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes]
+    resources = job.resources
+    on_cpu = job.device == "cpu" or resources.gpus_per_node == 0
+    wanted = job.device == "cuda" or resources.gpus_per_node is not None or any(host.gpus for host in hosts)
+    usual = 0 if on_cpu or not wanted else resources.gpus_per_node or resources.ranks_per_node
+    return tuple(
+        Share(
+            host=host,
+            ranks=host.gpus or resources.ranks_per_node,
+            gpus=usual if host.gpus is None or on_cpu else host.gpus,
+        )
+        for host in hosts
+    )
+
+
+def _count(hosts: object) -> int:
+    """Count the hosts of a list that may not have been typed yet; what is no host counts for nothing."""
+    if not isinstance(hosts, list | tuple):
+        return 0
+    count = 0
+    for item in hosts:
+        written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
+        text = written.text if isinstance(written, Scalar) else written
+        try:
+            count += len(expand(text)) if isinstance(text, str) else 0
+        except ClusterddpError:
+            continue
+    return count
+
+
+def _check_name(name: str, value: object) -> None:
+    if _NAME.fullmatch(name) or _ADDRESS.fullmatch(name):
+        return
+    numbered = _WITH_NUMBER.fullmatch(name)
+    if numbered:
+        hint = f"{{host: {numbered['host']}, gpus: N}} says how many GPUs to use; a port belongs in ssh_config"
+        raise problem(f'found "{name}", expected a host without a number behind it', hint)
+    refuse(value, f"{_WORDS}; {name!r} is no host")
+
+
+def _slots_hint(text: str) -> str | None:
+    match = re.fullmatch(r"(\S+)\s+(?:slots|gpus)\s*=\s*([0-9]+)", text.strip())
+    return f"write {{host: {match[1]}, gpus: {match[2]}}}" if match else None

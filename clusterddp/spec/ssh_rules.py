@@ -1,0 +1,100 @@
+"""The rules of the ssh section: each host once, enough of them for the nodes, one Python each, paths of the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from clusterddp.spec.conflict import MAX_RANKS, Conflict
+from clusterddp.spec.hosts import expand_hosts, share_out
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec, SshHost
+
+NAME_HOSTS = (
+    "--hosts gpu01,gpu02 or --hostfile FILE names them, in a spec or a profile ssh: {hosts: [gpu01, gpu02]}, "
+    "in the order of the nodes"
+)
+
+
+def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find what does not go together in the ssh section, and, for the ssh launcher, between it and the rest."""
+    yield from _twice(job)
+    yield from _two_pythons(job)
+    yield from _same_target(job)
+    if job.launcher != "ssh":
+        return
+    if not job.ssh.hosts:
+        yield Conflict(keys=("ssh.hosts", "launcher"), message="launcher ssh has no hosts", hint=NAME_HOSTS)
+        return
+    yield from _size_conflicts(job)
+    yield from _path_conflicts(job)
+
+
+def _twice(job: JobSpec) -> Iterator[Conflict]:
+    first: dict[str, SshHost] = {}
+    for index, host in expand_hosts(job.ssh.hosts):
+        if host.host not in first:
+            first[host.host] = host
+            continue
+        other = first[host.host]
+        both = (other.gpus or 0) + (host.gpus or 0) if other.gpus and host.gpus else None
+        sums = f"if {other.gpus} + {host.gpus} are meant, name it once with {both}" if both else "name it once"
+        yield Conflict(
+            keys=(f"ssh.hosts.{index}",),
+            message=f"{host.host} is named twice",
+            hint=f"{sums}: each host is one node",
+        )
+
+
+def _two_pythons(job: JobSpec) -> Iterator[Conflict]:
+    places = [("ssh", job.ssh), *((f"ssh.hosts.{index}", host) for index, host in enumerate(job.ssh.hosts))]
+    for place, python in places:
+        if python.venv and python.conda:
+            yield Conflict(
+                keys=(f"{place}.conda", f"{place}.venv"), message="has both venv and conda, expected one of them"
+            )
+
+
+def _same_target(job: JobSpec) -> Iterator[Conflict]:
+    for (_, one), (source, other) in combinations(job.ssh.send.items(), 2):
+        if one == other or f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/"):
+            yield Conflict(
+                keys=(f"ssh.send.{source}", "ssh.send"),
+                message=f"{other} on the hosts is or holds another's place, {one}",
+            )
+
+
+def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    shares = share_out(job)
+    if len(shares) < job.resources.nodes:
+        hosts = "1 host" if len(shares) == 1 else f"{len(shares)} hosts"
+        yield Conflict(
+            keys=("ssh.hosts", "resources.nodes"),
+            message=f"{hosts} for {job.resources.nodes} nodes",
+            hint="each host is one node; without resources.nodes there are as many nodes as hosts",
+        )
+    ranks = sum(share.ranks for share in shares)
+    if ranks > MAX_RANKS:
+        yield Conflict(
+            keys=("ssh.hosts", "resources.gpus_per_node"),
+            message=f"{len(shares)} hosts have {ranks} ranks, expected at most {MAX_RANKS}",
+        )
+    without = [share.host.host for share in shares if not share.gpus]
+    if without and len(without) < len(shares):
+        yield Conflict(
+            keys=("ssh.hosts", "resources.gpus_per_node"),
+            message=f"{without[0]} has no GPUs, and others have; nccl needs them everywhere",
+            hint="leave that host out, or --cpu runs all ranks on the CPU",
+        )
+
+
+def _path_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    data_dir = job.train.data_dir if job.train else None
+    if data_dir is not None and not data_dir.startswith(("/", "~/")):
+        yield Conflict(
+            keys=("train.data_dir", "launcher"),
+            message=f'found "{data_dir}", expected a path on the hosts, from / or ~/',
+            hint=f"ssh: {{send: {{{data_dir}: ~/data}}}} sends it, train.data_dir: ~/data is where it is then",
+        )
