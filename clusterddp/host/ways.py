@@ -58,7 +58,7 @@ class Try:
         code = self.socket.connect_ex((target.address, target.port))
         with contextlib.suppress(OSError):
             source = plain_address(str(self.socket.getsockname()[0]))
-            self.left_from = source if source not in ("0.0.0.0", "::") else None
+            self.left_from = source if source not in ("0.0.0.0", "::") else None  # noqa: S104  (compared, not bound)
         if code not in (0, errno.EINPROGRESS):
             self._fail(code)
 
