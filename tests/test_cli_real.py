@@ -258,12 +258,6 @@ def test_a_wrong_spec_is_told_line_by_line_with_exit_code_two(place: Path) -> No
     assert not (place / "runs").exists()
 
 
-def test_a_launcher_that_is_not_built_yet_is_refused(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", "--launcher", "ssh", "ssh.hosts=[gpu01]")
-    assert done.returncode == 2
-    assert "not built yet" in done.stderr
-
-
 def test_the_run_keeps_the_spec_as_resolved(place: Path) -> None:
     clusterddp(place, "submit", "job.yaml", "restarts=2", "--wait")
     plan = read_json(newest(place).plan)

@@ -184,13 +184,6 @@ def test_the_data_directory_is_the_users_cache_by_default(tmp_path: Path, monkey
     assert plan_text("name: a\n", tmp_path).spec["train"]["data_dir"] == "/var/cache/ana/clusterddp/datasets"
 
 
-def test_the_launcher_to_come_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as refusal:
-        plan_text("name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\n", tmp_path)
-    assert refusal.value.message == "launcher ssh: not built yet"
-    assert "--launcher local" in str(refusal.value.hint)
-
-
 def test_a_secret_that_is_not_set_is_refused_and_one_that_is_set_is_stored_nowhere(tmp_path: Path) -> None:
     text = "name: a\nsecrets: [API_KEY]\n"
     with pytest.raises(UsageError, match="secrets: API_KEY not set"):

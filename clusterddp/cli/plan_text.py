@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clusterddp.cli.ssh_text import size, ssh_facts, ssh_lines, ssh_table, words
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
 
@@ -25,6 +26,10 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     `scheduler` is what Slurm says of it, for a plan that goes there.
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
+    if plan.ssh:
+        from clusterddp.launch.plan import plan_on_hosts
+
+        plan = plan_on_hosts(plan)
     return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
 
 
@@ -39,6 +44,10 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Tell everything that a submit would do."""
+    if plan.ssh:
+        from clusterddp.launch.plan import plan_on_hosts
+
+        plan = plan_on_hosts(plan)
     lines = [f"plan for {click.style(plan.run, bold=True)}  (dry run: nothing was started or written)", ""]
     lines += [f"  {name:<9} {printable(text)}" for name, text in _facts(plan)]
     lines += ["", *_node_table(plan)]
@@ -49,22 +58,25 @@ def plan_lines(plan: Plan) -> list[str]:
         if rows[1:]:
             lines += ["", click.style(title, bold=True), *table(rows, indent="  ")]
     lines += ["", click.style("files", bold=True), *(f"  {printable(path)}" for path in plan.files)]
-    lines += ["", click.style("commands", bold=True), *(f"  {printable(shlex.join(argv))}" for argv in plan.commands)]
+    lines += ssh_lines(plan) if plan.ssh else _command_lines(plan)
     if plan.notes:
         lines += ["", *(f"{click.style('note:', fg='yellow', bold=True)} {printable(note)}" for note in plan.notes)]
     return lines
+
+
+def _command_lines(plan: Plan) -> list[str]:
+    return ["", click.style("commands", bold=True), *(f"  {printable(shlex.join(argv))}" for argv in plan.commands)]
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     gang = plan.gang
     port = "a free port, found at the start" if gang.master_port is None else f"port {gang.master_port}"
     facts = [("launcher", plan.launcher), ("ranks", _ranks(plan))]
-    interface = gang.interface or ("the interface that reaches node 0" if plan.slurm else "its own choice of interface")
-    facts.append(("backend", f"{gang.backend} over {interface}"))
-    facts.append(("master", f"{gang.master_addr or 'the first node of the job'}, {port}"))
+    facts.append(("backend", f"{gang.backend} over {gang.interface or _interface(plan)}"))
+    facts.append(("master", f"{gang.master_addr or _master(plan)}, {port}"))
     train = plan.spec.get("train")
     if not train:
-        facts.append(("runs", shlex.join([gang.entry.target, *gang.entry.args])))
+        facts.append(("runs", words([gang.entry.target, *gang.entry.args])))
     else:
         batch = train["batch_size"] * gang.world_size * train["accumulate"]
         what = f"{train['model']} on {train['dataset']}, {train['epochs']} epochs"
@@ -76,11 +88,23 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
     if plan.slurm:
         facts.append(("variables", ", ".join(plan.slurm.variables) or "none"))
+    if plan.ssh:
+        facts += ssh_facts(plan.ssh)
     if plan.secrets:
         facts.append(("secrets", ", ".join(plan.secrets)))
     if plan.parent:
         facts.append(("repeats", plan.parent))
     return facts
+
+
+def _interface(plan: Plan) -> str:
+    if plan.ssh:
+        return "the fastest interface that all hosts reach each other by"
+    return "the interface that reaches node 0" if plan.slurm else "its own choice of interface"
+
+
+def _master(plan: Plan) -> str:
+    return f"{plan.ssh.hosts[0].host}'s address on it" if plan.ssh else "the first node of the job"
 
 
 def _ranks(plan: Plan) -> str:
@@ -90,6 +114,7 @@ def _ranks(plan: Plan) -> str:
     nodes, ranks = ("node" if len(gang.nodes) == 1 else "nodes"), ("rank" if gang.world_size == 1 else "ranks")
     threads = "1 thread" if gang.threads_per_rank == 1 else f"{gang.threads_per_rank} threads"
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and gang.backend == "nccl")
+    has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
     device = "one GPU each" if has_gpus else "on the CPU"
     return f"{len(gang.nodes)} {nodes} x {many} = {gang.world_size} {ranks}, {device}, {threads} each"
 
@@ -98,11 +123,14 @@ def _code(plan: Plan) -> str:
     snapshot = plan.snapshot
     if not snapshot:
         return "no snapshot" + (": it runs from where it lies" if plan.spec.get("entry") else "")
-    size = f"{snapshot['bytes'] / 1e6:.1f} MB" if snapshot["bytes"] >= 1e6 else f"{snapshot['bytes'] / 1e3:.0f} kB"
-    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
+    return (
+        f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size(snapshot['bytes'])}"
+    )
 
 
 def _node_table(plan: Plan) -> list[str]:
+    if plan.ssh:
+        return ssh_table(plan)
     rows = [["NODE", "HOST", "RANKS", "GPUS"]]
     rows += [
         [str(node.node_rank), printable(node.host), rank_span(node.ranks), ",".join(node.gpus) or "-"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
+from clusterddp.cli.hosts import HostName
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
 from clusterddp.errors import PreflightError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
     from clusterddp.launch.sweep_plan import SweepPlan
+    from clusterddp.spec.overrides import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
@@ -29,6 +32,16 @@ _LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
 def _plan_options(function: _F) -> _F:
     """Declare the options of commands that make a plan."""
     for option in (
+        click.option("--attach", is_flag=True, help="ssh: stay; the run ends when this command does, by Ctrl-C, too."),
+        click.option(
+            "--hostfile",
+            metavar="FILE",
+            type=click.Path(allow_dash=True, path_type=Path),
+            help="Run over SSH on the hosts of FILE: a line `host slots=N` each.",
+        ),
+        click.option(
+            "--hosts", metavar="H,H", type=HostName(), help="Run over SSH on these hosts, such as gpu01,gpu[03-04]."
+        ),
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
         click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
         click.option("--launcher", type=_LAUNCHERS, help="What starts the ranks, whatever the spec says."),
@@ -64,6 +77,9 @@ def submit(
     overrides: tuple[str, ...],
     launcher: str | None,
     cpu: bool,
+    hosts: str | None,
+    hostfile: Path | None,
+    attach: bool,
     dry_run: bool,
     wait: bool,
     follow: bool,
@@ -81,6 +97,7 @@ def submit(
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each, as one Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
+    clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
     from clusterddp.launch.plan import plan_run
@@ -92,7 +109,8 @@ def submit(
         sweep=sweep,
         profile=profile,
         environ=terminal.environ,
-        flags=_flags(launcher, cpu=cpu),
+        flags=_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
+        hosts=_named_hosts(launcher, hosts, hostfile),
     )
     if read.keys:
         from clusterddp.launch.sweep_plan import plan_sweep
@@ -100,7 +118,7 @@ def submit(
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
     resolved = read.variants[0].resolved
-    plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ, attached=attach)
     return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
 
 
@@ -118,6 +136,9 @@ def rerun(
     overrides: tuple[str, ...],
     launcher: str | None,
     cpu: bool,
+    hosts: str | None,
+    hostfile: Path | None,
+    attach: bool,
     dry_run: bool,
     wait: bool,
     follow: bool,
@@ -132,7 +153,13 @@ def rerun(
     from clusterddp.spec.load import load_spec
 
     parent = find_run(runs_dir, name)
-    resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=_flags(launcher, cpu=cpu))
+    resolved = load_spec(
+        parent.spec,
+        overrides,
+        environ=terminal.environ,
+        flags=_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
+        hosts=_named_hosts(launcher, hosts, hostfile),
+    )
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     plan = plan_run(
         resolved,
@@ -140,6 +167,7 @@ def rerun(
         working_dir=working_dir if working_dir.is_dir() else Path.cwd(),
         environ=terminal.environ,
         parent=parent.name,
+        attached=attach,
     )
     return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
 
@@ -215,16 +243,32 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         put_json(_as_json(submitted), indent=None)
     elif not sys.stdout.isatty():  # the person at the terminal has just read it
         put(submitted.run)
-    if not (wait or follow):
+    tie = getattr(submitted, "tie", None)
+    if not (wait or follow or tie):
         say(f"  follow  clusterddp logs -f {where}")
         say(f"  status  clusterddp status {where}")
         say(f"  cancel  clusterddp cancel {where}")
         return 0
-    with detaching(run, terminal):
+    with _ending(run, tie) if tie else detaching(run, terminal):
         if follow:
             write_logs(run, "0", follow=True, stream=sys.stderr if output == "json" else sys.stdout)
         view = watch_until_ended(run, terminal)
     return say_ending(run, view, terminal)
+
+
+@contextlib.contextmanager
+def _ending(run: RunDir, tie: Any) -> Iterator[None]:
+    """Let the run end with the watching, however that ends."""
+    from clusterddp.launch.submit import cancel
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\n{run.name} is attached to this command, and ends with it")
+        say(f"{run.name} {cancel(run)}")
+        raise
+    finally:
+        tie.close()
 
 
 def _as_json(submitted: Submitted) -> dict[str, str | None]:
@@ -236,6 +280,21 @@ def _as_json(submitted: Submitted) -> dict[str, str | None]:
     }
 
 
-def _flags(launcher: str | None, *, cpu: bool) -> dict[str, str]:
+def _flags(launcher: str | None, *, cpu: bool, over_ssh: bool) -> dict[str, str]:
+    launcher = launcher or ("ssh" if over_ssh else None)
     flags = {"launcher": launcher} if launcher else {}
     return flags | ({"device": "cpu"} if cpu else {})
+
+
+def _named_hosts(launcher: str | None, hosts: str | None, hostfile: Path | None) -> Override | None:
+    """Return the hosts that the command line names."""
+    from clusterddp.spec.hostfile import parse_hosts, read_hostfile
+
+    if hosts is None and hostfile is None:
+        return None
+    option = "--hosts" if hosts is not None else "--hostfile"
+    if hosts is not None and hostfile is not None:
+        raise click.UsageError("--hosts and --hostfile both name the hosts, expected one of them")
+    if launcher not in (None, "ssh"):
+        raise click.UsageError(f"{option} names hosts for launcher ssh, and --launcher says {launcher}")
+    return read_hostfile(hostfile) if hostfile is not None else parse_hosts(hosts or "")

@@ -48,12 +48,19 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
 
     Raises: UsageError: the script is not there. ClusterddpError: no snapshot can be made of the code.
     """
+    if job.entry is not None and job.launcher == "ssh" and not job.snapshot:
+        return _program_on_hosts(job.entry, working_dir)
     if job.entry is None:
         snapshot, notes = _trainer_snapshot(job, working_dir, runs_dir, environ)
         return Program(kind="module", target=TRAINER, args=(), import_paths=(), snapshot=snapshot, notes=notes)
     script = _find_script(job.entry, working_dir)
     home = script.parent if script else working_dir.resolve()
     snapshot, notes = _code_snapshot(job, home, script, runs_dir=runs_dir, environ=environ)
+    if job.launcher == "ssh" and snapshot is None:
+        raise UsageError(
+            f"{home} is in no git repository: there is no telling which code the hosts need",
+            hint="git init there; or snapshot: false, where the hosts have the same code at the same path",
+        )
     # Python puts the script's directory first, and for a module the working directory; PYTHONPATH follows.
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
@@ -68,8 +75,11 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
     )
 
 
-def entry_of(program: Program, *, run_dir: Path, working_dir: Path) -> Entry:
-    """Return the program as the ranks of one run execute it: what the snapshot holds is taken from there."""
+def entry_of(program: Program, *, run_dir: Path, working_dir: Path, moves: bool = False) -> Entry:
+    """Return the program as the ranks of one run execute it: what the snapshot holds is taken from there.
+
+    `moves`: the ranks run on hosts that have nothing but the snapshot, so they work in it.
+    """
 
     def moved(path: str) -> str:
         root = program.snapshot.root if program.snapshot else None
@@ -80,6 +90,8 @@ def entry_of(program: Program, *, run_dir: Path, working_dir: Path) -> Entry:
     # The working directory is on a module's path. The trainer needs nothing from there, and a `random.py` that lies
     # where somebody submits must not take the place of Python's own; so it works where no code lies.
     is_trainer = program.target == TRAINER
+    if moves and program.snapshot and not is_trainer:
+        working_dir = RunDir(run_dir).code / _place_within(program.snapshot, working_dir)
     return Entry(
         kind=program.kind,
         target=moved(program.target) if program.kind == "script" else program.target,
@@ -101,6 +113,26 @@ def choose_snapshot(summary: dict[str, Any], *, runs_dir: Path, environ: Mapping
     if snapshot is None:
         raise ClusterddpError(f"{summary['root']}: is no git repository any more, as it was when this was planned")
     return snapshot
+
+
+def _place_within(snapshot: SnapshotPlan, directory: Path) -> Path:
+    """Return where the directory is in the snapshot; the top of it where it has nothing of the directory."""
+    within = os.path.relpath(directory.resolve(), snapshot.root)
+    return Path(within if any(name.startswith(f"{within}/") for name in snapshot.files) else ".")
+
+
+def _program_on_hosts(entry: EntrySpec, working_dir: Path) -> Program:
+    """Take the code to be where the spec says, on the hosts: nobody here can look."""
+    at_home = (entry.script or "").startswith("~/")
+    script = entry.script if at_home or entry.script is None else str(working_dir / entry.script)
+    return Program(
+        kind="script" if script else "module",
+        target=str(script or entry.module),
+        args=tuple(entry.args),
+        import_paths=(str(Path(script).parent) if script else str(working_dir),),
+        snapshot=None,
+        notes=("snapshot is false: each host runs the code that lies there, at the same path as here",),
+    )
 
 
 def _find_script(entry: EntrySpec, working_dir: Path) -> Path | None:

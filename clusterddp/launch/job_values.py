@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
-    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`."""
+    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`; those on hosts stay."""
+    if job.ssh.send:
+        send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
+        job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})
+    if job.launcher == "ssh" and not (job.snapshot and job.entry):
+        return job
     if job.train and job.train.data_dir:
         data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
         return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
@@ -26,7 +31,8 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
     """Return the spec as JSON for the ranks, which choose nothing themselves."""
     data: dict[str, Any] = job.model_dump(mode="json")
     if data["train"] is not None and data["train"]["data_dir"] is None:
-        data["train"]["data_dir"] = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+        here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+        data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
     return data
 
 

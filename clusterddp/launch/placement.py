@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,7 @@ from clusterddp.errors import PreflightError
 from clusterddp.run.gang import Node
 
 if TYPE_CHECKING:
+    from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
 
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
@@ -113,6 +115,33 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
     )
 
 
+def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
+    """Lay out the nodes over hosts, whose GPUs are leased and whose interfaces are chosen at the start.
+
+    `unused`: the hosts that the spec names besides.
+
+    Raises: PreflightError: nccl is asked for, and no GPUs.
+    """
+    firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
+    nodes = tuple(
+        Node(node_rank=node_rank, host=share.host.host, ranks=tuple(range(first, first + share.ranks)))
+        for node_rank, (share, first) in enumerate(zip(shares, firsts, strict=False))
+    )
+    gpus = any(share.gpus for share in shares)
+    if job.network.backend == "nccl" and not gpus:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
+            hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
+        )
+    return Placement(
+        nodes=nodes,
+        threads_per_rank=job.resources.cpus_per_task or 1,
+        backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
+        interface=None if job.network.interface == "auto" else job.network.interface,
+        notes=tuple(_ssh_notes(job, unused, gpus=gpus)),
+    )
+
+
 def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[Node, ...]:
     """Give nodes that were placed before the GPUs that this machine has now; they stay where they are if they can.
 
@@ -136,6 +165,22 @@ def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[N
         )
         for node in nodes
     )
+
+
+def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[str]:
+    if unused:
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        few = f"{names} {'is' if len(unused) == 1 else 'are'}"
+        yield f"resources.nodes is {job.resources.nodes}: {few} not used"
+    if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
+        yield "no GPUs are asked for (resources.gpus_per_node, or gpus of a host): the ranks compute on the CPU"
+    if job.resources.cpus_per_task is None:
+        yield "resources.cpus_per_task is not set: one thread for each rank"
+    if job.resources.memory_gb:
+        yield "resources.memory_gb is not enforced on hosts over SSH"
+    for name in ("container", "after"):
+        if getattr(job, name):
+            yield f"{name} is for the slurm launcher: it does nothing here"
 
 
 def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:

@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.command_lines import launcher_command, rank_command, supervisor_command
 from clusterddp.launch.entry import entry_of, plan_program
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
-from clusterddp.launch.placement import Placement, plan_placement, plan_slurm_placement, read_machine
+from clusterddp.launch.placement import (
+    Placement,
+    plan_placement,
+    plan_slurm_placement,
+    plan_ssh_placement,
+    read_machine,
+)
+from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
 from clusterddp.launch.slurm_after import find_dependency
 from clusterddp.launch.slurm_options import choose_options
-from clusterddp.launch.slurm_plan import SCRIPT, SlurmPlan, place_slurm, plan_slurm
+from clusterddp.launch.slurm_plan import SlurmPlan, place_slurm, plan_slurm
+from clusterddp.launch.ssh_plan import SshPlan, at_home, directory_name, place_ssh, plan_ssh
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.storage import check_shared
@@ -63,10 +70,20 @@ class Plan:
     """What is started, in this order, as argv: the launcher, each node's supervisor, and what each rank runs."""
     slurm: SlurmPlan | None = None
     """The job, for the slurm launcher."""
+    ssh: SshPlan | None = None
+    """The hosts, for the ssh launcher."""
 
     @property
     def run_dir(self) -> Path:
-        return self.runs_dir / self.run
+        on_host = self.ssh is not None and self.ssh.home is not None
+        return self.runs_dir / (directory_name(self.run, self.token) if on_host else self.run)
+
+    @property
+    def dir_on_hosts(self) -> str:
+        """The run's directory where its ranks are: from / or ~/, the same on every host."""
+        if self.ssh is None or self.ssh.home is not None:
+            return str(self.run_dir)
+        return f"{self.ssh.root}/runs/{directory_name(self.run, self.token)}"
 
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -75,6 +92,7 @@ class Plan:
             "working_dir": str(self.working_dir),
             "gang": self.gang.to_json(),
             "slurm": self.slurm.to_json() if self.slurm else None,
+            "ssh": self.ssh.to_json() if self.ssh else None,
         }
 
     @classmethod
@@ -93,21 +111,30 @@ class Plan:
                 "files": tuple(data["files"]),
                 "commands": tuple(tuple(command) for command in data["commands"]),
                 "slurm": SlurmPlan.from_json(data["slurm"]) if data.get("slurm") else None,
+                "ssh": SshPlan.from_json(data["ssh"]) if data.get("ssh") else None,
             }
         )
 
 
 def plan_run(
-    resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], parent: str | None = None
+    resolved: ResolvedSpec,
+    *,
+    runs_dir: Path,
+    working_dir: Path,
+    environ: Mapping[str, str],
+    parent: str | None = None,
+    attached: bool = False,
 ) -> Plan:
     """Compute everything that submitting this spec from here would do; nothing is written or started.
 
+    `attached`: a run over SSH is to end with the process that starts it.
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
     job = with_absolute_paths(resolved.job, working_dir)
-    _refuse_what_cannot_be(job, runs_dir, environ)
-    placement, slurm = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
+    _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
+    placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
+    ssh = ssh and dataclasses.replace(ssh, attached=attached)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
@@ -115,11 +142,11 @@ def plan_run(
         run=run,
         token=token,
         nodes=placement.nodes,
-        entry=entry_of(program, run_dir=runs_dir / run, working_dir=working_dir),
+        entry=entry_of(program, run_dir=runs_dir / run, working_dir=working_dir, moves=ssh is not None),
         threads_per_rank=placement.threads_per_rank,
         backend=placement.backend,
-        # On Slurm the nodes find both when they start; the allocation's end is the limit then.
-        master_addr="" if slurm else MASTER_ADDR,
+        # On Slurm and over SSH the address is found at the start; on Slurm the allocation's end is the limit.
+        master_addr="" if slurm or ssh else MASTER_ADDR,
         master_port=None if job.network.master_port == "auto" else job.network.master_port,
         interface=placement.interface,
         env=dict(job.env),
@@ -147,6 +174,7 @@ def plan_run(
             files=(),
             commands=(),
             slurm=slurm,
+            ssh=ssh,
         ),
         runs_dir / run,
     )
@@ -157,15 +185,17 @@ def rename_plan(plan: Plan) -> Plan:
     return move_plan(plan, plan.runs_dir / choose_run_name(plan.runs_dir))
 
 
-def move_plan(plan: Plan, run_dir: Path, attempt: int = 0) -> Plan:
+def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None = None) -> Plan:
     """Return the same plan for another run directory: fill in everything that follows from where it is.
 
-    `attempt` is the one that a job on Slurm begins with.
+    `attempt` is the one that a job on Slurm begins with. `home`: the directory is on a host, with that home directory;
+    the run keeps its name there, though `directory_name` names its directory.
     """
 
     def moved(path: str) -> str:
         inside = Path(path).is_relative_to(plan.run_dir)
-        return str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
+        path = str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
+        return at_home(path, home) if home is not None else path
 
     old = plan.gang.entry
     entry = dataclasses.replace(
@@ -174,18 +204,24 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0) -> Plan:
         working_dir=moved(old.working_dir),
         import_paths=tuple(moved(path) for path in old.import_paths),
     )
-    gang = dataclasses.replace(plan.gang, run=run_dir.name, entry=entry)
+    run = run_dir.name if home is None else plan.run
+    gang = dataclasses.replace(plan.gang, run=run, entry=entry)
     slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)
+    ssh = plan.ssh and place_ssh(plan.ssh, home)
+    spec = plan.spec if home is None else _spec_at_home(plan.spec, home)
+    there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
     return dataclasses.replace(
-        plan,
-        run=run_dir.name,
-        runs_dir=run_dir.parent,
-        gang=gang,
-        slurm=slurm,
-        rank0=_rank0_variables(gang, run_dir, slurm),
-        files=_files(RunDir(run_dir), with_code=plan.snapshot is not None, with_job=slurm is not None),
-        commands=_commands(gang, run_dir, slurm),
+        there,
+        rank0=rank0_variables(gang, there.dir_on_hosts, slurm, ssh),
+        files=files_written(RunDir(run_dir), with_code=plan.snapshot is not None, with_job=slurm is not None),
+        commands=commands_started(gang, run_dir, slurm, ssh, there.dir_on_hosts),
     )
+
+
+def plan_on_hosts(plan: Plan) -> Plan:
+    """Return the plan of a run over SSH with its paths as they are on the hosts, for people to read."""
+    gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
+    return dataclasses.replace(plan, gang=gang)
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -198,16 +234,26 @@ def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
         )
 
 
+def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
+    train = spec.get("train")
+    return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
+
+
 def _place(
     job: JobSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]
-) -> tuple[Placement, SlurmPlan | None]:
+) -> tuple[Placement, SlurmPlan | None, SshPlan | None]:
     """Lay the ranks out where the launcher will start them."""
+    if job.launcher == "ssh":
+        from clusterddp.spec.hosts import share_out, unused_hosts
+
+        shares = share_out(job)
+        return plan_ssh_placement(job, shares, unused_hosts(job)), None, plan_ssh(job, shares)
     if job.launcher != "slurm":
         placement = plan_placement(job, read_machine(environ))
         if job.resources.memory_gb:
             note = "resources.memory_gb is not enforced on this machine"
             placement = dataclasses.replace(placement, notes=(*placement.notes, note))
-        return placement, None
+        return placement, None, None
     dependency, waiting = find_dependency(job.after, runs_dir)
     options = choose_options(job, environ, dependency)
     placement = plan_slurm_placement(job, gpus=options.gpus)
@@ -221,46 +267,21 @@ def _place(
         mounts=directories_used(filled_in(job), working_dir),
         environ=environ,
     )
-    return dataclasses.replace(placement, notes=notes), slurm
+    return dataclasses.replace(placement, notes=notes), slurm, None
 
 
-def _rank0_variables(gang: Gang, run_dir: Path, slurm: SlurmPlan | None) -> dict[str, dict[str, str]]:
-    port = gang.master_port or "a free port, chosen at the start"
-    if slurm:
-        gang = dataclasses.replace(gang, master_addr="the first node's address, found at the start")
-    variables = gang.variables_of(0, run_dir=str(run_dir), attempt=0, master_port=port)
-    shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
-    if slurm and gang.backend == "nccl" and "CUDA_VISIBLE_DEVICES" not in gang.env:
-        shown["CUDA_VISIBLE_DEVICES"] = {"value": "the GPUs that Slurm gives", "origin": "Slurm"}
-    return shown
-
-
-def _files(run: RunDir, *, with_code: bool, with_job: bool) -> tuple[str, ...]:
-    attempt = run.attempt(0)
-    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if with_code else [])]
-    paths += [attempt.path, run.checkpoints, run.tensorboard, run.launcher_dir]
-    if with_job:
-        paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
-    return tuple(str(path) for path in paths)
-
-
-def _commands(gang: Gang, run_dir: Path, slurm: SlurmPlan | None) -> tuple[tuple[str, ...], ...]:
-    supervisors = [supervisor_command() for _ in gang.nodes]
-    rank = rank_command(run_dir)
-    if slurm:
-        script = str(RunDir(run_dir).launcher_dir / SCRIPT)
-        return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *supervisors, rank)
-    return (launcher_command(run_dir, 0), *supervisors, rank)
-
-
-def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str]) -> None:
+def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str], *, attached: bool) -> None:
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
-    if job.launcher == "ssh":
-        raise UsageError("launcher ssh: not built yet", hint="--launcher local runs it on this machine")
+    if attached and job.launcher != "ssh":
+        raise UsageError(
+            f"--attach is for launcher ssh, and this spec's is {job.launcher}", hint="--follow stays with any run"
+        )
     check_secrets(tuple(job.secrets), environ)
     if job.launcher == "slurm":
         _refuse_odd_path(runs_dir)
+    if job.launcher == "ssh":
+        return
     tags = [tag for tag in _UNSUPPORTED_BY_SUBMITIT if tag in str(runs_dir)]
     if tags:
         raise UsageError(f"{runs_dir}: submitit, which starts the run, takes {tags[0]} in a path for a job's number")

@@ -63,6 +63,8 @@ def submit(plan: Plan) -> Submitted:
     there with that as its end.
     """
     environ = inherited_environment()
+    if plan.launcher not in _LAUNCHERS:
+        raise UsageError(f"launcher {plan.launcher}: submitting is not built yet", hint="-n shows what it would do")
     check_secrets(plan.secrets, environ)
     check_trainer(plan)
     plan = make_run(plan, environ)
@@ -169,8 +171,8 @@ def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2, *, slur
 
 def check_trainer(plan: Plan) -> None:
     """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
-    if plan.slurm and plan.slurm.container:
-        return  # what the image has cannot be told from here
+    if plan.ssh or (plan.slurm and plan.slurm.container):
+        return  # what the hosts have, or the image, cannot be told from here
     if plan.gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
         raise PreflightError(
             "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'

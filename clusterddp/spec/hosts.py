@@ -103,6 +103,11 @@ def _count(hosts: object) -> int:
     return count
 
 
+def unused_hosts(job: JobSpec) -> tuple[str, ...]:
+    """Name the hosts that are more than the run has nodes."""
+    return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
+
+
 def _check_name(name: str, value: object) -> None:
     if _NAME.fullmatch(name) or _ADDRESS.fullmatch(name):
         return

@@ -1,0 +1,71 @@
+"""What follows from a plan, and is shown before it is carried out: rank 0's variables, the files, the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from clusterddp.launch.command_lines import launcher_command, rank_command, supervisor_command
+from clusterddp.launch.slurm_plan import SCRIPT, SlurmPlan
+from clusterddp.launch.ssh_plan import SshPlan
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang
+
+_PORT = "a free port, chosen at the start"
+
+
+def rank0_variables(
+    gang: Gang, run_dir: str, slurm: SlurmPlan | None, ssh: SshPlan | None
+) -> dict[str, dict[str, str]]:
+    """Compute the variables of rank 0, each with its origin; `run_dir` is the run's directory where the ranks are."""
+    if not gang.master_addr:
+        head = ssh.hosts[0].host if ssh else "the first node"
+        gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
+    variables = gang.variables_of(0, run_dir=run_dir, attempt=0, master_port=gang.master_port or _PORT)
+    shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
+    if "CUDA_VISIBLE_DEVICES" in gang.env:
+        return shown
+    if slurm and gang.backend == "nccl":
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": "the GPUs that Slurm gives", "origin": "Slurm"}
+    if ssh and ssh.hosts[0].gpus and not gang.nodes[0].gpus:
+        value = f"{ssh.hosts[0].gpus} of {ssh.hosts[0].host}'s, leased at the start"
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": value, "origin": "the GPUs of the node"}
+    return shown
+
+
+def files_written(run: RunDir, *, with_code: bool, with_job: bool) -> tuple[str, ...]:
+    """List what the submit writes here."""
+    attempt = run.attempt(0)
+    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if with_code else [])]
+    paths += [attempt.path, run.checkpoints, run.tensorboard, run.launcher_dir]
+    if with_job:
+        paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
+    return tuple(str(path) for path in paths)
+
+
+def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str, ...]:
+    """List what the submit writes on every host, besides what the spec has it send."""
+    kept = [f"{ssh.root}/packages/<sha256 of this package>", run_dir]
+    code = [f"{ssh.root}/code/<sha256 of the code>"] if with_code else []
+    return (*kept, *code)
+
+
+def commands_started(
+    gang: Gang, run_dir: Path, slurm: SlurmPlan | None, ssh: SshPlan | None, on_host: str
+) -> tuple[tuple[str, ...], ...]:
+    """List what is started, in this order: the launcher, each node's supervisor, what each rank runs.
+
+    `on_host`: the run's directory where the ranks are.
+    """
+    if ssh:
+        from clusterddp.launch.ssh_package import constant_command
+
+        pythons = [node.python_words for node in ssh.hosts]
+        supervisors = [(python, *supervisor_command()[1:]) for python in pythons]
+        return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(on_host))[1:]))
+    supervisors = [supervisor_command() for _ in gang.nodes]
+    rank = rank_command(run_dir)
+    if slurm:
+        script = str(RunDir(run_dir).launcher_dir / SCRIPT)
+        return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *supervisors, rank)
+    return (launcher_command(run_dir, 0), *supervisors, rank)

@@ -1,0 +1,158 @@
+"""The plan of a run over SSH: its hosts with the Python of each, what is sent, what comes home."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from clusterddp.errors import UsageError
+
+if TYPE_CHECKING:
+    from clusterddp.spec.hosts import Share
+    from clusterddp.spec.model import JobSpec, SshPython
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshNode:
+    """One host of the run."""
+
+    host: str
+    """As `ssh` knows it."""
+    node_rank: int
+    gpus: int
+    """How many it leases; 0: its ranks compute on the CPU."""
+    python: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    modules: tuple[str, ...] = ()
+    host_key: str | None = None
+    """The key that it must show."""
+
+    @property
+    def python_words(self) -> str:
+        """Name its Python as far as can be told from here."""
+        if self.python:
+            return self.python
+        home = self.venv or (self.conda if self.conda and self.conda.startswith(("/", "~/")) else None)
+        return f"{home}/bin/python" if home else "python" if self.conda else "python3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """A file or directory that is sent to every host before the start."""
+
+    source: str
+    target: str
+    """From / or ~/."""
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshPlan:
+    """What of a run's plan is about hosts over SSH."""
+
+    hosts: tuple[SshNode, ...]
+    """In the order of the node ranks."""
+    root: str
+    """Directory of everything that is ours on a host, from / or ~/."""
+    send: tuple[Send, ...] = ()
+    fetch: tuple[str, ...] = ()
+    """What comes home at the end, of logs, metrics and checkpoints."""
+    when_busy: Literal["refuse", "wait"] = "refuse"
+    attached: bool = False
+    """True: the run ends with the process that started it."""
+    home: str | None = None
+    """In the plan as it lies on a host: the home directory there; the paths are absolute then."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SshPlan:
+        """Rebuild a plan from JSON (lists become tuples again); keys that a newer version wrote are dropped."""
+        return cls(
+            **_known(cls, data)
+            | {
+                "hosts": tuple(
+                    SshNode(**_known(SshNode, node) | {"modules": tuple(node.get("modules", ()))})
+                    for node in data["hosts"]
+                ),
+                "send": tuple(Send(**_known(Send, send)) for send in data.get("send", ())),
+                "fetch": tuple(data.get("fetch", ())),
+            }
+        )
+
+
+def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
+    """Plan what is about the hosts; local paths of the spec are absolute by now.
+
+    Raises: UsageError: what is to be sent is not there.
+    """
+    return SshPlan(
+        hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(shares)),
+        root=job.ssh.dir,
+        send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
+        fetch=tuple(job.ssh.fetch),
+        when_busy=job.ssh.when_busy,
+    )
+
+
+def place_ssh(plan: SshPlan, home: str | None) -> SshPlan:
+    """Return the plan as it is on a host whose home directory is `home`."""
+    if home is None:
+        return plan
+    send = tuple(dataclasses.replace(one, target=at_home(one.target, home)) for one in plan.send)
+    return dataclasses.replace(plan, home=home, root=at_home(plan.root, home), send=send)
+
+
+def at_home(path: str, home: str) -> str:
+    """Return a path on a host, from / or ~/, as an absolute one."""
+    return f"{home}{path[1:]}" if path == "~" or path.startswith("~/") else path
+
+
+def directory_name(run: str, token: str) -> str:
+    """Name a run's directory on hosts, which several submitting machines may share."""
+    return f"{run}.{token[:8]}"
+
+
+def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
+    """A host that names an environment of its own, or a Python, does not get the one of all hosts in addition."""
+    host = share.host
+    own = host.python or host.venv or host.conda
+    chosen = host if own else of_all
+    return SshNode(
+        host=host.host,
+        node_rank=node_rank,
+        gpus=share.gpus,
+        python=chosen.python,
+        venv=chosen.venv,
+        conda=chosen.conda,
+        modules=host.modules or of_all.modules,
+        host_key=host.host_key,
+    )
+
+
+def _send(source: str, target: str) -> Send:
+    path = Path(source)
+    if path.is_file():
+        return Send(source=source, target=target, files=1, bytes=path.stat().st_size)
+    if not path.is_dir():
+        raise UsageError(
+            f"ssh.send: {source}: no such file or directory",
+            hint="the path is taken from where you submit; ssh: {send: {LOCAL: ON_HOST}}",
+        )
+    files = size = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            files += 1
+            size += os.lstat(os.path.join(directory, name)).st_size
+    return Send(source=source, target=target, files=files, bytes=size)
+
+
+def _known(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data}
