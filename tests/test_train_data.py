@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.data import Dataset, batch_indices, epoch_order, load_dataset, steps_per_epoch
 from clusterddp.train.shapes import generate_shapes
+from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
 
@@ -181,7 +181,7 @@ def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
 def test_the_trainers_data_rooms_do_not_import_torchvision() -> None:
     code = """
 import sys, torch
-from clusterddp.spec.model import TrainSpec
+from clusterddp.train.spec import TrainSpec
 from clusterddp.train import augment, data, models
 spec = TrainSpec(model="fastnet", dataset="shapes", samples=10)
 models.build_model(spec, data.load_dataset(spec, device=torch.device("cpu"), prepare=True))

@@ -10,12 +10,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from train_gang import TINY, Gang, one_rank, open_gang
 
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.augment import normalize
 from clusterddp.train.comm import Group, averaged_buffers
 from clusterddp.train.data import Dataset, load_dataset
 from clusterddp.train.evaluate import Evaluation, evaluate
 from clusterddp.train.models import build_model
+from clusterddp.train.spec import TrainSpec
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def gang() -> Iterator[Gang]:
 
 
 def tiny_dataset(test_samples: int = 101) -> Dataset:
-    spec = TrainSpec.model_validate(TINY | {"samples": 10 * test_samples})
+    spec = TrainSpec.from_json(TINY | {"samples": 10 * test_samples})
     whole = load_dataset(spec, device=torch.device("cpu"), prepare=True)
     return replace(whole, test_images=whole.test_images[:test_samples], test_labels=whole.test_labels[:test_samples])
 
 
 def tiny_model(dataset: Dataset) -> torch.nn.Module:
-    model = build_model(TrainSpec.model_validate(TINY), dataset)
+    model = build_model(TrainSpec.from_json(TINY), dataset)
     for batch in dataset.train_images[:192].split(64):
         model(normalize(batch, mean=dataset.mean, std=dataset.std))  # moves batch norm's statistics
     return model

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.augment import augment, normalize
 from clusterddp.train.data import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.download import import_torchvision
 from clusterddp.train.models import build_model
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import resnet18
+from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.optim import build_optimizer, plan_schedule, set_learning_rate
+from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
 
 
 def spec(**train: Any) -> TrainSpec:
-    return TrainSpec.model_validate({"epochs": 10, "batch_size": 10, "lr_batch": 10, "lr": 0.5, "warmup": 0.2} | train)
+    return TrainSpec.from_json({"epochs": 10, "batch_size": 10, "lr_batch": 10, "lr": 0.5, "warmup": 0.2} | train)
 
 
 def rates(world_size: int = 1, **train: Any) -> list[float]:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from clusterddp.run.directory import RunDir, read_jsonl
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.comm import Group, Place, join_group, leave_group
 from clusterddp.train.data import load_dataset
 from clusterddp.train.loop import Setting, prepare, train
 from clusterddp.train.metrics import Reporter
+from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
 TIMEOUT_S = 120  # a machine that is shared may take its time
@@ -106,7 +106,7 @@ def metrics_rows(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def settle(group: Group, path: Path, *, attempt: int = 0, stop_after: int | None = None, **train: Any) -> Setting:
     """Prepare a tiny training in `path`; rank 0 asks for a stop when it was asked `stop_after` times before."""
-    spec = TrainSpec.model_validate(TINY | train)
+    spec = TrainSpec.from_json(TINY | train)
     torch.manual_seed(spec.seed)
     random.seed(spec.seed)
     asked = iter(range(10**9))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,12 @@ def read_process(pid: int) -> Process:
         raise ProcessLookupError(error.errno, "no such process", str(pid)) from error
     ticks = int(fields[17])
     return Process(pid=pid, parent=int(parent), started=ticks / os.sysconf("SC_CLK_TCK"), zombie=state in b"ZX")
+
+
+def read_age_s() -> float:
+    """Read how long ago this process was started."""
+    started = read_process(os.getpid()).started
+    return (time.clock_gettime(time.CLOCK_BOOTTIME) if _LINUX else time.time()) - started
 
 
 def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> list[Process]:

@@ -8,27 +8,36 @@ name is refused.
 from __future__ import annotations
 
 import io
+import math
 import pickle
-import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
 
 _LARGEST_FILE_BYTES = 1 << 28
-_INTEGER_DTYPE = re.compile(r"[iu][1248]")
+_INTEGER_DTYPES = {
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+    "u2": torch.uint16,
+    "u4": torch.uint32,
+    "u8": torch.uint64,
+}
+_FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
 
 # What a damaged stream can make pickle and the stand-ins raise.
 _DAMAGE = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError,
     LookupError, ImportError, MemoryError, OverflowError,
 )  # fmt: skip
-
-IntegerArray = npt.NDArray[np.integer[Any]]
 
 
 def read_array_pickle(content: bytes, path: Path) -> Any:
@@ -69,15 +78,19 @@ class PickledArray:
         """Keep (version, shape, dtype, is_fortran, bytes), as numpy's `ndarray.__reduce__` writes it."""
         self.state = state
 
-    def values(self) -> IntegerArray:
+    def values(self) -> Tensor:
         """Return the array. Raises ValueError when the description does not fit together."""
         if not isinstance(self.state, tuple) or len(self.state) != 5:
             raise ValueError("an array without content")
         _, shape, dtype, fortran, raw = self.state
         if not isinstance(dtype, _PickledDtype) or not isinstance(raw, (bytes, bytearray)):
             raise ValueError("an array that is not of integers")
-        values = np.frombuffer(raw, dtype.resolve())
-        return values.reshape(_checked_shape(shape, len(values)), order="F" if fortran else "C")
+        values = dtype.read(raw)
+        sizes = _checked_shape(shape, len(values))
+        try:
+            return values.view(sizes[::-1]).permute(*range(len(sizes))[::-1]) if fortran else values.view(sizes)
+        except (RuntimeError, TypeError, OverflowError) as error:  # nothing, in a shape that no array can have
+            raise ValueError(f"an array of shape {shape!r}") from error
 
 
 class _PickledDtype:
@@ -88,10 +101,19 @@ class _PickledDtype:
     def __setstate__(self, state: Any) -> None:
         self.order = _text(state[1])
 
-    def resolve(self) -> np.dtype[np.integer[Any]]:
-        if not _INTEGER_DTYPE.fullmatch(self.text) or self.order not in ("<", ">", "=", "|"):
+    def read(self, raw: bytes | bytearray) -> Tensor:
+        """Return the integers (one dimension) that an array's bytes are. Raises ValueError when they are none."""
+        if self.text not in _INTEGER_DTYPES or self.order not in ("<", ">", "=", "|"):
             raise ValueError(f"an array of dtype {self.order}{self.text}, where integers belong")
-        return np.dtype(self.order + self.text)
+        dtype, size = _INTEGER_DTYPES[self.text], int(self.text[1])
+        if len(raw) % size:
+            raise ValueError(f"an array of {len(raw):,} bytes, {size} each")
+        if not raw:
+            return torch.empty(0, dtype=dtype)
+        octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if self.order == _FOREIGN_ORDER:
+            octets = octets.view(-1, size).flip(1).reshape(-1)
+        return octets.view(dtype)
 
 
 class _RefusedNameError(Exception):
@@ -131,7 +153,7 @@ def _text(value: Any) -> str:
 def _checked_shape(shape: Any, count: int) -> tuple[int, ...]:
     if not isinstance(shape, tuple) or not all(isinstance(length, int) and length >= 0 for length in shape):
         raise ValueError(f"an array of shape {shape!r}")
-    if int(np.prod(shape, dtype=object)) != count:
+    if math.prod(shape) != count:
         raise ValueError(f"an array of shape {shape!r} with {count:,} values")
     return shape
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.array_pickle import IntegerArray, PickledArray, read_array_pickle, read_bounded
+from clusterddp.train.array_pickle import PickledArray, read_array_pickle, read_bounded
 from clusterddp.train.download import download_once, missing_error
 
 # Mean and deviation of the train pixels per channel, in 0..1.
@@ -39,7 +38,7 @@ Split = tuple[Tensor, Tensor]
 class _Batch:
     """One file: images uint8 [n, 3072], labels 0..9, and whether it is the official file."""
 
-    images: IntegerArray
+    images: Tensor
     labels: list[int]
     official: bool
 
@@ -80,9 +79,9 @@ def find_folder(data_dir: Path) -> Path | None:
 
 
 def _join(batches: list[_Batch]) -> Split:
-    images = np.concatenate([batch.images for batch in batches]).reshape(-1, 3, 32, 32)
+    images = torch.cat([batch.images for batch in batches]).view(-1, 3, 32, 32)
     labels = [label for batch in batches for label in batch.labels]
-    return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64)
+    return images, torch.tensor(labels, dtype=torch.int64)
 
 
 def _label(counts: tuple[int, int], *, official: bool) -> str:
@@ -113,13 +112,13 @@ def _entry(batch: dict[Any, Any], name: str, path: Path) -> Any:
     raise ClusterddpError(f"{path}: no {name!r} in the batch, which has {sorted(map(str, batch))}")
 
 
-def _images(data: Any, path: Path) -> IntegerArray:
+def _images(data: Any, path: Path) -> Tensor:
     try:
         values = data.values() if isinstance(data, PickledArray) else None
     except ValueError as error:
         raise ClusterddpError(f"{path}: data is {error}") from error
-    if values is None or values.dtype != np.uint8 or values.ndim != 2 or values.shape[1] != _PIXELS:
-        found = "no array" if values is None else f"{values.dtype} {list(values.shape)}"
+    if values is None or values.dtype != torch.uint8 or values.ndim != 2 or values.shape[1] != _PIXELS:
+        found = "no array" if values is None else f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
         raise ClusterddpError(f"{path}: data is {found}, expected uint8 [n, {_PIXELS}]")
     return values
 

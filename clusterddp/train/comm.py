@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -151,12 +152,26 @@ def averaged_buffers(model: nn.Module, group: Group) -> Iterator[None]:
 
 
 def gather_on_first(value: _T, group: Group) -> list[_T] | None:
-    """Collect one value of each rank, by rank, on rank 0; None elsewhere."""
+    """Collect one value of each rank (tensors and plain values), by rank, on rank 0; None elsewhere.
+
+    torch's own gather_object cannot do without numpy.
+    """
     if group.world_size == 1:
         return [value]
-    values: list[Any] | None = [None] * group.world_size if group.is_first else None
-    dist.gather_object(value, values, dst=0, group=group.control)
-    return values
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    sizes = torch.zeros(group.world_size, dtype=torch.int64)
+    sizes[group.rank] = buffer.tell()
+    dist.all_reduce(sizes, group=group.control)
+    longest = int(sizes.max())
+    own = torch.frombuffer(bytearray(buffer.getvalue().ljust(longest, b"\0")), dtype=torch.uint8)
+    received = [bytearray(longest) for _ in sizes] if group.is_first else []
+    slots = [torch.frombuffer(each, dtype=torch.uint8) for each in received]
+    dist.gather(own, slots or None, dst=0, group=group.control)
+    if not group.is_first:
+        return None
+    pairs = zip(received, sizes.tolist(), strict=True)
+    return [torch.load(io.BytesIO(data[:size]), weights_only=True) for data, size in pairs]
 
 
 def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
@@ -167,11 +182,10 @@ def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
     dist.broadcast(size, src=0, group=group.control)
     if size.item() < 0:
         return None
-    content = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    )
-    dist.broadcast(content, src=0, group=group.control)
-    return data if data else content.numpy().tobytes()
+    content = bytearray(int(size)) if data is None else bytearray(data)
+    if content:
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0, group=group.control)
+    return bytes(content)
 
 
 class StopAgreement:

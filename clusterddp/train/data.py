@@ -16,7 +16,7 @@ from clusterddp.train.hashing import derive_seed
 from clusterddp.train.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import TrainSpec
+    from clusterddp.train.spec import TrainSpec
 
 _GENERATED_SAMPLES = 10_000
 _TRAIN, _TEST, _ORDER = 1, 2, 3  # what a seed derived from the spec's is for

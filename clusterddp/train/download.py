@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import logging
 import shutil
@@ -14,10 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from urllib.error import URLError
 
-import platformdirs
 import torch
-from filelock import FileLock
 
+from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
 
 _SOCKET_TIMEOUT_S = 30.0  # a compute node behind a firewall answers nothing at all
@@ -45,7 +45,7 @@ def download_once(
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(data_dir / f".{torchvision_name}.lock"):
+        with _locked(data_dir / f".{torchvision_name}.lock"):
             return find(data_dir) or _download(torchvision_name, title, data_dir, find, result)
     except (OSError, URLError, RuntimeError, ImportError) as error:
         cause = " ".join(str(error).split())  # torchvision's own texts have several lines
@@ -57,7 +57,11 @@ def download_once(
 
 def default_data_dir() -> Path:
     """Return where data sets go when the spec names no place."""
-    return platformdirs.user_cache_path("clusterddp") / "datasets"
+    if sys.platform == "darwin":
+        cache = Path.home() / "Library" / "Caches"
+    else:
+        cache = Path(inherited_environment().get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache")
+    return cache / "clusterddp" / "datasets"
 
 
 def missing_error(title: str, data_dir: Path, *, wanted: str) -> ClusterddpError:
@@ -112,6 +116,14 @@ def _download(
     if folder is None:
         raise RuntimeError(f"torchvision reported success, but {target / result} lacks the files")
     return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process of this host at a time go on; a lock ends with whoever holds it."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

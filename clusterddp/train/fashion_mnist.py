@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -82,7 +82,7 @@ def _read_idx(folder: Path, name: str, *, dimensions: int) -> Tensor:
                     f"expected 00 00 08 {dimensions:02x} (IDX, bytes, {dimensions} dimensions)"
                 )
             sizes = struct.unpack(f">{dimensions}I", header[4:])
-            wanted = sizes[0] * int(np.prod(sizes[1:], dtype=object))
+            wanted = math.prod(sizes)
             if sizes[0] > _LARGEST_COUNT or wanted > _LARGEST_COUNT * 28 * 28:
                 raise ClusterddpError(f"{path}: the header claims {sizes[0]:,} entries of {list(sizes[1:])} bytes")
             content = file.read(wanted + 1)
@@ -91,4 +91,5 @@ def _read_idx(folder: Path, name: str, *, dimensions: int) -> Tensor:
     if len(content) != wanted:
         found = "more" if len(content) > wanted else f"{len(content):,}"
         raise ClusterddpError(f"{path}: {found} bytes of values, the header says {wanted:,}", hint="get the file again")
-    return torch.from_numpy(np.frombuffer(content, np.uint8).reshape(sizes).copy())
+    values = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return values.view(sizes)

@@ -30,7 +30,7 @@ from clusterddp.train.state import TrainState, gather_state, restore_state, spec
 from clusterddp.train.window import TrainReport, Window, read_window
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import TrainSpec
+    from clusterddp.train.spec import TrainSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,18 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
-from clusterddp.spec.model import TrainSpec
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.comm import Place, averaged_buffers, join_group, leave_group
 from clusterddp.train.data import load_dataset
 from clusterddp.train.loop import Setting, prepare, train
 from clusterddp.train.metrics import Reporter
+from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
 
@@ -94,7 +93,7 @@ def read_spec(run: RunDir) -> TrainSpec:
     plan = read_json(run.plan)
     if plan is None:
         raise ClusterddpError(f"{run.plan}: there is no plan")
-    return TrainSpec.model_validate(plan["spec"].get("train") or {})
+    return TrainSpec.from_json(plan["spec"].get("train") or {})
 
 
 def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
@@ -130,7 +129,7 @@ class StartUp:
 
     def __call__(self) -> None:
         if self.seconds is None:
-            self.seconds = time.time() - psutil.Process().create_time()
+            self.seconds = read_age_s()
             self._reporter.say(f"first step done {self.seconds:.1f} s after the start of the process")
 
 

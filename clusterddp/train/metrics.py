@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
@@ -36,7 +36,7 @@ class Reporter:
     def open_events(self, *, step: int) -> None:
         """Begin TensorBoard events; what an earlier attempt wrote for later steps than `step` is struck out."""
         if self._progress is not None:
-            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1)
+            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1, report=self.say)
 
     def train(self, report: TrainReport) -> None:
         """Report training steps."""
@@ -84,7 +84,9 @@ class Reporter:
 class EventWriter:
     """Writes TensorBoard events from a thread of its own: the first import of tensorboard takes up to a second."""
 
-    def __init__(self, directory: str, *, purge_step: int) -> None:
+    def __init__(self, directory: str, *, purge_step: int, report: Callable[[str], None]) -> None:
+        """`report` is told, from that thread, when there will be no events."""
+        self._report = report
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(directory, purge_step), daemon=True)
         self._thread.start()
@@ -99,8 +101,9 @@ class EventWriter:
     def _work(self, directory: str, purge_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return  # TensorBoard is an extra; metrics.jsonl has the same numbers
+        except ImportError as error:
+            self._report(f"note: no TensorBoard events ({error}); metrics.jsonl has the same numbers")
+            return
         writer = SummaryWriter(directory, purge_step=purge_step)
         while (row := self._rows.get()) is not None:
             step, values = row

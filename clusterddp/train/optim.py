@@ -12,7 +12,7 @@ from torch import nn
 from clusterddp.train.data import steps_per_epoch
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import TrainSpec
+    from clusterddp.train.spec import TrainSpec
 
 _ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch.optim.lr_scheduler.OneCycleLR
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Progress(Protocol):
 
 def open_progress(stream: TextIO) -> Progress:
     """Choose by whether somebody is looking."""
-    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
+    return ProgressBar(stream) if stream.isatty() and find_spec("rich") else ProgressLines(stream)
 
 
 class ProgressLines:

@@ -17,7 +17,7 @@ from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.optim import Schedule
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import TrainSpec
+    from clusterddp.train.spec import TrainSpec
 
 _DEFINING = ("model", "width", "dataset", "seed")
 """Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order."""
@@ -75,7 +75,7 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         "evaluation": None if state.evaluation is None else asdict(state.evaluation),
         "buffers": [buffers for buffers, _ in ranks],
         "rng": [rng for _, rng in ranks],
-        "spec": spec.model_dump(mode="json"),
+        "spec": spec.to_json(),
         "world_size": group.world_size,
         "num_samples": num_samples,
     }
@@ -113,7 +113,7 @@ def restore_state(
 
 def spec_changes(saved: dict[str, Any], spec: TrainSpec) -> list[str]:
     """Tell, in words, what the spec says now and did not say when the checkpoint was written."""
-    now = spec.model_dump(mode="json")
+    now = spec.to_json()
     return [
         f"train.{key} {saved['spec'].get(key)} -> {value}"
         for key, value in now.items()
@@ -126,12 +126,16 @@ def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        content = bytearray(tensor.nbytes)
+        if content:
+            octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            torch.frombuffer(content, dtype=torch.uint8).copy_(octets)
+        digest.update(content)
     return digest.hexdigest()
 
 
 def _check_same_training(saved: dict[str, Any], spec: TrainSpec, num_samples: int) -> None:
-    now = spec.model_dump(mode="json")
+    now = spec.to_json()
     then = saved["spec"]
     wrong = [f"train.{key} was {then[key]}, is {now[key]}" for key in _DEFINING if then[key] != now[key]]
     if saved["num_samples"] != num_samples:

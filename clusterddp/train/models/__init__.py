@@ -12,8 +12,8 @@ from clusterddp.train.models.fastnet import FastNet
 from clusterddp.train.models.resnet import resnet18
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import TrainSpec
     from clusterddp.train.data import Dataset
+    from clusterddp.train.spec import TrainSpec
 
 _WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 12x12 covariance needs
 

@@ -1,0 +1,62 @@
+"""The spec's `train` section as the plan of a run holds it: checked and complete, read with nothing but Python.
+
+spec/model.py has the class of the same name that checks what people write; where ranks run there may be no pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSpec:
+    """What to train; `clusterddp schema` tells what each key means."""
+
+    model: str = "resnet18"
+    dataset: str = "shapes"
+    data_dir: str | None = None
+    download: bool = True
+    samples: int | None = None
+    epochs: int = 10
+    batch_size: int = 128
+    accumulate: int = 1
+    max_steps: int | None = None
+    precision: str = "auto"
+    seed: int = 0
+    deterministic: bool = False
+    lr: float = 0.1
+    lr_scaling: str = "linear"
+    lr_batch: int = 128
+    warmup: float = 0.2
+    schedule: str = "onecycle"
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.1
+    augment: str = "flip_translate"
+    width: float = 1.0
+    eval_every: int = 1
+    checkpoint_every: int = 1
+    keep_checkpoints: int = 2
+    log_every: int = 20
+
+    @classmethod
+    def from_json(cls, section: dict[str, Any]) -> TrainSpec:
+        """Take the section as a plan holds it; a key that an older version did not know yet gets its default.
+
+        Raises: ClusterddpError: a key that this version does not know.
+        """
+        unknown = sorted(section.keys() - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ClusterddpError(
+                f"the plan has train.{', train.'.join(unknown)}, which this version does not know",
+                hint="submit the run again, or resume it with the version that submitted it",
+            )
+        return cls(**section)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
