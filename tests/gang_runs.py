@@ -200,14 +200,28 @@ def make_gang(tmp_path: Path, program: str, *, nodes: int = 2, ranks_per_node: i
     return gang
 
 
-def start_gang(tmp_path: Path, gang: Gang, *, attempt: int = 0, only: tuple[int, ...] = (), **order: Any) -> GangRun:
-    """Start the supervisors of a gang; `only` some nodes, where the others are to stay away."""
+def start_gang(
+    tmp_path: Path,
+    gang: Gang,
+    *,
+    attempt: int = 0,
+    only: tuple[int, ...] = (),
+    python: str | Path = sys.executable,
+    run_dirs: dict[int, Path] | None = None,
+    **order: Any,
+) -> GangRun:
+    """Start the supervisors of a gang; `only` some nodes, where the others are to stay away.
+
+    `python` runs all of it; `run_dirs` are those of nodes that do not share the first one's.
+    """
     run = RunDir(tmp_path / "run")
     base = {"run_dir": str(run.path), "gang": gang.to_json(), "attempt": attempt, "parent_bound": True} | order
     nodes = [node.node_rank for node in gang.nodes if not only or node.node_rank in only]
     orders = tmp_path / "orders.json"
-    orders.write_text(json.dumps([base | {"node_rank": node} for node in nodes]))
-    starter = subprocess.Popen([sys.executable, str(STARTER), str(orders)], stdout=subprocess.PIPE, text=True)
+    orders.write_text(
+        json.dumps([base | {"node_rank": node, "run_dir": str((run_dirs or {}).get(node, run.path))} for node in nodes])
+    )
+    starter = subprocess.Popen([str(python), str(STARTER), str(orders)], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     said = json.loads(starter.stdout.readline())
     return GangRun(run=run, gang=gang, starter=starter, supervisors=said["supervisors"], link=said["link"])

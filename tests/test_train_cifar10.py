@@ -101,6 +101,19 @@ def test_cifar10_is_read_with_text_keys_and_labels_as_an_array(cifar10_dir: Path
     assert_holds_the_batches(load_cifar10(cifar10_dir))
 
 
+@pytest.mark.parametrize("dtype", ["<i2", ">i4", ">i8", "|u1", "<u8"])
+def test_labels_are_read_as_integers_of_any_size_and_byte_order(cifar10_dir: Path, dtype: str) -> None:
+    spoil(cifar10_dir, "data_batch_1", labels=np.array(batch(0)[b"labels"], dtype=dtype))
+    assert_holds_the_batches(load_cifar10(cifar10_dir))
+
+
+@pytest.mark.parametrize("protocol", [3, 5])
+def test_images_that_lie_in_columns_are_read(cifar10_dir: Path, protocol: int) -> None:
+    changed = batch(0) | {b"data": np.asfortranarray(batch(0)[b"data"])}
+    (cifar10_dir / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(changed, protocol=protocol))
+    assert_holds_the_batches(load_cifar10(cifar10_dir))
+
+
 def test_cifar10_is_found_when_data_dir_is_the_folder_itself(cifar10_dir: Path) -> None:
     assert_holds_the_batches(load_cifar10(cifar10_dir / "cifar-10-batches-py"))
 

@@ -112,6 +112,21 @@ def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(gang: Gang, tmp_
     assert last == whole
 
 
+def train_apart(group: Group, paths: list[Path], options: dict[str, Any]) -> dict[str, Any]:
+    return train_once(group, paths[group.rank], **options)
+
+
+def test_ranks_that_share_no_directory_go_on_from_rank_zeros_checkpoint_to_the_same_bits(
+    gang: Gang, tmp_path: Path
+) -> None:
+    whole = gang.run(2, train_once, make_run(tmp_path / "whole"))
+    paths = [make_run(tmp_path / "first"), make_run(tmp_path / "second")]
+    stopped = gang.run(2, train_apart, paths, {"stop_after": 5})
+    assert [each["finished"] for each in stopped] == [False, False]
+    assert gang.run(2, train_apart, paths, {"attempt": 1}) == whole
+    assert [path.name for path in paths[1].iterdir()] == ["plan.json"]
+
+
 def test_all_ranks_stop_at_the_same_step_when_one_of_them_sees_the_request(gang: Gang, tmp_path: Path) -> None:
     results = gang.run(3, stop_and_resume, make_run(tmp_path / "run"), [3], {"batch_size": 8})
     assert [result[0]["step"] for result in results] == [3] * 3

@@ -11,14 +11,19 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import platformdirs
 import pytest
 import torch
-from train_gang import free_port, make_run, metrics_rows, one_rank, open_gang, train_once
+from train_gang import TINY, free_port, make_run, metrics_rows, one_rank, open_gang, train_once
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.run.stop import request_stop
+from clusterddp.spec import model
 from clusterddp.train.comm import Group
+from clusterddp.train.download import default_data_dir
 from clusterddp.train.metrics import TrainReport
 from clusterddp.train.progress import open_progress
+from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 
 
@@ -115,6 +120,30 @@ def test_the_program_obeys_the_stop_file_on_both_ranks_and_resumes(tmp_path: Pat
     talk = [process.communicate(timeout=120)[1] for process in again]
     assert [process.returncode for process in again] == [0, 0], talk
     assert f"resumed from step-{stopped['step']:08d}-a0.pt" in talk[0]
+
+
+# -- what a plan says
+
+
+def test_the_trainers_spec_has_the_keys_and_defaults_of_the_one_that_people_write() -> None:
+    assert TrainSpec().to_json() == model.TrainSpec().model_dump(mode="json")
+
+
+def test_a_checked_spec_comes_through_a_plan_unchanged() -> None:
+    checked = model.TrainSpec(epochs=3, lr=1, samples=500, deterministic=True, data_dir="/data")
+    section = json.loads(json.dumps(checked.model_dump(mode="json")))
+    assert TrainSpec.from_json(section).to_json() == section
+
+
+def test_a_key_of_a_later_version_is_named() -> None:
+    with pytest.raises(ClusterddpError, match=r"the plan has train.optimizer, which this version does not know"):
+        TrainSpec.from_json(TINY | {"optimizer": "adam"})
+
+
+def test_data_goes_where_the_submitting_side_expects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cache in ("/somewhere", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        assert default_data_dir() == platformdirs.user_cache_path("clusterddp") / "datasets"
 
 
 def test_hashes_tell_name_shape_type_and_values() -> None:

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from clusterddp.run.git import describe_commit
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
@@ -30,7 +28,7 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
         "platform": platform.platform(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": {
             "version": platform.python_version(),
             "implementation": platform.python_implementation(),

@@ -109,7 +109,11 @@ def _download(
     try:
         with _socket_timeout(_SOCKET_TIMEOUT_S):
             getattr(datasets, torchvision_name)(str(staging), download=True)
-        (staging / result).rename(target / result)
+        try:
+            (staging / result).rename(target / result)
+        except OSError:
+            if find(target) is None:  # else another host was faster, on a file system that both share without locks
+                raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     folder = find(target)

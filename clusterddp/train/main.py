@@ -138,7 +138,8 @@ def confirm(state: TrainState, assignment: Assignment, setting: Setting) -> None
     if setting.group.is_first:
         assignment.attempt.path.mkdir(parents=True, exist_ok=True)
         confirm_stop(assignment.attempt, {"epoch": state.epoch, "step": state.step, "samples": state.samples})
-    why = stop_reason(assignment.stop_file)
+    asked_here = assignment.stop_file.exists()
+    why = stop_reason(assignment.stop_file) if asked_here else "asked for on another host"
     setting.reporter.say(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")
 
 
