@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from packaging.requirements import Requirement
-
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -41,6 +39,8 @@ def base_interpreter() -> Path:
 
 def find_packages(names: Sequence[str]) -> list[Path]:
     """List what lies in site-packages for these packages and for all that they require on this machine."""
+    from packaging.requirements import Requirement  # not needed by whoever starts a rack by hand
+
     found: dict[str, None] = {}
     seen: set[str] = set()
     waiting = list(names)

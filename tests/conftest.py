@@ -48,3 +48,10 @@ def person(hosts: Rack) -> Iterator[Person]:
     """Somebody on their head, with a ~/.ssh of the test's own."""
     with own_ssh_dir(hosts) as person:
         yield person
+
+
+@pytest.fixture(scope="session")
+def lan(needs_rack: None) -> Iterator[Rack]:
+    """Three hosts that share nothing and have sshd and torch, for tests that leave them as they found them."""
+    with running_rack(RackPlan(nodes=["node1", "node2", "node3"], private_hosts=True, slurm=False)) as rack:
+        yield rack

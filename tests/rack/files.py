@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 from rack.plan import HEAD, USER, USER_ID, RackPlan
+from rack.private import write_private_files
 
 HERE = Path(__file__).parent
 ACCOUNTING = """\
@@ -36,13 +37,18 @@ def write_rack_files(plan: RackPlan, directory: Path) -> None:
         (directory / name).mkdir(parents=True)
     (directory / "shared").chmod(0o1777)
     etc = directory / "etc"
-    (etc / "munge.key").write_bytes(secrets.token_bytes(128))
-    (etc / "munge.key").chmod(0o600)
+    switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts")}
+    (etc / "switches").write_text("".join(f"{name}={'yes' * value}\n" for name, value in switches.items()))
     write_users(directory)
-    write_slurm_conf(plan, directory)
+    if plan.slurm:
+        (etc / "munge.key").write_bytes(secrets.token_bytes(128))
+        (etc / "munge.key").chmod(0o600)
+        write_slurm_conf(plan, directory)
     for host in plan.hosts:
         (etc / f"hosts.{host}").write_text(host_table(plan, host))
     write_keys(plan, directory)
+    if plan.private_hosts:
+        write_private_files(plan, directory)
 
 
 def host_table(plan: RackPlan, own: str) -> str:
@@ -103,7 +109,7 @@ def write_keys(plan: RackPlan, directory: Path) -> None:
     """Make a host key per host and one client key, and homes in which ssh to every host works and checks host keys."""
     etc = directory / "etc"
     template = string.Template((HERE / "sshd_config").read_text())
-    (etc / "sshd_config").write_text(template.substitute(dir=directory))
+    (etc / "sshd_config").write_text(template.substitute(authorized_keys=f"{directory}/home/%u/.ssh/authorized_keys"))
     known_hosts = ""
     for host in plan.hosts:
         public_key = make_key(etc / f"hostkey.{host}")

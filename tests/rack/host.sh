@@ -3,7 +3,11 @@
 # The head gets no PORT, a node the name of its port on the head's switch. It lives until it is killed: a power failure.
 set -eu
 dir=$1 name=$2 address=$3 port=${4:-}
-trap 'touch "$dir/pid/$name.failed"' EXIT
+etc=$dir/etc log=$dir/log pids=$dir/pid config=$etc/sshd_config
+trap 'touch "$pids/$name.failed"' EXIT
+slurm='' docker='' private_hosts=''
+# shellcheck disable=SC1091
+. "$etc/switches"
 
 # The owner knows its own process numbers only: ask its /proc, which the head passes on to its nodes.
 if [ -z "$port" ]; then
@@ -19,15 +23,43 @@ else
         ip link set "$0" master switch up' "$port"
 fi
 
+# Leave the file system of this machine for the host's own disk, with what the table says of the system in it.
+enter_private_disk() {
+    disk=$dir/disk/$name
+    find "$disk/tmp" -mindepth 1 -delete # as Debian does when it starts
+    mount --bind "$disk" "$disk"
+    mount --all --fstab "$etc/fstab.$name"
+    mount -t tmpfs -o mode=755 tmpfs "$disk/run"
+    mkdir -p "$disk/run/rack/log" "$disk/run/rack/pid" "$disk/run/old"
+    cp -p "$etc/sshd_config.private" "$etc/hostkey.$name" "$disk/run/rack"
+    mount --bind "$log" "$disk/run/rack/log"
+    mount --bind "$pids" "$disk/run/rack/pid"
+    cd "$disk"
+    pivot_root . run/old
+    cd /
+    etc=/run/rack log=/run/rack/log pids=/run/rack/pid config=/run/rack/sshd_config.private
+}
+
 hostname "$name"
-mount -t proc proc /proc
-mount -t tmpfs -o mode=755 tmpfs /run
+if [ -n "$port" ] && [ -n "$private_hosts" ]; then
+    enter_private_disk
+    mount -t proc proc /proc
+    umount -l /run/old
+    rmdir /run/old
+    # One kernel, but to every host its own start.
+    cat /proc/sys/kernel/random/uuid >/run/boot_id
+    mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
+    mount -t sysfs sysfs /sys # which tells of the host's own interfaces
+else
+    mount -t proc proc /proc
+    mount -t tmpfs -o mode=755 tmpfs /run
+    mount --bind "$etc/passwd" /etc/passwd
+    mount --bind "$etc/group" /etc/group
+    mount --bind "$etc/hosts.$name" /etc/hosts
+    if [ -n "$private_hosts" ]; then mount --all --fstab "$etc/fstab.$name"; fi
+fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mkdir /run/sshd /run/munge
-mount --bind "$dir/etc/slurm" /etc/slurm
-mount --bind "$dir/etc/passwd" /etc/passwd
-mount --bind "$dir/etc/group" /etc/group
-mount --bind "$dir/etc/hosts.$name" /etc/hosts
+mkdir /run/sshd
 
 ip link set lo up
 if [ -z "$port" ]; then
@@ -39,12 +71,14 @@ else
     ip address add "$address/24" dev eth0
 fi
 # As on any machine that has Docker with a container running: up, and with the same address everywhere.
-ip link add docker0 type bridge
-ip link add veth0 type veth peer name veth1
-ip link set veth0 master docker0 up
-ip link set veth1 up
-ip address add 172.17.0.1/16 dev docker0
-ip link set docker0 up
+if [ -n "$docker" ]; then
+    ip link add docker0 type bridge
+    ip link add veth0 type veth peer name veth1
+    ip link set veth0 master docker0 up
+    ip link set veth1 up
+    ip address add 172.17.0.1/16 dev docker0
+    ip link set docker0 up
+fi
 
 start_accounting() {
     mkdir -p /run/mysqld "$dir/state/mysql"
@@ -53,27 +87,33 @@ start_accounting() {
         --innodb-flush-log-at-trx-commit=0"
     # shellcheck disable=SC2086
     mariadb-install-db $options --skip-test-db --skip-name-resolve --auth-root-authentication-method=socket \
-        >"$dir/log/mysql-install" 2>&1
+        >"$log/mysql-install" 2>&1
     # shellcheck disable=SC2086
-    mariadbd $options --socket=/run/mysqld/mysqld.sock --skip-networking >"$dir/log/mysqld" 2>&1 &
+    mariadbd $options --socket=/run/mysqld/mysqld.sock --skip-networking >"$log/mysqld" 2>&1 &
     until [ -S /run/mysqld/mysqld.sock ]; do kill -0 $!; sleep 0.02; done
     slurmdbd -D >/dev/null 2>&1 &
     # slurmctld does not start for a cluster that the data base does not know.
-    until sacctmgr -i -Q add cluster rack >"$dir/log/sacctmgr" 2>&1; do kill -0 $!; sleep 0.05; done
+    until sacctmgr -i -Q add cluster rack >"$log/sacctmgr" 2>&1; do kill -0 $!; sleep 0.05; done
 }
 
-# munged goes to the background when it is ready; Slurm's daemons want it so.
-munged --num-threads=2 --key-file="$dir/etc/munge.key" --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid \
-    --seed-file=/run/munge/seed --log-file="$dir/log/$name.munged"
-/usr/sbin/sshd -D -f "$dir/etc/sshd_config" -h "$dir/etc/hostkey.$name" -E "$dir/log/$name.sshd" &
-if [ -z "$port" ]; then
-    if [ -e "$dir/etc/slurm/slurmdbd.conf" ]; then start_accounting; fi
-    slurmctld -D -i >/dev/null 2>&1 &
-else
-    slurmd -D >/dev/null 2>&1 &
-fi
-echo "$pid" >"$dir/pid/$name.new"
-mv "$dir/pid/$name.new" "$dir/pid/$name"
+start_slurm() {
+    mount --bind "$etc/slurm" /etc/slurm
+    mkdir /run/munge
+    # munged goes to the background when it is ready; Slurm's daemons want it so.
+    munged --num-threads=2 --key-file="$etc/munge.key" --socket=/run/munge/munge.socket.2 \
+        --pid-file=/run/munge/munged.pid --seed-file=/run/munge/seed --log-file="$log/$name.munged"
+    if [ -z "$port" ]; then
+        if [ -e "$etc/slurm/slurmdbd.conf" ]; then start_accounting; fi
+        slurmctld -D -i >/dev/null 2>&1 &
+    else
+        slurmd -D >/dev/null 2>&1 &
+    fi
+}
+
+/usr/sbin/sshd -D -f "$config" -h "$etc/hostkey.$name" -E "$log/$name.sshd" &
+if [ -n "$slurm" ]; then start_slurm; fi
+echo "$pid" >"$pids/$name.new"
+mv "$pids/$name.new" "$pids/$name"
 
 sleep infinity &
 while :; do wait || true; done

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 HEAD = "head"
 USER = "ana"
 """A user without privileges who exists on every host, besides root."""
 USER_ID = 61_234
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+BARE = Path("/opt/bare")
+"""Where a private host has its Python: `/opt/bare/bin/python`."""
+TOOLS = Path("/opt/rack/bin")
+"""Where a private host has what a test adds to its PATH."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,21 @@ class RackPlan:
     preempt_grace_s: int = 0
     accounting: bool = False
     """slurmdbd and mariadb on the head, so that sacct answers; needs the packages of the same names."""
+    slurm: bool = True
+    docker: bool = True
+    """Every host has a docker0, with the same address."""
+    private_hosts: bool = False
+    """Each node has a disk of its own and does not see this checkout; goes without Slurm only."""
+    shares: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Directory -> the private hosts that have it in common."""
+    python_packages: Sequence[str] = ("torch",)
+    """What can be imported on private hosts, with what it requires."""
+    bare_on_path: bool = True
+    """`python` on a private host is the one that has torch, as with a `.bashrc` that says so."""
+
+    def __post_init__(self) -> None:
+        if self.private_hosts and self.slurm:
+            raise ValueError("private hosts share no directory with Slurm: RackPlan(private_hosts=True, slurm=False)")
 
     def address(self, host: str) -> str:
         """Give the address of a host on the rack's own network."""
@@ -38,6 +60,12 @@ class RackPlan:
     def port(self, node: str) -> str:
         """Name the head's end of a node's cable."""
         return f"port{1 + list(self.nodes).index(node)}"
+
+    def path(self, host: str) -> str:
+        """Give the PATH of somebody who logs in to a host."""
+        if host == HEAD or not self.private_hosts:
+            return SYSTEM_PATH
+        return f"{BARE / 'bin'}:{TOOLS}:{SYSTEM_PATH}" if self.bare_on_path else f"{TOOLS}:{SYSTEM_PATH}"
 
     @property
     def hosts(self) -> list[str]:

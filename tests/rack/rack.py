@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rack.files import write_rack_files
-from rack.plan import HEAD, RackPlan
+from rack.plan import HEAD, SYSTEM_PATH, RackPlan
+from rack.private import HOMES, outside
 
 HERE = Path(__file__).parent
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = (
     "slurmctld",
     "slurmd",
@@ -90,11 +90,20 @@ class Rack:
         env: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Plan the command that runs `command` on a host in a fresh environment, as if `user` had just logged in."""
-        home = self.dir / "home" / user
-        variables = {"PATH": SYSTEM_PATH, "HOME": str(home), "USER": user, "LOGNAME": user, "LANG": "C.UTF-8"}
+        home = self.home(host, user)
+        variables = {"PATH": self.plan.path(host), "HOME": str(home), "USER": user, "LOGNAME": user, "LANG": "C.UTF-8"}
         entries = [f"{name}={value}" for name, value in {**variables, **(env or {})}.items()]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"] if user != "root" else []
         return [*self._enter(host), *become, "env", "-i", f"--chdir={cwd or home}", *entries, *command]
+
+    def home(self, host: str, user: str = "root") -> Path:
+        """Name the home of a user as a host sees it."""
+        private = host != HEAD and self.plan.private_hosts
+        return HOMES[user] if private else self.dir / "home" / user
+
+    def outside(self, node: str, path: str | Path) -> Path:
+        """Tell where a file of a private host lies on this machine; it is there when the host is off, too."""
+        return outside(self.plan, self.dir, node, Path(path))
 
     def run(
         self,
@@ -228,7 +237,8 @@ def running_rack(plan: RackPlan | None = None) -> Iterator[Rack]:
         write_rack_files(plan, directory)
         rack.tell_keeper_to_go()
         rack.power_on(*plan.nodes)
-        rack.await_idle()
+        if plan.slurm:
+            rack.await_idle()
         yield rack
     finally:
         rack.stop()
