@@ -7,6 +7,7 @@ import pytest
 from rack.plan import RackPlan
 from rack.rack import Rack, find_obstacle, running_rack
 from ssh_person import Person, own_ssh_dir
+from ssh_place import SshPlace, ssh_place_on
 
 
 def demand_rack(*, accounting: bool) -> None:
@@ -55,3 +56,10 @@ def lan(needs_rack: None) -> Iterator[Rack]:
     """Three hosts that share nothing and have sshd and torch, for tests that leave them as they found them."""
     with running_rack(RackPlan(nodes=["node1", "node2", "node3"], private_hosts=True, slurm=False)) as rack:
         yield rack
+
+
+@pytest.fixture
+def ssh_place(lan: Rack) -> Iterator[SshPlace]:
+    """A directory on the laptop of `lan` to submit from; what was submitted is gone at the end."""
+    with ssh_place_on(lan) as place:
+        yield place

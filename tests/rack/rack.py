@@ -29,6 +29,7 @@ TOOLS = (
     "ssh-keygen",
     "ip",
     "tc",
+    "nft",
     "nsenter",
     "setpriv",
     "pkill",
@@ -127,6 +128,21 @@ class Rack:
             raise RackError(f"{host}: {command} left with {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
+    def pids(self, host: str) -> list[int]:
+        """List the processes on a host, by their numbers on this machine."""
+        own = (self._init(host) / "ns/pid").readlink()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if (process / "ns/pid").readlink() == own:
+                    found.append(int(process.name))
+        return found
+
+    def pid_on_head(self, node: str) -> int:
+        """Return the number that the head knows a node's init by."""
+        status = (self._init(node) / "status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-2])
+
     def power_off(self, node: str) -> None:
         """Let a node lose power: its peers hear nothing more from it, not even that its connections are closed."""
         self.pull_cable(node)
@@ -206,10 +222,13 @@ class Rack:
 
         `ip netns exec` would remount /sys and hide the cgroups from slurmd.
         """
+        return ["nsenter", "-t", self._init(host).name, "-n", "-u", "-i", "-m", "-p", "--"]
+
+    def _init(self, host: str) -> Path:
         pid_file = self.dir / "pid" / host
         if not pid_file.exists():
             raise RackError(f"{host} is off")
-        return ["nsenter", "-t", pid_file.read_text().strip(), "-n", "-u", "-i", "-m", "-p", "--"]
+        return Path("/proc", pid_file.read_text().strip())
 
     def _await_init(self, host: str) -> None:
         pid_file, failed = self.dir / "pid" / host, self.dir / "pid" / f"{host}.failed"
