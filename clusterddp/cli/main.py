@@ -28,6 +28,8 @@ _COMMANDS = {
     "logs": ("runs", "Look", "show what ranks printed"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
+    "ps": ("ps", "Look", "show which processes of runs live here or on hosts, and what is left over"),
+    "gc": ("ps", "Run", "end what is left over of runs here or on hosts"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }

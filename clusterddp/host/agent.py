@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import runs, store
+from clusterddp.host import runs, store, table
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
-OPERATIONS: dict[str, Operation] = {**runs.OPERATIONS, **store.OPERATIONS}
+OPERATIONS: dict[str, Operation] = {**runs.OPERATIONS, **store.OPERATIONS, **table.OPERATIONS}
 
 
 def serve(root: str, package: str, patience_s: int) -> None:

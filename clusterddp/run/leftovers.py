@@ -1,0 +1,278 @@
+"""What lives of runs on this machine, whether anybody answers for it, and the end of what nobody does.
+
+It goes by the cookie in the environment that a process was started with, and looks at this user's processes only. A
+process that has overwritten its environment (some do when they change their title) or was started without the cookie
+cannot be found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.dist.environment import COOKIE
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.process_table import (
+    Process,
+    find_carriers,
+    find_descendants,
+    read_command,
+    read_environment,
+    read_owner,
+    read_process,
+)
+from clusterddp.run.sweep import answers_for_its_run
+
+END_TIMEOUT_S = 10.0
+_LOOKS = 2
+"""A look at the process table can miss a process that is just being forked or is between two programs."""
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunProcess:
+    """One process of a run."""
+
+    pid: int
+    role: str
+    """`task`, `s2`, `g2`, `n2`: as in its cookie (sweep.py)."""
+    age_s: float
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHere:
+    """What lives of one run on this machine."""
+
+    token: str
+    run: str | None
+    """Its name; None where neither its processes nor any record here tells it."""
+    processes: tuple[RunProcess, ...]
+    gpus: tuple[str, ...]
+    """What CUDA_VISIBLE_DEVICES of its ranks names."""
+    answered_by: str | None
+    """Who sees to the end of these processes, in words; None: they are left over."""
+    unmarked: tuple[int, ...] = ()
+    """Of what is left over: what these processes have started and what carries no cookie."""
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self.run or f"run {self.token[:8]}"
+
+    @property
+    def age_s(self) -> float:
+        return max(process.age_s for process in self.processes)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunHere:
+        """Rebuild what `dataclasses.asdict` made."""
+        processes = tuple(RunProcess(**process) for process in data["processes"])
+        lists = {name: tuple(data[name]) for name in ("gpus", "unmarked")}
+        return cls(**data | lists | {"processes": processes})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What became of the left-over processes of one run."""
+
+    token: str
+    ended: int
+    left: tuple[str, ...] = ()
+    """What would not die: pid and command."""
+    answered_by: str | None = None
+    """Somebody answers for the run now, so the rest of it was left alone."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Ended:
+        return cls(**data | {"left": tuple(data["left"])})
+
+
+def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = None) -> list[RunHere]:
+    """Find this user's runs on this machine, the oldest first; `only` those with these tokens.
+
+    `records`: directories of runs, in which the name of a run is looked up when its processes do not tell it.
+    """
+    ours = _own_ancestors()
+    found = [_describe(token, family, ours) for token, family in _find_families(only).items()]
+    names = _read_names(records, {run.token for run in found if run.run is None})
+    named = [dataclasses.replace(run, run=run.run or names.get(run.token)) for run in found]
+    return sorted(named, key=lambda run: -run.age_s)
+
+
+def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
+    """End every process of a run for which nobody answers, and make sure that nothing is left.
+
+    A pass ends only what one look at the process table has found, and only when nobody answered in that look nor in
+    the one before: a run that somebody resumes meanwhile is not harmed.
+    """
+    seen: dict[tuple[int, float], Process] = {}
+    deadline = time.monotonic() + timeout_s
+    looks = empty = 0
+    answered_by = None
+    while empty < _LOOKS and time.monotonic() < deadline:
+        family = _find_families({token}).get(token, [])
+        answered_by = _answered_by(family, _own_ancestors())
+        if answered_by is not None:
+            break
+        looks += 1
+        empty = 0 if family else empty + 1
+        if looks >= _LOOKS:
+            for carrier in family:
+                seen[carrier.process.pid, carrier.process.started] = carrier.process
+                carrier.process.send_signal(signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+    left = [process for process in seen.values() if process.alive()]
+    words = tuple(_spell_left(process) for process in left) if answered_by is None else ()
+    return Ended(token=token, ended=len(seen) - len(left), left=words, answered_by=answered_by)
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrier:
+    """A live process, and what it was started with."""
+
+    process: Process
+    environment: dict[str, str]
+
+    @property
+    def token(self) -> str:
+        return self.environment.get(COOKIE, "").rpartition(".")[0]
+
+    @property
+    def role(self) -> str:
+        return self.environment.get(COOKIE, "").rpartition(".")[2]
+
+
+def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
+    """Find this user's live processes that carry a cookie, by token."""
+
+    def wanted(cookie: str) -> bool:
+        token, _, role = cookie.rpartition(".")
+        return bool(token and role) and (only is None or token in only)
+
+    families: dict[str, list[_Carrier]] = {}
+    for process in find_carriers(COOKIE, wanted, uid=os.getuid()):
+        carrier = _Carrier(process, read_environment(process.pid))
+        if wanted(f"{carrier.token}.{carrier.role}"):  # else it has ended meanwhile
+            families.setdefault(carrier.token, []).append(carrier)
+    return families
+
+
+def _describe(token: str, family: list[_Carrier], ours: Collection[int]) -> RunHere:
+    answered_by = _answered_by(family, ours)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+    processes = [
+        RunProcess(
+            pid=carrier.process.pid,
+            role=carrier.role,
+            age_s=round(max(0.0, now - carrier.process.started), 1),
+            command=" ".join(read_command(carrier.process.pid)),
+        )
+        for carrier in family
+    ]
+    return RunHere(
+        token=token,
+        run=_name(token, family),
+        processes=tuple(sorted(processes, key=lambda process: (-process.age_s, process.pid))),
+        gpus=_gpus(family),
+        answered_by=answered_by,
+        unmarked=() if answered_by else _unmarked(family),
+    )
+
+
+def _answered_by(family: list[_Carrier], ours: Collection[int]) -> str | None:
+    """Say who sees to the end of a run's processes on this machine."""
+    if any(carrier.process.pid in ours for carrier in family):
+        return "this command itself, which was started inside of the run"
+    words = [_spell(carrier) for carrier in family if answers_for_its_run(carrier.process)]
+    if words:
+        return ", ".join(words)
+    for ancestor in (ancestor for carrier in family for ancestor in _ancestors(carrier.process)):
+        # Slurm ends what is left of its steps; and a rank may have a step of its own on another host.
+        if "".join(read_command(ancestor.pid)[:1]).startswith("slurmstepd"):
+            return f"Slurm (slurmstepd {ancestor.pid})"
+    return None
+
+
+def _spell(carrier: _Carrier) -> str:
+    word = {"s": "supervisor", "g": "guard"}.get(carrier.role[:1], carrier.role)
+    return f"{word} {carrier.process.pid}"
+
+
+def _spell_left(process: Process) -> str:
+    command = " ".join(read_command(process.pid))
+    return f"{process.pid} ({command[:60]})" if command else str(process.pid)
+
+
+def _own_ancestors() -> set[int]:
+    """List this process and those it descends from: whoever asks inside of a run does not ask to be ended."""
+    me = read_process(os.getpid())
+    return {me.pid, *(process.pid for process in _ancestors(me))}
+
+
+def _ancestors(process: Process) -> Iterator[Process]:
+    while process.parent:
+        try:
+            process = read_process(process.parent)
+        except (OSError, ValueError):
+            return
+        yield process
+
+
+def _gpus(family: list[_Carrier]) -> tuple[str, ...]:
+    lists = [each.environment.get("CUDA_VISIBLE_DEVICES", "") for each in family if each.role.startswith("n")]
+    gpus = {gpu for text in lists for gpu in text.split(",") if gpu}
+    return tuple(sorted(gpus, key=lambda gpu: (len(gpu), gpu)))
+
+
+def _unmarked(family: list[_Carrier]) -> tuple[int, ...]:
+    """Find what a run's processes have started and what carries no cookie, neither this run's nor another's."""
+    known = {carrier.process.pid for carrier in family}
+    return tuple(sorted(pid for pid in find_descendants(known) if pid not in known and _is_ours_unmarked(pid)))
+
+
+def _is_ours_unmarked(pid: int) -> bool:
+    try:
+        return read_owner(pid) == os.getuid() and COOKIE not in read_environment(pid)
+    except (OSError, ValueError):
+        return False
+
+
+def _name(token: str, family: list[_Carrier]) -> str | None:
+    """Find the name of a run in the environment of its ranks, or by the directory in which its supervisors work."""
+    for carrier in family:
+        if name := carrier.environment.get("CLUSTERDDP_RUN"):
+            return name
+    for carrier in family:
+        try:
+            launcher_dir = Path(f"/proc/{carrier.process.pid}/cwd").readlink()
+        except OSError:
+            continue
+        if name := _read_name(launcher_dir.parent, {token}).get(token):
+            return name
+    return None
+
+
+def _read_names(records: Iterable[Path], tokens: set[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for directory in records if tokens else ():
+        for run in list_runs(directory):
+            names |= _read_name(run.path, tokens)
+    return names
+
+
+def _read_name(folder: Path, tokens: set[str]) -> dict[str, str]:
+    """Read token and name of the run that lies in a directory, if it is one of these."""
+    try:
+        record = read_json(RunDir(folder).record)
+        return {record["token"]: str(record["run"])} if record and record["token"] in tokens else {}
+    except (ClusterddpError, OSError, KeyError, TypeError):
+        return {}

@@ -1,0 +1,234 @@
+"""What lies on a host of runs that ended long ago: their directories, snapshots and packages that nothing needs.
+
+The directory of all that is ours there holds `runs/<run>.<8 of its token>/`, `code/<sha256>/`, `packages/<sha256>/`. A
+run's own copy of the code is made of hard links, so a snapshot none of whose files has a second link is needed by none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from clusterddp.dist.environment import COOKIE
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir
+from clusterddp.run.process_table import find_carriers, read_environment
+from clusterddp.run.record import read_end
+
+Kind = Literal["run", "code", "package", "remnant"]
+_SHARED: dict[str, Kind] = {"code": "code", "packages": "package"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """One directory that can go."""
+
+    place: str
+    """Relative to the directory of all that is ours: `runs/brisk-otter-3.3f9a12bc`."""
+    kind: Kind
+    """`remnant`: what a transfer that was cut off has left."""
+    age_s: float
+    """Since the run ended, or since this was put there."""
+    size: int
+    """Bytes on disk that its removal frees, hard links that stay not counted."""
+    checkpoints: int = 0
+    """Bytes of these that are checkpoints, without which the run cannot be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removed:
+    """What became of one of them."""
+
+    place: str
+    size: int
+    error: str | None = None
+    """Why it is still there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """What can go, and which old runs have to stay."""
+
+    root: str
+    removable: tuple[Stored, ...]
+    unfinished: tuple[str, ...] = ()
+    """Old runs of which no end is recorded here, as after a power cut: they are left to their owner."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Storage:
+        """Rebuild what `dataclasses.asdict` made."""
+        removable = tuple(Stored(**each) for each in data["removable"])
+        return cls(**data | {"removable": removable, "unfinished": tuple(data["unfinished"])})
+
+
+def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()) -> Storage:
+    """Find what can go; `in_use`: names of packages that stay whatever their age."""
+    links: dict[tuple[int, int], int] = {}
+    runs, unfinished = _old_runs(root, older_than_s, links)
+    kept = {*in_use, *_packages_in_use()}
+    others = [
+        _stored(root, path, kind, size=_weigh(path, every_link=True))
+        for folder, kind in _SHARED.items()
+        for path in _directories(root / folder)
+        if _age_s(path) >= older_than_s and path.name not in kept and not (kind == "code" and _is_linked(path, links))
+    ]
+    remnants = [
+        _stored(root, path, "remnant", size=_weigh(path))
+        for folder in ("runs", *_SHARED)
+        for path in _directories(root / folder, hidden=True)
+        if _age_s(path) >= older_than_s
+    ]
+    return Storage(root=str(root), removable=(*runs, *others, *remnants), unfinished=tuple(unfinished))
+
+
+def remove_stored(
+    root: Path, places: Collection[str], *, older_than_s: float, in_use: Collection[str] = ()
+) -> list[Removed]:
+    """Remove what can still go of these places; each is renamed first, so that nobody finds half of one."""
+    removable = {each.place: each for each in find_stored(root, older_than_s=older_than_s, in_use=in_use).removable}
+    removed = []
+    for place in places:
+        if place in removable:
+            removed.append(_remove(root / place, removable[place]))
+        elif (root / place).exists():
+            removed.append(Removed(place=place, size=0, error="is in use again"))
+        else:  # another host that shares this storage was quicker
+            removed.append(Removed(place=place, size=0))
+    return removed
+
+
+def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]) -> tuple[list[Stored], list[str]]:
+    """Find the runs that ended that long ago, and those of that age of which no end is recorded."""
+    ended_runs: list[Stored] = []
+    unfinished: list[str] = []
+    alive = _tokens_alive()
+    for path in _directories(root / "runs"):
+        run = RunDir(path)
+        attempts = run.attempts()
+        newest = attempts[-1].path if attempts else path
+        age_s = min(_age_s(path), _age_s(newest), _age_s(newest / "end.json"))
+        if not run.record.is_file() or age_s < older_than_s or _token_of(path) in alive:
+            continue
+        if not _has_ended(run):
+            unfinished.append(path.name)
+            continue
+        checkpoints = _weigh(run.checkpoints)
+        ended_runs.append(_stored(root, path, "run", size=_weigh(path, links), checkpoints=checkpoints, age_s=age_s))
+    return ended_runs, sorted(unfinished)
+
+
+def _has_ended(run: RunDir) -> bool:
+    attempts = run.attempts()
+    try:
+        end = read_end(attempts[-1]) if attempts else None
+    except (ClusterddpError, OSError, TypeError):
+        return False
+    return end is not None and not end.will_restart
+
+
+def _stored(
+    root: Path, path: Path, kind: Kind, *, size: int, checkpoints: int = 0, age_s: float | None = None
+) -> Stored:
+    age_s = _age_s(path) if age_s is None else age_s
+    place = str(path.relative_to(root))
+    return Stored(place=place, kind=kind, age_s=round(age_s), size=size, checkpoints=checkpoints)
+
+
+def _remove(path: Path, stored: Stored) -> Removed:
+    hidden = path if path.name.startswith(".") else path.with_name(f".removed-{path.name}")
+    try:
+        path.rename(hidden)
+        _make_writable(hidden)
+        shutil.rmtree(hidden)
+    except FileNotFoundError:
+        return Removed(place=stored.place, size=0)
+    except OSError as error:
+        return Removed(place=stored.place, size=0, error=f"{error.filename or path}: {error.strerror}")
+    return Removed(place=stored.place, size=stored.size)
+
+
+def _make_writable(path: Path) -> None:
+    for folder, _, _ in os.walk(path):
+        if not os.lstat(folder).st_mode & stat.S_IWUSR:
+            Path(folder).chmod(0o700)
+
+
+def _directories(folder: Path, *, hidden: bool = False) -> list[Path]:
+    """List this user's own directories in a folder; a symbolic link is none."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(path for path in found if path.name.startswith(".") == hidden and _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def _age_s(path: Path) -> float:
+    """Return for how long nothing has been added to a directory; endless for what is not there."""
+    try:
+        return max(0.0, time.time() - os.lstat(path).st_mtime)
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _weigh(path: Path, links: dict[tuple[int, int], int] | None = None, *, every_link: bool = False) -> int:
+    """Add up the bytes on disk below a directory; of files with several links only with `every_link`.
+
+    `links` counts the links to each such file.
+    """
+    total = 0
+    for status in _files(path):
+        if status.st_nlink > 1 and links is not None:
+            inode = (status.st_dev, status.st_ino)
+            links[inode] = links.get(inode, 0) + 1
+        if status.st_nlink == 1 or every_link:
+            total += status.st_blocks * 512
+    return total
+
+
+def _is_linked(path: Path, links: dict[tuple[int, int], int]) -> bool:
+    """Say whether a run that stays has hard links to the files of a snapshot."""
+    return any(status.st_nlink - links.get((status.st_dev, status.st_ino), 0) > 1 for status in _files(path))
+
+
+def _files(path: Path) -> Iterator[os.stat_result]:
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(folder, name))
+            except FileNotFoundError:
+                continue
+
+
+def _token_of(path: Path) -> str:
+    """Return the beginning of a run's token, with which the name of its directory ends."""
+    return path.name.rpartition(".")[2]
+
+
+def _tokens_alive() -> set[str]:
+    return {cookie[:8] for cookie in _environments(COOKIE)}
+
+
+def _packages_in_use() -> set[str]:
+    """Name the packages that processes of runs import from."""
+    paths = [path for text in _environments("PYTHONPATH") for path in text.split(os.pathsep)]
+    return {Path(path).name for path in paths if Path(path).parent.name == "packages"}
+
+
+def _environments(variable: str) -> list[str]:
+    """Read a variable of every process of a run of this user."""
+    carriers = find_carriers(COOKIE, lambda cookie: True, uid=os.getuid())
+    return [read_environment(process.pid).get(variable, "") for process in carriers]
