@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from clusterddp.cli.ps_text import (
     spell_size,
     stored_lines,
 )
-from clusterddp.cli.terminal import put, say, say_error
+from clusterddp.cli.terminal import say, say_error
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.look.printable import printable
 
@@ -34,6 +34,8 @@ class Clearing:
     """The runs that it is about; None: all."""
     older_than_s: float | None
     """What old directories are; None: none is removed."""
+    put: Callable[[str], object]
+    """Where to say what there is and what became of it: `say` where a script reads standard output."""
     found: Mapping[str, list[RunHere] | SshError] = field(default_factory=dict)
     storages: Mapping[str, Storage | SshError] = field(default_factory=dict)
     ended: Mapping[str, list[Ended] | SshError] = field(default_factory=dict)
@@ -124,14 +126,16 @@ class Clearing:
                 continue
             labels = {run.token: run.label for run in runs}
             for ended in answer:
-                _tell_ended(host, labels[ended.token], ended)
+                self._tell_ended(host, labels[ended.token], ended)
         for host, removed in self.removed.items():
             if isinstance(removed, SshError):
                 say_error(removed.message, hint=removed.hint)
                 continue
             gone = [each for each in removed if each.error is None]
             if gone:
-                put(f"{_directories(len(gone))} removed on {printable(host)}, {spell_size(sum(e.size for e in gone))}")
+                self.put(
+                    f"{_directories(len(gone))} removed on {printable(host)}, {spell_size(sum(e.size for e in gone))}"
+                )
             for each in removed:
                 if each.error is not None:
                     say_error(f"{host}: {each.place} stays: {each.error}")
@@ -162,6 +166,19 @@ class Clearing:
             ],
         }
 
+    def _tell_ended(self, host: str, label: str, ended: Ended) -> None:
+        """Say it in one line: `3 processes of brisk-otter-3 ended on gpu01`."""
+        if ended.ended or ended.answered_by is None:
+            self.put(f"{spell_processes(ended.ended)} of {printable(label)} ended on {printable(host)}")
+        if ended.answered_by is not None:
+            whom = printable(ended.answered_by)
+            say(f"{printable(host)}: {printable(label)} is answered for by now, by {whom}: left alone")
+        if ended.left:
+            say_error(
+                f"{host}: {spell_processes(len(ended.left))} of {label} cannot be ended: {', '.join(ended.left)}",
+                hint="what waits for a disk or a driver ends when that answers; else the host needs a restart",
+            )
+
 
 def say_unmarked(host: str, run: RunHere) -> None:
     """Say which processes of a run gc cannot take for its own."""
@@ -170,19 +187,6 @@ def say_unmarked(host: str, run: RunHere) -> None:
         say(
             f"{printable(host)}: {spell_processes(len(run.unmarked))} that {printable(run.label)} has started "
             f"carry no cookie, gc leaves them alone: kill {pids}"
-        )
-
-
-def _tell_ended(host: str, label: str, ended: Ended) -> None:
-    """Say it in one line: `3 processes of brisk-otter-3 ended on gpu01`."""
-    if ended.ended or ended.answered_by is None:
-        put(f"{spell_processes(ended.ended)} of {printable(label)} ended on {printable(host)}")
-    if ended.answered_by is not None:
-        say(f"{printable(host)}: {printable(label)} is answered for by now: {printable(ended.answered_by)}; left alone")
-    if ended.left:
-        say_error(
-            f"{host}: {spell_processes(len(ended.left))} of {label} cannot be ended: {', '.join(ended.left)}",
-            hint="what waits for a disk or a driver ends when that answers; else the host needs a restart",
         )
 
 

@@ -121,9 +121,10 @@ def gc(
     if name and older_than:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
     with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
-        clearing = Clearing(machines=machines, tokens=_tokens(name, runs_dir), older_than_s=older_than_s)
-        clearing.look()
         show = say if output == "json" else put
+        tokens = _tokens(name, runs_dir)
+        clearing = Clearing(machines=machines, tokens=tokens, older_than_s=older_than_s, put=show)
+        clearing.look()
         if lines := clearing.lines():
             show("\n".join(lines))
         clearing.say_what_stays()
