@@ -37,8 +37,15 @@ STARTS_ONE_THAT_OVERWRITES_ITS_ENVIRONMENT = f"""
 import subprocess, sys
 subprocess.run([sys.executable, "-c", {OVERWRITES_ITS_ENVIRONMENT!r}])
 """
+WHILE_GC_ASKS = Path(__file__).parent / "gang" / "while_gc_asks.py"
+ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 NOBODY = 65_534
 Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def needs_root(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that is somebody else for a while, or alone in a PID namespace."""
+    return pytest.mark.root(pytest.mark.skipif(os.geteuid() != 0, reason="needs root")(test))
 
 
 @pytest.fixture
@@ -200,8 +207,7 @@ def test_another_run_of_the_same_user_survives_cancel(run, start):
     assert other.poll() is None
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+@needs_root
 @pytest.mark.parametrize("command", ["gc", "cancel"])
 def test_a_process_of_another_user_with_the_same_command_and_environment_survives(run, start, command):
     mine, theirs = start("n0"), start("n0", user=NOBODY)
@@ -210,8 +216,7 @@ def test_a_process_of_another_user_with_the_same_command_and_environment_survive
     assert theirs.poll() is None
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+@needs_root
 def test_a_process_of_another_user_is_not_shown_as_ours(start, token):
     start("n0", user=NOBODY)
     assert look(token) is None
@@ -242,6 +247,40 @@ def test_gc_does_not_end_the_run_that_it_was_started_in(run, start):
     shell = start("n0", ["sh", "-c", '"$@"; exec sleep 600', "sh", *command])
     wait_until(lambda: b"sleep" in Path(f"/proc/{shell.pid}/cmdline").read_bytes()[:5], what="gc has ended")
     assert shell.poll() is None
+
+
+@needs_root
+def test_a_process_that_was_given_the_pid_of_a_left_over_one_survives():
+    found = while_gc_asks("pid")
+    assert (found["same_pid"], found["alive"]) == (True, True), found["said"]
+
+
+@needs_root
+def test_a_run_that_is_started_again_while_gc_asks_survives():
+    found = while_gc_asks("supervisor")
+    assert (found["alive"], "is answered for by now, by supervisor" in found["said"]) == (True, True), found["said"]
+
+
+@needs_root
+def test_the_exit_code_tells_that_something_would_not_end(token):
+    """No process can kill the first of its PID namespace; it stands for one that waits for a disk for ever."""
+    init = ["env", f"CLUSTERDDP_COOKIE={token}.n0", "CLUSTERDDP_RUN=brisk-otter-3", "sleep", "600"]
+    process = subprocess.Popen([*ALONE, *init])
+    try:
+        wait_until(lambda: look(token), what="the first process is up")
+        (first,) = (found.pid for found in look(token).processes)
+        gc_inside = ["nsenter", "-t", str(first), "-p", "-m", sys.executable, "-m", "clusterddp", "gc", "--yes"]
+        done = subprocess.run(gc_inside, check=False, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "brisk-otter-3 cannot be ended: 1 (sleep 600)" in done.stderr) == (1, True)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def while_gc_asks(what: str) -> dict[str, object]:
+    command = [*ALONE, sys.executable, str(WHILE_GC_ASKS), what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return dict(json.loads(done.stdout))
 
 
 def test_gc_asks_for_a_terminal_before_it_ends_anything(run, start):

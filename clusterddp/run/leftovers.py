@@ -31,7 +31,7 @@ from clusterddp.run.process_table import (
 )
 from clusterddp.run.sweep import answers_for_its_run
 
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 5.0
 _LOOKS = 2
 """A look at the process table can miss a process that is just being forked or is between two programs."""
 _PAUSE_S = 0.05
