@@ -153,6 +153,11 @@ def test_what_a_transfer_left_that_was_cut_off_can_go(root):
     assert (stored.place, stored.kind) == ("packages/.package-x1", "remnant")
 
 
+def test_what_may_be_a_transfer_under_way_stays(root):
+    make_shared(root, "packages/.package-x1", age_days=0.5)
+    assert places(find_stored(root, older_than_s=3600.0)) == []
+
+
 def test_a_link_to_elsewhere_is_not_ours(root, tmp_path):
     elsewhere = make_run(tmp_path / "elsewhere", end=COMPLETED)
     (root / "runs" / RUN).symlink_to(elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,8 +84,9 @@ def ps(
         for host, run in left_over:
             say_unmarked(host, run)
         if left_over:
-            where = f" --hosts {','.join(dict.fromkeys(host for host, _ in left_over))}" if hosts else ""
-            say(f"clusterddp gc{where} ends what is left over")
+            words = [name] if name else []
+            words += ["--hosts", ",".join(dict.fromkeys(host for host, _ in left_over))] if hosts else []
+            say(f"{shlex.join(['clusterddp', 'gc', *words])} ends what is left over")
     return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
 
 
@@ -129,7 +131,8 @@ def gc(
             show("\n".join(lines))
         clearing.say_what_stays()
         if not clearing.question:
-            say("nothing is left over" if clearing.exit_code == 0 else "nothing is left over on the others")
+            if any(not isinstance(runs, SshError) for runs in clearing.found.values()):
+                say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
         elif not dry_run:
             if not (yes or _confirm(clearing.question)):
                 say("nothing was ended, nothing was removed")

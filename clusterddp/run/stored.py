@@ -22,6 +22,8 @@ from clusterddp.run.process_table import find_carriers, read_environment
 from clusterddp.run.record import read_end
 
 Kind = Literal["run", "code", "package", "remnant"]
+_SLOWEST_TRANSFER_S = 86_400.0
+"""What lies hidden for so long belongs to no transfer that is still under way."""
 _SHARED: dict[str, Kind] = {"code": "code", "packages": "package"}
 
 
@@ -82,7 +84,7 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
         _stored(root, path, "remnant", size=_weigh(path))
         for folder in ("runs", *_SHARED)
         for path in _directories(root / folder, hidden=True)
-        if _age_s(path) >= older_than_s
+        if _age_s(path) >= max(older_than_s, _SLOWEST_TRANSFER_S)
     ]
     return Storage(root=str(root), removable=(*runs, *others, *remnants), unfinished=tuple(unfinished))
 
