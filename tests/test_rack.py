@@ -1,21 +1,19 @@
 """The rack: hosts with a real Slurm, sshd and network on this machine, for the tests of the launchers."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, RackError, running_rack, wait_until
+from rack_traces import find_traces, init_pids, own_interfaces
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
 NODES = ["node1", "node2", "node3", "node4"]
-NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
 
 
 def submit(rack: Rack, script: str, *options: str, user: str = USER) -> str:
@@ -40,38 +38,6 @@ def reaches(rack: Rack, host: str, other: str) -> bool:
 def qdiscs(rack: Rack, host: str, device: str) -> list[dict[str, object]]:
     answer = json.loads(rack.run(host, ["tc", "-s", "-j", "qdisc", "show", "dev", device]).stdout)
     return [qdisc for qdisc in answer if qdisc["kind"] == "tbf"]
-
-
-def namespaces(process: Path) -> set[str]:
-    return {str((process / "ns" / kind).readlink()) for kind in NAMESPACES}
-
-
-def traces(pids: list[int], directory: Path) -> Callable[[], list[str]]:
-    """Note the namespaces of living hosts; the result looks for whatever is left of them and of their directory."""
-    spaces = {link for pid in pids for link in namespaces(Path("/proc", str(pid)))}
-
-    def find() -> list[str]:
-        found = [str(directory)] if directory.exists() else []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if spaces & namespaces(process):
-                    found.append(f"process {process.name}")
-                found += [line for line in (process / "mountinfo").read_text().splitlines() if f"{directory}/" in line]
-                if f"{directory}\0".encode() in (process / "cmdline").read_bytes():
-                    found.append(f"process {process.name}")
-            except OSError:  # it ended while we looked
-                continue
-        return found
-
-    return find
-
-
-def init_pids(rack_dir: Path) -> list[int]:
-    return [int(path.read_text()) for path in (rack_dir / "pid").iterdir()]
-
-
-def own_interfaces() -> list[str]:
-    return sorted(os.listdir("/sys/class/net"))
 
 
 def test_all_nodes_are_idle_when_it_is_up(rack):
@@ -227,7 +193,7 @@ def test_nothing_is_left_after_the_end(needs_rack):
         # A job that defends itself, a detached one, and a command that the owner started.
         submit(rack, "trap '' TERM HUP; setsid sleep 1000 & sleep 1000", "-N2")
         entered = subprocess.Popen(rack.argv("node1", ["sleep", "1000"]))
-        find = traces(init_pids(rack.dir), rack.dir)
+        find = find_traces(init_pids(rack.dir), rack.dir)
         assert find()
     assert find() == []
     assert entered.wait(timeout=10) != 0
@@ -247,7 +213,7 @@ def test_nothing_is_left_after_kill_9_of_the_owner(needs_rack, moment):
         text=True,
     )
     rack_dir = Path(owner.stdout.readline().strip())
-    find = traces(init_pids(rack_dir), rack_dir)
+    find = find_traces(init_pids(rack_dir), rack_dir)
     assert find()
     owner.send_signal(signal.SIGKILL)
     owner.wait()

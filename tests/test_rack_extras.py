@@ -1,9 +1,7 @@
-"""What can be done to the private hosts of a rack: interfaces, firewalls, GPUs, and looking at runs from outside."""
+"""What can be done to the private hosts of a rack: interfaces, firewalls and GPUs."""
 
 import json
 import subprocess
-import sys
-import uuid
 from contextlib import contextmanager
 
 import pytest
@@ -19,9 +17,6 @@ from rack.network import (
 )
 from rack.plan import HEAD
 from rack.rack import wait_until
-from ssh_place import send
-
-from clusterddp.dist.environment import COOKIE, cookie
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -152,39 +147,3 @@ def test_nvidia_smi_can_fail(lan):
     finally:
         remove_gpus(lan, "node1")
     assert (done.returncode, done.stdout) == (18, "Failed to initialize NVML: Driver/library version mismatch\n")
-
-
-def test_processes_of_a_run_are_found_and_killed_from_outside(ssh_place):
-    token = uuid.uuid4().hex
-    sleeps = [
-        subprocess.Popen(ssh_place.rack.argv(node, ["sleep", "1000"], env={COOKIE: cookie(token, role)}))
-        for node, role in (("node1", "s0"), ("node1", "n0"), ("node2", "s1"))
-    ]
-    wait_until(lambda: len([each for each in ssh_place.all_processes(token) if each.command == "sleep 1000"]) == 3, 10)
-    assert [each.role for each in ssh_place.processes("node2", token)] == ["s1"]
-    ssh_place.kill("node1", "n0", token)
-    sleeps[1].wait(timeout=10)
-    assert [each.role for each in ssh_place.processes("node1", token)] == ["s0"]
-    ssh_place.kill("node1", "s0", token)
-    ssh_place.kill("node2", "s1", token)
-    ssh_place.await_gone(token)
-    for each in sleeps:
-        each.wait(timeout=10)
-
-
-def test_ctrl_c_reaches_a_command_that_was_started(ssh_place):
-    block_ports(ssh_place.rack, "node1", "22")
-    try:
-        process = ssh_place.start("hosts", "check", "node1")
-        knocks = ["ss", "--no-header", "--tcp", "state", "syn-sent"]
-        wait_until(lambda: ssh_place.rack.run(HEAD, knocks).stdout, 30)
-        send(process)
-        assert process.wait(timeout=30) == 130
-    finally:
-        open_ports(ssh_place.rack, "node1")
-
-
-def test_the_laptop_has_clusterddp(ssh_place):
-    done = ssh_place.clusterddp("hosts", "check", "node[1-3]", "-o", "json")
-    assert [row["ok"] for row in json.loads(done.stdout)["hosts"]] == [True] * 3
-    assert sys.executable in ssh_place.command("hosts")

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from bare_python import VERSION
+from bare_python import VERSION, find_packages
 from rack.plan import HEAD, USER, RackPlan
 from rack.rack import RackError, running_rack
+from rack_traces import find_traces, init_pids, own_interfaces
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -104,3 +105,32 @@ def test_some_nodes_can_have_a_directory_in_common(needs_rack):
             node: ssh(rack, node, "ls", "/shared/file", "/root/file", check=False).stdout.split() for node in plan.nodes
         }
     assert seen == {"node1": ["/shared/file"], "node2": ["/root/file", "/shared/file"], "node3": ["/root/file"]}
+
+
+def test_nothing_is_left_of_private_hosts_after_the_end(needs_rack):
+    before = own_interfaces()
+    with running_rack(RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)) as rack:
+        ssh(rack, "node1", "trap '' TERM HUP; setsid sleep 1000 <&- >&- 2>&- &")
+        find = find_traces(init_pids(rack.dir), rack.dir)
+        assert find()
+    assert find() == []
+    assert own_interfaces() == before
+    assert all(path.exists() for path in find_packages(["torch"]))
+
+
+def test_two_lans_at_once_do_not_disturb_each_other(lan):
+    with running_rack(RackPlan(nodes=["node1"], private_hosts=True, slurm=False)) as other:
+        other.run("node1", ["touch", "/srv/other"])
+        assert lan.run("node1", ["test", "-e", "/srv/other"], check=False).returncode == 1
+    assert ssh(lan, "node1", "hostname").stdout == "node1\n"
+
+
+def test_a_gang_of_torch_meets_across_private_hosts(lan):
+    program = "import torch, torch.distributed as dist; dist.init_process_group('gloo'); t = torch.ones(1)"
+    program += "; dist.all_reduce(t); print(int(t))"
+    processes = []
+    for rank, node in enumerate(lan.plan.nodes):
+        rendezvous = {"MASTER_ADDR": lan.plan.address("node1"), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+        argv = lan.argv(node, ["python", "-c", program], env={**rendezvous, "RANK": str(rank), "WORLD_SIZE": "3"})
+        processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["3\n"] * 3

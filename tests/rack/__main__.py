@@ -1,16 +1,18 @@
-"""`python -m rack`: a rack for a person, with a shell on its head."""
+"""`python -m rack`: a rack for a person, with a shell on its head; `python -m rack lan`: hosts that share nothing."""
 
 import os
 import subprocess
 import sys
 
-from rack.plan import HEAD, USER
+from rack.plan import HEAD, USER, RackPlan
 from rack.rack import find_obstacle, running_rack
 
 obstacle = find_obstacle()
 if obstacle:
     sys.exit(obstacle)
-with running_rack() as rack:
-    print(f"nodes: {', '.join(rack.plan.nodes)}; users: root, {USER}; shared storage: {rack.dir}/shared")
+lan = sys.argv[1:] == ["lan"]
+with running_rack(RackPlan(private_hosts=lan, slurm=not lan)) as rack:
+    place = "the nodes share nothing and have torch" if lan else f"shared storage: {rack.dir}/shared"
+    print(f"nodes: {', '.join(rack.plan.nodes)}; users: root, {USER}; {place}")
     print("a shell on the head follows; leaving it ends the rack")
     subprocess.run(rack.argv(HEAD, ["bash", "-i"], env={"TERM": os.environ.get("TERM", "dumb")}), check=False)
