@@ -54,11 +54,10 @@ class HostNetwork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One try to connect, from a node to an address of another."""
+    """One try to connect, from a host to an address of another."""
 
     source: int
     target: int
-    """Node ranks."""
     address: str
     port: int
     outcome: Outcome
@@ -77,10 +76,10 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """Everything that was found out about the network between the nodes of a gang."""
+    """Everything that was found out about the network between the hosts of a gang."""
 
     hosts: tuple[HostNetwork, ...]
-    """By node rank."""
+    """The master's host first; hosts are spoken of by their places here."""
     ways: tuple[Way, ...]
 
     @property
@@ -116,7 +115,7 @@ class Findings:
 
 
 def usable_addresses(findings: Findings, interface: str | None = None) -> list[list[tuple[Link, LinkAddress]]]:
-    """List for each node the addresses at which it may be reached, IPv4 first; of `interface` only, when it is named.
+    """List for each host the addresses at which it may be reached, IPv4 first; of `interface` only, when it is named.
 
     Left out: what is down, made up for a while, on several machines, or between the containers of one host (unless
     it is named).
@@ -137,15 +136,15 @@ def usable_addresses(findings: Findings, interface: str | None = None) -> list[l
 
 
 def plan_probes(findings: Findings, interface: str | None = None) -> list[list[tuple[int, str, int]]]:
-    """List for each node whom it is to try: (target, address, port).
+    """List for each host whom it is to try: (target, address, port).
 
-    A star and a ring: the first node tries all, and each of the others tries the first one and the next one.
+    A star and a ring: the first host tries all, and each of the others tries the first one and the next one.
     """
     usable = usable_addresses(findings, interface)
     last = len(findings.hosts) - 1
     probes = []
-    for node in range(last + 1):
-        targets = list(range(1, last + 1)) if node == 0 else [0, node + 1] if node < last else [0]
+    for place in range(last + 1):
+        targets = list(range(1, last + 1)) if place == 0 else [0, place + 1] if place < last else [0]
         probes.append(
             [
                 (target, entry.address, port)

@@ -1,84 +1,30 @@
 """The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
 
-    net.listen   opens a listener; tells interfaces, ports, what this host's own name means
-    net.probe    connects to other hosts' listeners, all at once; tells what came of each
-    net.close    closes the listener
-
-Whoever connects sends PAYLOAD bytes, the nonce of the inquiry first, and gets as many back: who answers, and from where
-he was seen. So large packets are tried as well: a wrong MTU lets a connection through and nothing else.
+net.listen   opens a listener; tells interfaces, ports, what this host's own name means
+net.probe    connects to other hosts' listeners, all at once; tells what came of each
+net.close    closes the listener
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import queue
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.interface import plain_address, read_links
+from clusterddp.dist.interface import read_links
 from clusterddp.dist.port import walk_ports
 from clusterddp.errors import ClusterddpError
 from clusterddp.host.agent_types import Body, Host
-from clusterddp.host.ways import PAYLOAD, Target, try_ways
+from clusterddp.host.listener import Listener
+from clusterddp.host.ways import Target, try_ways
 
-_PATIENCE_S = 5.0
-"""For the parts of one greeting."""
 _RESOLVE_S = 1.0
 _PORTS = 64
-
-
-class Listener:
-    """Tells everybody who knows the nonce who this host is, on every address, until it is closed."""
-
-    def __init__(self, nonce: str, name: str, port: int) -> None:
-        """Listen on `port`; 0: on one that the kernel gives.
-
-        Raises: OSError: the port is taken.
-        """
-        self._nonce = nonce
-        self._name = name
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", port), family=family, backlog=256, dualstack_ipv6=both)
-        self.port = int(self._socket.getsockname()[1])
-        self._closed = False
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Free the port."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                peer, address = self._socket.accept()
-            except OSError:  # closed; or too many open files for a moment
-                time.sleep(0.01)
-                continue
-            threading.Thread(target=self._answer, args=(peer, plain_address(str(address[0]))), daemon=True).start()
-
-    def _answer(self, peer: socket.socket, seen: str) -> None:
-        with peer, contextlib.suppress(OSError):
-            peer.settimeout(_PATIENCE_S)
-            greeting = b""
-            while len(greeting) < PAYLOAD:
-                data = peer.recv(PAYLOAD - len(greeting))
-                greeting += data
-                if not data or not greeting.startswith(self._nonce.encode()[: len(greeting)]):
-                    return
-            peer.sendall(json.dumps({"name": self._name, "seen": seen}).encode().ljust(PAYLOAD))
-            peer.recv(1)  # whoever closes first keeps the port busy for a minute: let it be the other one
 
 
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:

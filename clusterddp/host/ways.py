@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import selectors
@@ -18,9 +19,8 @@ from typing import Any
 
 from clusterddp.dist.interface import plain_address
 from clusterddp.dist.network import Outcome
+from clusterddp.host.listener import PAYLOAD
 
-PAYLOAD = 1 << 15
-"""Bytes each way: more than the largest packet (9000), less than any buffer."""
 _ENOUGH = 0.6
 """Part of the time after which nobody waits on, when every target was reached at one of its addresses: long enough for
 a packet that was lost to be sent again."""
@@ -58,7 +58,7 @@ class Try:
         code = self.socket.connect_ex((target.address, target.port))
         with contextlib.suppress(OSError):
             source = plain_address(str(self.socket.getsockname()[0]))
-            self.left_from = source if source not in ("0.0.0.0", "::") else None  # noqa: S104  (compared, not bound)
+            self.left_from = None if ipaddress.ip_address(source.partition("%")[0]).is_unspecified else source
         if code not in (0, errno.EINPROGRESS):
             self._fail(code)
 

@@ -1,0 +1,118 @@
+"""The network of a gang on hosts that are reached by SSH: the hosts try the ways between them, one choice is made."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from clusterddp.dist.interface import loopback
+from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes
+from clusterddp.dist.network_choice import choose_network
+from clusterddp.dist.network_trouble import explain_trouble
+from clusterddp.dist.network_words import say_notes, say_why
+from clusterddp.errors import PreflightError, SshError
+from clusterddp.run.gang import Gang
+from clusterddp.ssh.session import Reply, Session, ask_all
+
+PROBE_S = 2.0
+"""How long a host tries to reach others: enough for one packet that is lost."""
+
+
+class NodeNetwork(NamedTuple):
+    """Where a node stands."""
+
+    interface: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """The network that carries a gang."""
+
+    master_addr: str
+    nodes: dict[int, NodeNetwork]
+    """By node rank."""
+    notes: tuple[str, ...] = ()
+
+
+def settle_network(gang: Gang, sessions: Mapping[int, Session]) -> Settled:
+    """Find the network by which all nodes reach each other; `sessions` by node rank.
+
+    Raises: PreflightError: there is none, or the user's interface or port is not one, with what was tried and what
+    mends it. SshError: a host cannot be asked.
+    """
+    findings = probe_network(gang, sessions)
+    return settle(gang, findings)
+
+
+def settle(gang: Gang, findings: Findings) -> Settled:
+    """Choose from what was found out.
+
+    Raises: PreflightError.
+    """
+    places = {host.host: place for place, host in enumerate(findings.hosts)}
+    if findings.on_one_machine:
+        here = loopback()
+        alone = NodeNetwork(here.name or "lo", here.address, here.why)
+        return Settled(master_addr=here.address, nodes={node.node_rank: alone for node in gang.nodes})
+    choice = choose_network(findings, gang.interface)
+    if choice.taken is None:
+        raise explain_trouble(findings, choice, gang.master_port)
+    why = say_why(findings, choice)
+    grounds = choice.taken.grounds
+    nodes = {}
+    for node in gang.nodes:
+        place = places[node.host]
+        nodes[node.node_rank] = NodeNetwork(grounds[place].link.name, grounds[place].address.address, why[place])
+    return Settled(
+        master_addr=choice.taken.master.address.address, nodes=nodes, notes=tuple(say_notes(findings, choice))
+    )
+
+
+def probe_network(gang: Gang, sessions: Mapping[int, Session]) -> Findings:
+    """Have every host tell its interfaces, and try to reach the others; `Findings.rows` shows the whole matrix.
+
+    Raises: SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
+    """
+    by_host = {node.host: sessions[node.node_rank] for node in sorted(gang.nodes, key=lambda node: node.node_rank)}
+    hosts = list(by_host)
+    nonce = secrets.token_hex(16)
+
+    def introduce(host: str) -> dict[str, object]:
+        head = {"head": True, "master_port": gang.master_port} if host == hosts[0] else {}
+        return {"nonce": nonce, "name": host, **head}
+
+    try:
+        told = _all_or_raise(ask_all(by_host, "net.listen", introduce))
+        findings = Findings(hosts=tuple(HostNetwork.from_json(host, told[host].facts) for host in hosts), ways=())
+        if findings.on_one_machine:
+            return findings
+        probes = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
+
+        def order(host: str) -> dict[str, object]:
+            targets = [
+                {"target": target, "address": address, "port": port, "name": hosts[target]}
+                for target, address, port in probes[host]
+            ]
+            return {"nonce": nonce, "targets": targets, "within_s": PROBE_S}
+
+        tried = _all_or_raise(ask_all(by_host, "net.probe", order))
+    finally:
+        with contextlib.suppress(SshError):
+            ask_all(by_host, "net.close")
+    ways = [Way(source=place, **way) for place, host in enumerate(hosts) for way in tried[host].facts["ways"]]
+    return Findings(hosts=findings.hosts, ways=tuple(ways))
+
+
+def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
+    errors = [result for result in results.values() if isinstance(result, SshError)]
+    if len(errors) > 1:
+        lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
+        raise PreflightError("\n  ".join([f"{len(errors)} hosts cannot tell of their network:", *lines]))
+    if errors:
+        raise errors[0]
+    return {host: result for host, result in results.items() if isinstance(result, Reply)}
