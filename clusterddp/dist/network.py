@@ -107,10 +107,15 @@ class Findings:
         for way in self.ways:
             source, target = self.hosts[way.source], self.hosts[way.target]
             leaves_by, arrives_at = self.link_used(way), target.owner(way.address)
-            row = dataclasses.asdict(way) | {"from": source.host, "to": target.host}
-            row["leaves_by"] = leaves_by.name if leaves_by else None
-            row["interface"] = arrives_at.name if arrives_at else None
-            rows.append(row)
+            rows.append(
+                dataclasses.asdict(way)
+                | {
+                    "source": source.host,
+                    "target": target.host,
+                    "leaves_by": leaves_by.name if leaves_by else None,
+                    "interface": arrives_at.name if arrives_at else None,
+                }
+            )
         return rows
 
 

@@ -38,6 +38,8 @@ class Candidate:
 
     grounds: dict[int, Ground]
     """By the place of the host; the first host's is the master's."""
+    order: int = 0
+    """Which one it is in the kernel's order: what decides last."""
     failed: tuple[Way, ...] = ()
     """What had to be reached, and was not."""
     detours: tuple[Way, ...] = ()
@@ -58,10 +60,10 @@ class Candidate:
         return min(ground.link.speed_mbit_per_s or ASSUMED_MBIT_PER_S for ground in self.grounds.values())
 
     @property
-    def merit(self) -> tuple[bool, int, int]:
+    def merit(self) -> tuple[bool, int, int, int]:
         """How good it would be if it worked, the least the best: IPv4, cables, then speed."""
         reserve = max(ground.reserve for ground in self.grounds.values())
-        return self.master.address.is_ipv6, reserve, -self.speed_mbit_per_s
+        return self.master.address.is_ipv6, reserve, -self.speed_mbit_per_s, self.order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +81,9 @@ def choose_network(findings: Findings, interface: str | None = None) -> Choice:
     usable = usable_addresses(findings, interface)
     index = {(way.source, way.target, way.address, way.port): way for way in findings.ways}
     judge = _Judge(findings, index, usable, interface)
-    candidates = [judge.judge(Ground(link=link, address=address)) for link, address in usable[0]]
+    candidates = [
+        judge.judge(Ground(link=link, address=address), order) for order, (link, address) in enumerate(usable[0])
+    ]
     # A detour that the user has ordered is none of our business.
     ranked = sorted(candidates, key=lambda one: (not one.works, bool(one.detours) and not interface, one.merit))
     taken = ranked[0] if ranked and ranked[0].works else None
@@ -102,7 +106,7 @@ class _Judge:
         self._usable = usable
         self._interface = interface
 
-    def judge(self, master: Ground) -> Candidate:
+    def judge(self, master: Ground, order: int) -> Candidate:
         """Look at everything that the gang needs for an address of the first host."""
         grounds, lost = {0: master}, []
         for place in range(1, len(self._findings.hosts)):
@@ -117,6 +121,7 @@ class _Judge:
         ways = [way for source, target in needed for way in self._tried(source, target, grounds[target])]
         return Candidate(
             grounds=grounds,
+            order=order,
             failed=tuple(way for way in ways if not way.reached),
             detours=tuple(way for way in ways if way.reached and self._is_detour(way, grounds)),
             lost=tuple(lost),

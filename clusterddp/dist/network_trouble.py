@@ -20,8 +20,11 @@ def explain_trouble(findings: Findings, choice: Choice, master_port: int | None 
     if _only_master_port(findings, best):
         return _explain_master_port(findings, best, master_port)
     everybody = spell_hosts(findings, [host.host for host in findings.hosts])
-    what = f"network.interface {choice.interface}" if choice.interface else "no network is there"
-    words = [f"{what}: {everybody} do not reach each other" if choice.interface else f"{what} by which {everybody} reach each other"]
+    words = [
+        f"network.interface {choice.interface} does not connect {everybody}"
+        if choice.interface
+        else f"there is no network by which {everybody} reach each other"
+    ]
     for candidate in candidates[:_CANDIDATES_SHOWN]:
         words.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
         words += [f"  {line}" for line in _problems(findings, candidate)]
@@ -80,15 +83,16 @@ def _explain_master_port(findings: Findings, candidate: Candidate, master_port: 
     head, way = findings.hosts[0], candidate.failed[0]
     names = spell_hosts(findings, [findings.hosts[failed.source].host for failed in candidate.failed])
     place = f"port {way.port} of {head.host} ({candidate.master.link.name} {way.address})"
-    message = f"{place}: {say_outcome(way)} from {names}, while port {head.port} is reached"
-    if master_port is not None:
-        commands = {
-            "ufw": f"sudo ufw allow {way.port}/tcp",
-            "firewalld": f"sudo firewall-cmd --permanent --add-port={way.port}/tcp && sudo firewall-cmd --reload",
-        }
-        opening = commands.get(head.firewall or "", "is it open in the firewall?")
-        return PreflightError(f"network.master_port: {message}", hint=f"{head.host}: {opening}; or another master_port")
-    return PreflightError(message, hint="network.master_port: PORT names one that is open in the firewall")
+    message = f"{place} is not reached by {names}: {say_outcome(way)}; port {head.port} is reached"
+    if master_port is None:
+        return PreflightError(message, hint="network.master_port: PORT names one that is open in the firewall")
+    commands = {
+        "ufw": f"sudo ufw allow {way.port}/tcp",
+        "firewalld": f"sudo firewall-cmd --permanent --add-port={way.port}/tcp && sudo firewall-cmd --reload",
+    }
+    command = commands.get(head.firewall or "")
+    opening = f"{head.firewall} is on: on {head.host} {command}" if command else "a firewall? open the port there"
+    return PreflightError(f"network.master_port: {message}", hint=f"{opening}, or name another port")
 
 
 def _hint(findings: Findings, candidate: Candidate) -> str:

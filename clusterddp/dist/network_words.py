@@ -24,8 +24,11 @@ def say_notes(findings: Findings, choice: Choice) -> Iterator[str]:
     taken = choice.taken
     assert taken is not None
     for candidate in choice.others:
-        better = candidate.merit <= taken.merit and candidate.master.link.name != taken.master.link.name
-        if better and (problem := first_problem(findings, candidate)):
+        if candidate.master.link.name == taken.master.link.name:
+            continue
+        # What would have been taken otherwise, and what looks like a mistake of whoever gave out the addresses.
+        missed = candidate.merit < taken.merit or any(overlap(findings, way) for way in candidate.detours)
+        if missed and (problem := first_problem(findings, candidate)):
             place = f"{candidate.master.link.name} of {findings.hosts[0].host}"
             address, speed = candidate.master.address.address, speed_words(candidate.master.link)
             yield f"{place} ({address}, {speed}) is not used: {problem}"
@@ -33,11 +36,10 @@ def say_notes(findings: Findings, choice: Choice) -> Iterator[str]:
         yield _say_detour(findings, way)
     yield from _say_differences(findings, taken)
     yield from _say_translations(findings, taken)
-    yield from say_oddities(findings)
 
 
 def say_oddities(findings: Findings) -> Iterator[str]:
-    """Say what misleads programs that look for an address themselves."""
+    """Say what does no harm here, and misleads programs that look for an address themselves."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for address, hosts in findings.shared_addresses().items():
         link = next(host.owner(address) for host in findings.hosts if host.host == hosts[0])
@@ -123,7 +125,7 @@ def _reason(findings: Findings, choice: Choice, taken: Candidate) -> str:
     if reserve > taken.merit[1]:
         return f"{everybody} reach each other by it, and {rival.master.link.name} is {_RESERVES[reserve]}"
     if rival.detours and not taken.detours:
-        return f"{everybody} reach each other by it, and what goes to {rival.master.link.name} takes other ways"
+        return f"{everybody} reach each other by it; what goes to {rival.master.link.name} leaves by another interface"
     return f"the first of {number} networks by which {everybody} reach each other"
 
 
@@ -165,24 +167,22 @@ def _subnets(link: Link) -> set[str]:
 def describe_host(findings: Findings, place: int) -> str:
     """List the interfaces of a host, and why those that are not usable are not."""
     usable = {link.name for link, _ in usable_addresses(findings)[place]}
-    shared = findings.shared_addresses()
+    shared = set(findings.shared_addresses())
     words = []
     for link in findings.hosts[place].links:
         addresses = [entry.address for entry in link.addresses]
-        if link.loopback:
+        if link.loopback or (link.of_containers and not addresses):
             continue
-        reason = (
-            ""
-            if link.name in usable
-            else "down"
-            if not link.up
-            else "no address"
-            if not addresses
-            else "between containers"
-            if link.of_containers
-            else "the same on other hosts"
-            if set(addresses) <= set(shared)
-            else "not usable"
-        )
-        words.append(f"{link.name} ({', '.join([*addresses[:2], *([reason] if reason else [])])})")
+        reason = [] if link.name in usable else [_why_unusable(link, set(addresses), shared)]
+        words.append(f"{link.name} ({', '.join([*addresses[:2], *reason])})")
     return ", ".join(words) or "none but the loopback"
+
+
+def _why_unusable(link: Link, addresses: set[str], shared: set[str]) -> str:
+    if not link.up:
+        return "down"
+    if not addresses:
+        return "no address"
+    if addresses <= shared:
+        return "the same on other hosts"
+    return "between containers" if link.of_containers else "its addresses do not last"

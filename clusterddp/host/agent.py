@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import runs, store, table
+from clusterddp.host import network, runs, store, table
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
-OPERATIONS: dict[str, Operation] = {**runs.OPERATIONS, **store.OPERATIONS, **table.OPERATIONS}
+OPERATIONS: dict[str, Operation] = {
+    **runs.OPERATIONS,
+    **store.OPERATIONS,
+    **network.OPERATIONS,
+    **table.OPERATIONS,
+}
 
 
 def serve(root: str, package: str, patience_s: int) -> None:

@@ -12,7 +12,7 @@ from clusterddp.dist.interface import loopback
 from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes
 from clusterddp.dist.network_choice import choose_network
 from clusterddp.dist.network_trouble import explain_trouble
-from clusterddp.dist.network_words import say_notes, say_why
+from clusterddp.dist.network_words import say_notes, say_oddities, say_why
 from clusterddp.errors import PreflightError, SshError
 from clusterddp.run.gang import Gang
 from clusterddp.ssh.session import Reply, Session, ask_all
@@ -37,6 +37,9 @@ class Settled:
     nodes: dict[int, NodeNetwork]
     """By node rank."""
     notes: tuple[str, ...] = ()
+    """What people may want to mend."""
+    oddities: tuple[str, ...] = ()
+    """What does no harm, and misleads other programs: an address that is everywhere, a name that means 127.0.1.1."""
 
 
 def settle_network(gang: Gang, sessions: Mapping[int, Session]) -> Settled:
@@ -69,7 +72,10 @@ def settle(gang: Gang, findings: Findings) -> Settled:
         place = places[node.host]
         nodes[node.node_rank] = NodeNetwork(grounds[place].link.name, grounds[place].address.address, why[place])
     return Settled(
-        master_addr=choice.taken.master.address.address, nodes=nodes, notes=tuple(say_notes(findings, choice))
+        master_addr=choice.taken.master.address.address,
+        nodes=nodes,
+        notes=tuple(say_notes(findings, choice)),
+        oddities=tuple(say_oddities(findings)),
     )
 
 
