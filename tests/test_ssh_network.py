@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from rack.network import add_interface, block_ports, open_ports, remove_interface
 from rack.plan import RackPlan
 from rack.rack import Rack, running_rack
 from ssh_person import ROOT
@@ -25,7 +26,7 @@ from clusterddp.launch.ssh_interfaces import probe_network, settle
 from clusterddp.launch.ssh_package import package
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.ssh.session import HostAccess, open_sessions
-accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1:]]
+accesses = [HostAccess(host=host) for host in sys.argv[1:]]
 sessions = open_sessions(accesses, environ=os.environ, package=package())
 for line in sys.stdin:
     order = json.loads(line)
@@ -92,7 +93,7 @@ class Lan:
 @pytest.fixture(scope="module")
 def lan() -> Iterator[Lan]:
     variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    with running_rack(RackPlan(nodes=NODES)) as rack:
+    with running_rack(RackPlan(nodes=NODES, private_hosts=True, slurm=False)) as rack:
         argv = rack.argv("head", [sys.executable, "-c", SETTLE, *NODES], env=variables)
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
             yield Lan(rack, launcher)
@@ -100,47 +101,32 @@ def lan() -> Iterator[Lan]:
 
 
 @contextmanager
-def second_switch(lan: Lan, addresses: dict[str, str], *, names: dict[str, str] | None = None) -> Iterator[None]:
+def second_network(lan: Lan, addresses: dict[str, str], *, names: dict[str, str] | None = None) -> Iterator[None]:
     """Give hosts a second interface, eth1 unless named, on a switch of its own; host -> address/prefix."""
-    pids = {host: (lan.rack.dir / "pid" / host).read_text().strip() for host in ("head", *addresses)}
     with ExitStack() as undo:
-        lan.ip("head", "link", "add", "switch2", "type", "bridge")
-        undo.callback(lan.ip, "head", "link", "delete", "switch2")
-        lan.ip("head", "link", "set", "switch2", "up")
-        for number, (host, address) in enumerate(addresses.items()):
-            port, name = f"second{number}", (names or {}).get(host, "eth1")
-            # From outside: the head's network, and process numbers by which all hosts are known.
-            cable = ["ip", "link", "add", port, "type", "veth", "peer", "name", name, "netns", pids[host]]
-            subprocess.run(["nsenter", "-t", pids["head"], "-n", *cable], check=True)
-            undo.callback(lan.ip, "head", "link", "delete", port)
-            lan.ip("head", "link", "set", port, "master", "switch2", "up")
-            lan.ip(host, "link", "set", name, "up")
-            lan.ip(host, "address", "add", address, "dev", name)
+        for host, address in addresses.items():
+            name = (names or {}).get(host, "eth1")
+            add_interface(lan.rack, host, name, address)
+            undo.callback(remove_interface, lan.rack, host, name)
         yield
 
 
 @contextmanager
-def firewall(lan: Lan, host: str, action: str, ports: str = "1024-65534", *, interface: str = "eth0") -> Iterator[None]:
-    """Let a host drop (`blackhole`) or reject (`prohibit`) what comes in for these TCP ports.
-
-    Stands for a packet filter, which this kernel may not have: routing rules that come before those of local delivery.
-    """
-    rule = ["pref", "1", "iif", interface, "ipproto", "tcp", "dport", ports, action]
-    with ExitStack() as undo:
-        lan.ip(host, "rule", "add", "pref", "2", "lookup", "local")
-        undo.callback(lan.ip, host, "rule", "delete", "pref", "2")
-        lan.ip(host, "rule", "delete", "pref", "0")
-        undo.callback(lan.ip, host, "rule", "add", "pref", "0", "lookup", "local")
-        lan.ip(host, "rule", "add", *rule)
-        undo.callback(lan.ip, host, "rule", "delete", *rule)
+def firewall(
+    lan: Lan, host: str, ports: str = "1024-65535", *, refuse: bool = False, interface: str | None = None
+) -> Iterator[None]:
+    block_ports(lan.rack, host, ports, refuse=refuse, interface=interface)
+    try:
         yield
+    finally:
+        open_ports(lan.rack, host)
 
 
 @contextmanager
 def listening(lan: Lan, host: str, port: int) -> Iterator[None]:
     program = f"import socket, sys; s = socket.create_server(('', {port})); print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        lan.rack.argv(host, [sys.executable, "-c", program]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        lan.rack.argv(host, ["python", "-c", program]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "up\n"
         yield
@@ -194,55 +180,63 @@ def test_the_whole_matrix_is_told(lan: Lan) -> None:
 def test_names_of_interfaces_may_differ(lan: Lan) -> None:
     cables = {"node1": "10.88.0.11/24", "node2": "10.88.0.12/24", "node3": "10.88.0.13/24"}
     names = {"node2": "enp5s0", "node3": "lan7"}
-    with second_switch(lan, cables, names=names), firewall(lan, "node3", "blackhole"):
+    with second_network(lan, cables, names=names), firewall(lan, "node3", interface="eth0"):
         answer = lan.settle()
     assert answer.interfaces == ["eth1", "enp5s0", "lan7"]
-    assert "eth0 of node1 (10.77.0.11, 10 Gb/s) is not used: node3 -> node1 10.77.0.11" in answer.notes
+    assert "eth0 of node1 (10.77.0.11, 10 Gb/s) is not used: node1 -> node3 10.77.0.13" in answer.notes
 
 
 def test_an_interface_that_one_host_lacks_is_not_taken(lan: Lan) -> None:
-    with second_switch(lan, {"node1": "10.88.0.11/24", "node2": "10.88.0.12/24"}):
+    with second_network(lan, {"node1": "10.88.0.11/24", "node2": "10.88.0.12/24"}):
         assert lan.settle().interfaces == ["eth0"] * 3
 
 
 def test_overlapping_subnets_are_named(lan: Lan) -> None:
     cables = {"node1": "10.77.0.111/24", "node2": "10.77.0.112/24", "node3": "10.77.0.113/24"}
-    with second_switch(lan, cables):
+    with second_network(lan, cables):
         answer = lan.settle()
     assert answer.interfaces == ["eth0"] * 3
     assert "leaves by eth0, which has the subnet 10.77.0.0/24 as eth1 has" in answer.notes
 
 
 def test_an_overlapping_interface_that_leads_nowhere_is_named(lan: Lan) -> None:
-    with second_switch(lan, {"node2": "10.77.0.112/24"}):
+    with second_network(lan, {"node2": "10.77.0.112/24"}):
         lan.ip("node2", "route", "add", "10.77.0.11/32", "dev", "eth1")
         answer = lan.settle()
     assert "on node2 eth1 and eth0 both have the subnet 10.77.0.0/24" in answer.error
 
 
 def test_a_firewall_is_named(lan: Lan) -> None:
-    with firewall(lan, "node3", "blackhole"):
+    with firewall(lan, "node3"):
         answer = lan.settle()
     assert "node1, node2 -> node3 eth0 10.77.0.13, any port: no answer" in answer.error
     assert "hint: does a firewall on node3, or before it, let every TCP port in from 10.77.0.0/24?" in answer.error
 
 
-def test_a_firewall_that_rejects_is_named(lan: Lan) -> None:
-    # Only who forwards packets says that he prohibits one.
-    lan.rack.run("node3", ["sh", "-c", "echo 1 >/proc/sys/net/ipv4/conf/eth0/forwarding"])
-    with firewall(lan, "node3", "prohibit"):
+def test_a_firewall_that_refuses_is_named(lan: Lan) -> None:
+    with firewall(lan, "node3", refuse=True):
         answer = lan.settle()
+    assert "node1, node2 -> node3 eth0 10.77.0.13, any port: refused" in answer.error
+
+
+def test_a_firewall_that_rejects_as_firewalld_does_is_named(lan: Lan) -> None:
+    rules = "add table inet rack\nadd chain inet rack input { type filter hook input priority 0; }\nadd rule inet rack "
+    rules += "input tcp flags & (syn|ack) == syn tcp dport 1024-65535 reject with icmpx admin-prohibited\n"
+    lan.rack.run("node3", ["nft", "-f", "-"], stdin=rules)
+    answer = lan.settle()
+    open_ports(lan.rack, "node3")
     assert "node1, node2 -> node3 eth0 10.77.0.13, any port: No route to host" in answer.error
+    assert "hint: does a firewall on node3, or before it, let every TCP port in" in answer.error
 
 
 def test_a_closed_master_port_is_named(lan: Lan) -> None:
-    with firewall(lan, "node1", "blackhole", "29500"):
+    with firewall(lan, "node1", "29500"):
         answer = lan.settle(master_port=29500)
     assert "port 29500 of node1 (eth0 10.77.0.11) is not reached by node2, node3: no answer" in answer.error
 
 
 def test_a_closed_range_of_master_ports_is_named(lan: Lan) -> None:
-    with firewall(lan, "node1", "blackhole", "10000-31999"):
+    with firewall(lan, "node1", "10000-31999"):
         answer = lan.settle()
     assert "hint: network.master_port: PORT names one that is open in the firewall" in answer.error
 
@@ -254,23 +248,24 @@ def test_a_master_port_in_use_is_named(lan: Lan) -> None:
 
 
 def test_an_interface_that_the_user_names_is_taken(lan: Lan) -> None:
-    with second_switch(lan, {node: f"10.88.0.{number}/24" for number, node in enumerate(NODES, 1)}):
+    with second_network(lan, {node: f"10.88.0.{number}/24" for number, node in enumerate(NODES, 1)}):
         answer = lan.settle(interface="eth1")
     assert answer.interfaces == ["eth1"] * 3
     assert answer.found["nodes"][0][2].startswith("network.interface names it")
 
 
 def test_an_interface_that_the_user_names_and_a_host_lacks_is_refused(lan: Lan) -> None:
-    with second_switch(lan, {"node1": "10.88.0.11/24", "node2": "10.88.0.12/24"}):
+    with second_network(lan, {"node1": "10.88.0.11/24", "node2": "10.88.0.12/24"}):
         answer = lan.settle(interface="eth1")
     assert "network.interface eth1 does not lead to node3\n  node3 has eth0 (10.77.0.13)" in answer.error
 
 
 def test_an_interface_that_the_user_names_is_tried(lan: Lan) -> None:
     cables = {node: f"10.88.0.{number}/24" for number, node in enumerate(NODES, 1)}
-    with second_switch(lan, cables), firewall(lan, "node2", "blackhole", interface="eth1"):
+    with second_network(lan, cables), firewall(lan, "node2", interface="eth1"):
         answer = lan.settle(interface="eth1")
     assert "network.interface eth1 does not connect all 3 hosts" in answer.error
+    assert "node1 -> node2 eth1 10.88.0.2, any port: no answer" in answer.error
 
 
 def test_between_containers_nobody_meets(lan: Lan) -> None:
@@ -279,10 +274,10 @@ def test_between_containers_nobody_meets(lan: Lan) -> None:
 
 def test_large_packets_that_are_lost_are_named(lan: Lan) -> None:
     cables = {node: f"10.88.0.{number}/24" for number, node in enumerate(NODES, 1)}
-    with second_switch(lan, cables):
+    with second_network(lan, cables):
         for node in NODES:
             lan.ip(node, "link", "set", "eth1", "mtu", "9000")
-            lan.rack.run(node, [sys.executable, "-c", SEGMENT_IN_SOFTWARE])
+            lan.rack.run(node, ["python", "-c", SEGMENT_IN_SOFTWARE])
         answer = lan.settle(interface="eth1")
     assert "connected, but large packets are lost" in answer.error
     assert "node1 eth1 has MTU 9000" in answer.error
