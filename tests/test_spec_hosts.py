@@ -102,6 +102,7 @@ def test_only_the_first_hosts_get_a_share_when_there_are_more_than_nodes() -> No
         ("ssh: {hosts: [a, b]}\nresources: {nodes: 3}", "ssh.hosts", "2 hosts for 3 nodes"),
         ("ssh: {hosts: [a, b, a]}", "ssh.hosts.2", "a is named twice"),
         ('ssh: {hosts: [gpu02, "gpu[01-03]"]}', "ssh.hosts.1", "gpu02 is named twice"),
+        ('ssh: {hosts: ["g[1-3]", "g[1-4]"]}', "ssh.hosts.1", "g1 is named twice, and so are 2 more"),
         ("ssh: {hosts: ['gpu[1-']}", "ssh.hosts.0.host", "a ']' is missing"),
         ("ssh: {hosts: ['gpu[9-1]']}", "ssh.hosts.0.host", "runs backwards"),
         ("ssh: {hosts: ['a,-oProxyCommand']}", "ssh.hosts.0.host", "'-oProxyCommand' is no host"),

@@ -68,7 +68,7 @@ def test_a_time_limit_holds_as_on_this_machine(tmp_path: Path) -> None:
 def test_hosts_beyond_the_number_of_nodes_are_not_used_and_that_is_said(tmp_path: Path) -> None:
     planned = plan_text('name: a\nlauncher: ssh\nssh: {hosts: ["n[1-6]"]}\nresources: {nodes: 2}\n', tmp_path)
     assert [node.host for node in planned.gang.nodes] == ["n1", "n2"]
-    assert "resources.nodes is 2: n3, n4, n5 and 1 more are not used" in planned.notes
+    assert "resources.nodes is 2: n3, n4, n5 and 1 more are not used; ~resources.nodes takes all" in planned.notes
 
 
 def test_on_the_cpu_there_are_the_same_ranks_and_no_gpus(tmp_path: Path) -> None:

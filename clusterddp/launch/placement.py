@@ -171,7 +171,7 @@ def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[s
     if unused:
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         few = f"{names} {'is' if len(unused) == 1 else 'are'}"
-        yield f"resources.nodes is {job.resources.nodes}: {few} not used"
+        yield f"resources.nodes is {job.resources.nodes}: {few} not used; ~resources.nodes takes all"
     if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
         yield "no GPUs are asked for (resources.gpus_per_node, or gpus of a host): the ranks compute on the CPU"
     if job.resources.cpus_per_task is None:

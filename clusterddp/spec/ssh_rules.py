@@ -33,17 +33,20 @@ def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _twice(job: JobSpec) -> Iterator[Conflict]:
+    """Find hosts that are there already, and tell of the first of each item of the list."""
     first: dict[str, SshHost] = {}
+    again: dict[int, list[SshHost]] = {}
     for index, host in expand_hosts(job.ssh.hosts):
-        if host.host not in first:
-            first[host.host] = host
-            continue
-        other = first[host.host]
-        both = (other.gpus or 0) + (host.gpus or 0) if other.gpus and host.gpus else None
-        sums = f"if {other.gpus} + {host.gpus} are meant, name it once with {both}" if both else "name it once"
+        if first.setdefault(host.host, host) is not host:
+            again.setdefault(index, []).append(host)
+    for index, (host, *more) in again.items():
+        gpus, others = host.gpus, first[host.host].gpus
+        sums = (
+            f"if {others} + {gpus} are meant, name it once with {others + gpus}" if gpus and others else "name it once"
+        )
         yield Conflict(
             keys=(f"ssh.hosts.{index}",),
-            message=f"{host.host} is named twice",
+            message=f"{host.host} is named twice" + (f", and so are {len(more)} more" if more else ""),
             hint=f"{sums}: each host is one node",
         )
 
@@ -73,7 +76,7 @@ def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield Conflict(
             keys=("ssh.hosts", "resources.nodes"),
             message=f"{hosts} for {job.resources.nodes} nodes",
-            hint="each host is one node; without resources.nodes there are as many nodes as hosts",
+            hint="each host is one node; ~resources.nodes makes as many nodes as there are hosts",
         )
     ranks = sum(share.ranks for share in shares)
     if ranks > MAX_RANKS:
