@@ -13,7 +13,8 @@ from clusterddp.errors import UsageError
 
 if TYPE_CHECKING:
     from clusterddp.spec.hosts import Share
-    from clusterddp.spec.model import JobSpec, SshPython
+    from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import SshPython
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ from clusterddp.spec.scalars import problem, read_text, refuse
 from clusterddp.spec.tree import Scalar
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import JobSpec, SshHost
+    from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import SshHost
 
 HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
 """What the JSON Schema says of a host; `read_host` is stricter."""

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from clusterddp.spec.keys import model_of, spellings
-from clusterddp.spec.model import EntrySpec, JobSpec, SshHost
+from clusterddp.spec.model import EntrySpec, JobSpec
+from clusterddp.spec.ssh_section import SshHost
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -10,7 +10,8 @@ from clusterddp.spec.conflict import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import expand_hosts, share_out
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import JobSpec, SshHost
+    from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import SshHost
 
 NAME_HOSTS = (
     "--hosts gpu01,gpu02 or --hostfile FILE names them, in a spec or a profile ssh: {hosts: [gpu01, gpu02]}, "
