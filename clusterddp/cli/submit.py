@@ -14,7 +14,7 @@ from clusterddp.cli.arguments import RunName, address, command, output_option, r
 from clusterddp.cli.hosts import HostName
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
-from clusterddp.errors import PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
 from clusterddp.run.sweep_dir import SweepDir
@@ -265,7 +265,10 @@ def _ending(run: RunDir, tie: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         say(f"\n{run.name} is attached to this command, and ends with it")
-        say(f"{run.name} {cancel(run)}")
+        try:
+            say(f"{run.name} {cancel(run)}")
+        except ClusterddpError as error:
+            say(f"{error.message}; its hosts end it as soon as they miss this command")
         raise
     finally:
         tie.close()
