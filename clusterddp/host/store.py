@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     What cannot be marked, since nobody may write there, is taken for this host's own.
     """
     marked = _mark_of(host, request.get("target"), request["nonce"])
+    _remove_old_marks(marked.parent)
     try:
         host.hold(_Mark(marked))
     except OSError as error:
@@ -120,6 +122,14 @@ def _mark_of(host: Host, target: str | None, nonce: str) -> Path:
     if not _NONCE.fullmatch(nonce):
         raise ValueError(f"not a nonce: {nonce!r}")
     return (host.root if target is None else find_existing(find_place(target))) / f"{_MARK}{nonce}"
+
+
+def _remove_old_marks(folder: Path) -> None:
+    """Remove marks of agents that were killed."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.startswith(_MARK) and time.time() - entry.stat(follow_symlinks=False).st_mtime > 3600:
+                Path(entry.path).unlink()
 
 
 def _code(root: Path, name: str) -> Path:
