@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rack.rack import Rack, wait_until
+from rack.rack import wait_until
 from ssh_person import Person
 
 from clusterddp.errors import ClusterddpError
@@ -23,19 +23,20 @@ from clusterddp.run.snapshot import tree_sum
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
 STRANGE = os.fsdecode(b"caf\xe9.py")
-# Of a plan `ship` reads no more than is made here.
+# Of a plan `ship` reads its name, its token and what is about SSH.
 SHIP = """
 import json, os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.ssh_package import package
+from clusterddp.launch.ssh_plan import Send, SshPlan
 from clusterddp.launch.ssh_ship import ship
 from clusterddp.run.directory import RunDir
 from clusterddp.ssh.session import HostAccess, open_sessions
 order = json.loads(sys.argv[1])
-send = [SimpleNamespace(source=source, target=target) for source, target in order["send"].items()]
-plan = SimpleNamespace(run="brisk-otter-3", token="0123456789", ssh=SimpleNamespace(send=send))
+send = tuple(Send(source=source, target=target) for source, target in order["send"].items())
+plan = SimpleNamespace(run="brisk-otter-3", token="0123456789", ssh=SshPlan(hosts=(), root="~", send=send))
 accesses = [HostAccess(host=host, root=root, python=sys.executable) for host, root in order["hosts"].items()]
 sessions = open_sessions(accesses, environ=os.environ, package=package())
 watched = []
@@ -202,14 +203,15 @@ def test_a_snapshot_that_was_changed_is_refused_by_every_host(sender: Sender) ->
     assert "node1: ask: the snapshot of the code came with the sum" in sender.ship()["error"]
 
 
-def test_a_killed_sender_leaves_nothing_half(sender: Sender, data: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_sender_that_ends_in_the_middle_leaves_nothing_half(sender: Sender, data: Path, how: signal.Signals) -> None:
     (sender.run / "code").unlink()
     sender.send = {str(data): "~/data/set"}
     process = subprocess.Popen(sender.argv(stall=True), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "under way\n"
     assert len(sender.left_over()) > 0
-    end_program(sender.person.rack, process)
+    end_program(process, how)
     wait_until(lambda: sender.left_over() == [], 20)
     assert not (sender.home / "data" / "set").exists()
 
@@ -256,9 +258,8 @@ def test_what_is_neither_file_nor_link_is_left_out_and_said(data: Path) -> None:
     assert read_source(data, "~/data").notes == (f"{data}: not sent, being neither files nor links: pipe",)
 
 
-def end_program(rack: Rack, process: subprocess.Popen[str]) -> None:
-    """Kill what was started on the head, which entered a PID namespace there: the child is the program."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in [*map(int, children), process.pid]:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
+def end_program(process: subprocess.Popen[str], how: signal.Signals) -> None:
+    """Signal what was started on the head: it is a child of the command that entered there."""
+    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(pid), how)
+    process.communicate(timeout=20)

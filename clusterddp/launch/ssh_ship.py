@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.launch.ssh_cargo import SEND_TIMEOUT_S, Cargo, Groups, Watch, find_groups, results_of
 from clusterddp.launch.ssh_data import send_data
+from clusterddp.launch.ssh_plan import directory_name
 from clusterddp.run.tree import list_tree
 from clusterddp.run.tree_stream import Sending
 from clusterddp.ssh.session import Session, ask_all
@@ -40,7 +41,7 @@ def ship(plan: Plan, sessions: Mapping[str, Session], run: RunDir, *, watch: Wat
     groups = find_groups(sessions)
     code_sum = read_code_sum(run)
     if code_sum is not None:
-        _send_code(cargo, code_sum, run, [group[0] for group in groups], f"{plan.run}.{plan.token[:8]}")
+        _send_code(cargo, code_sum, run, [group[0] for group in groups], directory_name(plan.run, plan.token))
     notes = [note for send in plan.ssh.send for note in send_data(send.source, send.target, cargo)]
     return Shipped(code_sum=code_sum, groups=groups, sent_bytes=cargo.sent_bytes, notes=tuple(notes))
 
