@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,20 +208,30 @@ def start_gang(
     only: tuple[int, ...] = (),
     python: str | Path = sys.executable,
     run_dirs: dict[int, Path] | None = None,
+    hold: Sequence[Sequence[int]] = (),
     **order: Any,
 ) -> GangRun:
     """Start the supervisors of a gang; `only` some nodes, where the others are to stay away.
 
-    `python` runs all of it; `run_dirs` are those of nodes that do not share the first one's.
+    `python` runs all of it; `run_dirs` are those of nodes that do not share the first one's; `hold`: for each node the
+    descriptors that its supervisor inherits.
     """
     run = RunDir(tmp_path / "run")
     base = {"run_dir": str(run.path), "gang": gang.to_json(), "attempt": attempt, "parent_bound": True} | order
     nodes = [node.node_rank for node in gang.nodes if not only or node.node_rank in only]
     orders = tmp_path / "orders.json"
-    orders.write_text(
-        json.dumps([base | {"node_rank": node, "run_dir": str((run_dirs or {}).get(node, run.path))} for node in nodes])
+    holds = dict(enumerate(hold))
+    of_node = {
+        node: {"node_rank": node, "run_dir": str((run_dirs or {}).get(node, run.path)), "hold": holds.get(node, ())}
+        for node in nodes
+    }
+    orders.write_text(json.dumps([base | of_node[node] for node in nodes]))
+    starter = subprocess.Popen(
+        [str(python), str(STARTER), str(orders)],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[descriptor for each in hold for descriptor in each],
     )
-    starter = subprocess.Popen([str(python), str(STARTER), str(orders)], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     said = json.loads(starter.stdout.readline())
     return GangRun(run=run, gang=gang, starter=starter, supervisors=said["supervisors"], link=said["link"])

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 """Without the persistence daemon nvidia-smi wakes every GPU first, which takes seconds on a full machine."""
 
 
-def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU as nvidia-smi lists it."""
+
+    index: str
+    model: str
+    uuid: str
+    slices: tuple[str, ...] = ()
+    """The UUIDs of its MIG slices; one that is cut into slices is no device itself, they are."""
+
+
+def visible_gpus(environ: Mapping[str, str], listed: Sequence[Gpu] | None = None) -> tuple[str, ...]:
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES would name them.
 
     CUDA_VISIBLE_DEVICES is taken at its word: indices or UUIDs; as CUDA does, the list ends at the first empty or
-    negative entry. Without it `nvidia-smi -L` is asked; no nvidia-smi, or one that fails, means no GPU.
+    negative entry. Without it they are `listed`, by default those that `list_gpus` finds now.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return _named_gpus(named)
+    gpus = list_gpus(environ) if listed is None else listed
+    # CUDA counts the fastest first unless told otherwise, nvidia-smi does not: among unlike ones an index is ambiguous.
+    alike = len({gpu.model for gpu in gpus}) == 1 or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return tuple(name for gpu in gpus for name in gpu.slices or (gpu.index if alike else gpu.uuid,))
+
+
+def list_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """List all GPUs of this host; no nvidia-smi, or one that fails, means none."""
+    return _parse_listing(ask_nvidia_smi(environ, "-L"))
+
+
+def ask_nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
+    """Return what nvidia-smi says; nothing when there is none, or it fails."""
     command = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if command is None:
-        return ()
+        return ""
     try:
-        listing = subprocess.run(
-            [command, "-L"],
+        done = subprocess.run(
+            [command, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -35,8 +61,8 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return _listed_gpus(listing.stdout) if listing.returncode == 0 else ()
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def loopback_interface() -> str:
@@ -55,13 +81,12 @@ def _named_gpus(named: str) -> tuple[str, ...]:
     return tuple(gpus)
 
 
-def _listed_gpus(listing: str) -> tuple[str, ...]:
-    """Read `nvidia-smi -L`; a GPU that is cut into MIG slices is no device itself, its slices are."""
-    gpus: list[str] = []
-    slices: dict[str, list[str]] = {}
+def _parse_listing(listing: str) -> tuple[Gpu, ...]:
+    """Read `nvidia-smi -L`."""
+    gpus: list[Gpu] = []
     for line in listing.splitlines():
-        if gpu := re.match(r"GPU (\d+):", line):
-            gpus.append(gpu[1])
+        if gpu := re.match(r"GPU (\d+): (.*?)\s*(?:\(UUID:\s*([^)\s]+)\))?\s*$", line):
+            gpus.append(Gpu(index=gpu[1], model=gpu[2], uuid=gpu[3] or gpu[1]))
         elif gpus and (mig := re.search(r"MIG .*\(UUID:\s*(MIG-[^)\s]+)\)", line)):
-            slices.setdefault(gpus[-1], []).append(mig[1])
-    return tuple(name for gpu in gpus for name in slices.get(gpu, [gpu]))
+            gpus[-1] = dataclasses.replace(gpus[-1], slices=(*gpus[-1].slices, mig[1]))
+    return tuple(gpus)

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import network, runs, store, table
+from clusterddp.host import gpus, network, runs, store, table
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
 OPERATIONS: dict[str, Operation] = {
+    **gpus.OPERATIONS,
+    **network.OPERATIONS,
     **runs.OPERATIONS,
     **store.OPERATIONS,
-    **network.OPERATIONS,
     **table.OPERATIONS,
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -14,7 +16,8 @@ from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.command_lines import launcher_command
 from clusterddp.launch.environment import process_environment
-from clusterddp.launch.placement import assign_gpus, read_machine
+from clusterddp.launch.local_leases import lease_gpus
+from clusterddp.launch.placement import assign_gpus, place_here
 from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
@@ -31,12 +34,15 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
     """Start the attempt and return its job id once submitit has taken it over.
 
     The record names the job and its keeper by then: submitit's controller, whose death ends the run.
-    Raises: ClusterddpError: it could not be started; no process of it is left.
+    Raises: PreflightError: others hold GPUs that it needs. ClusterddpError: it could not be started; no process of it
+    is left.
     """
     token = read_run(run).token
     log = run.launcher_dir / "submit.log"
+    leases = lease_gpus(run, environ)
     try:
-        exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log)
+        with leases or contextlib.nullcontext():
+            exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log, leases)
         job_id = read_run(run).job_id
         if exit_code != 0 or job_id is None:
             last_line = read_tail(log).rpartition("\n")[2].strip()  # of a traceback: what happened
@@ -61,9 +67,9 @@ def withdraw(run: RunDir, environ: Mapping[str, str]) -> str:
 def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
     """Return the plan for a further start, with the GPUs and the host that there are now.
 
-    Raises: PreflightError: fewer GPUs than it had.
+    Raises: PreflightError: there are fewer GPUs than it had, or fewer are free.
     """
-    nodes = assign_gpus(plan.run, plan.gang.nodes, read_machine(environ))
+    nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), environ)
     return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
 
 
@@ -115,12 +121,15 @@ def _sweep(run: RunDir, record: RunRecord, timeout_s: float) -> None:
         raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
 
 
-def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path) -> int:
-    """Have submitit take the attempt over; return the exit code of the process that asks it to."""
+def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path, leases: socket.socket | None) -> int:
+    """Have submitit take the attempt over; return the exit code of the process that asks it to.
+
+    What has no standard input of its own inherits the leases: submitit's controller, and the task from it.
+    """
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
             launcher_command(run.path, attempt),
-            stdin=subprocess.DEVNULL,
+            stdin=leases.fileno() if leases else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             # No file of the user's lies there that could take the place of one of Python's modules.

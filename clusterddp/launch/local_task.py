@@ -26,6 +26,7 @@ from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_run, final_end
 from clusterddp.launch.command_lines import supervisor_command
 from clusterddp.launch.environment import process_environment
+from clusterddp.launch.local_leases import receive_leases
 from clusterddp.run.directory import RunDir, read_json, read_tail
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, signal_name
@@ -96,9 +97,11 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
     """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
     link: dict[str, Any] | None = None
+    holds = receive_leases(gang.nodes, sys.stdin.fileno())
     for node in gang.nodes:
+        hold = holds.get(node.node_rank, ())
         try:
-            supervisor = _start_supervisor(run, gang, node)
+            supervisor = _start_supervisor(run, gang, node, hold)
         except OSError as error:
             return f"the supervisor of node {node.node_rank} could not be started: {error}"
         supervisors.append(supervisor)
@@ -111,6 +114,7 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
                 "attempt": attempt,
                 "link": link,
                 "parent_bound": True,
+                "hold": hold,
             },
         )
         if node.node_rank == 0:
@@ -122,7 +126,7 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
     return None
 
 
-def _start_supervisor(run: RunDir, gang: Gang, node: Node) -> _Supervisor:
+def _start_supervisor(run: RunDir, gang: Gang, node: Node, hold: tuple[int, ...]) -> _Supervisor:
     log = run.launcher_dir / f"supervisor-{node.node_rank}.log"
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -134,6 +138,7 @@ def _start_supervisor(run: RunDir, gang: Gang, node: Node) -> _Supervisor:
             cwd=run.launcher_dir,
             env=process_environment(cookie(gang.token, f"s{node.node_rank}"), inherited_environment()),
             start_new_session=True,
+            pass_fds=hold,
         )
     finally:
         os.close(descriptor)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from clusterddp.dist.devices import loopback_interface, visible_gpus
+from clusterddp.dist.devices import list_gpus, loopback_interface, visible_gpus
 from clusterddp.errors import PreflightError
 from clusterddp.run.gang import Node
+from clusterddp.run.lease import busy_gpus, spell_busy
 
 if TYPE_CHECKING:
     from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
 
+_T = TypeVar("_T")
+ENDING_S = 3.0
+"""How long a run that has ended may take until its last process, and with it the lease on its GPUs, is gone."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
+
+
+class GpusInUseError(PreflightError):
+    """There are enough GPUs, and too few that are free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +39,8 @@ class Machine:
     gpus: tuple[str, ...]
     interfaces: tuple[str, ...]
     loopback: str
+    busy: Mapping[str, str] = field(default_factory=dict)
+    """Those of `gpus` that are in use -> by whom, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +56,53 @@ class Placement:
 
 
 def read_machine(environ: Mapping[str, str]) -> Machine:
-    """Ask this machine what it offers to a process with this environment."""
+    """Ask this machine what it offers to a process with this environment.
+
+    GPUs that CUDA_VISIBLE_DEVICES names are meant, whatever else computes on them; only another run's are busy then.
+    """
+    listed = list_gpus(environ)
+    gpus = visible_gpus(environ, listed)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
         host=socket.gethostname(),
         num_cores=cores,
-        gpus=visible_gpus(environ),
+        gpus=gpus,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         loopback=loopback_interface(),
+        busy=busy_gpus(environ, gpus=gpus, listed=listed, foreign="CUDA_VISIBLE_DEVICES" not in environ),
     )
+
+
+def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T:
+    """Place something on this machine; when too few GPUs are free, look again for as long as runs take to end.
+
+    Raises: PreflightError: what `place` raises.
+    """
+    deadline = time.monotonic() + ENDING_S
+    while True:
+        try:
+            return place(read_machine(environ))
+        except GpusInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def plan_placement(job: JobSpec, machine: Machine) -> Placement:
     """Place all nodes of the spec on one machine, each with GPUs of its own.
 
-    Raises: PreflightError: the machine has too few GPUs, or not the interface.
+    Raises: PreflightError: the machine has too few GPUs, or too few that are free, or not the interface.
     """
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
+    gpus = _free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
     threads, thread_notes = _threads_per_rank(job, machine)
     nodes = tuple(
         Node(
             node_rank=node_rank,
             host=machine.host,
             ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
-            gpus=machine.gpus[node_rank * gpus_per_node : (node_rank + 1) * gpus_per_node],
+            gpus=gpus[node_rank * gpus_per_node : (node_rank + 1) * gpus_per_node],
         )
         for node_rank in range(job.resources.nodes)
     )
@@ -145,16 +178,16 @@ def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[s
 def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[Node, ...]:
     """Give nodes that were placed before the GPUs that this machine has now; they stay where they are if they can.
 
-    Raises: PreflightError: there are too few.
+    Raises: PreflightError: there are too few, or too few that are free.
     """
-    wanted = [gpu for node in nodes for gpu in node.gpus]
-    if not set(wanted) <= set(machine.gpus):
+    wanted: Sequence[str] = [gpu for node in nodes for gpu in node.gpus]
+    if not set(wanted) <= set(machine.gpus) - set(machine.busy):
         if len(wanted) > len(machine.gpus):
             raise PreflightError(
                 f"{name} runs on {len(wanted)} GPUs; this machine shows {len(machine.gpus)}",
                 hint="rerun with --cpu starts it on the CPU",
             )
-        wanted = list(machine.gpus)
+        wanted = _free_gpus(name, len(wanted), machine)
     free = iter(wanted)
     return tuple(
         Node(
@@ -203,6 +236,18 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
         f"on one machine; this machine shows {len(machine.gpus)}",
         hint=CPU_HINT,
     )
+
+
+def _free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
+    """Choose GPUs that nobody uses."""
+    free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)
+    if len(free) < wanted:
+        raise GpusInUseError(
+            f"{name} needs {_count(wanted, 'GPU')}, and {len(free)} of {len(machine.gpus)} on this machine "
+            f"{'is' if len(free) == 1 else 'are'} free: {spell_busy(machine.busy)}",
+            hint=f"submit it when they are free; {CPU_HINT}",
+        )
+    return free[:wanted]
 
 
 def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:

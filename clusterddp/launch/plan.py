@@ -15,10 +15,10 @@ from clusterddp.launch.job_values import directories_used, filled_in, spec_text,
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.placement import (
     Placement,
+    place_here,
     plan_placement,
     plan_slurm_placement,
     plan_ssh_placement,
-    read_machine,
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
 from clusterddp.launch.slurm_after import find_dependency
@@ -249,7 +249,7 @@ def _place(
         shares = share_out(job)
         return plan_ssh_placement(job, shares, unused_hosts(job)), None, plan_ssh(job, shares)
     if job.launcher != "slurm":
-        placement = plan_placement(job, read_machine(environ))
+        placement = place_here(lambda machine: plan_placement(job, machine), environ)
         if job.resources.memory_gb:
             note = "resources.memory_gb is not enforced on this machine"
             placement = dataclasses.replace(placement, notes=(*placement.notes, note))

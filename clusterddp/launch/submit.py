@@ -74,17 +74,17 @@ def submit(plan: Plan) -> Submitted:
 def resume(run: RunDir) -> Submitted:
     """Start the next attempt of a run that ended before it was done.
 
-    Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had.
+    Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had are free.
     """
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
     record = read_run(run)
     view = read_state(run)
     _refuse_resume(run, view)
+    _LAUNCHERS[record.launcher].clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
     plan = _plan_again(run, environ)
     check_secrets(plan.secrets, environ)
     check_trainer(plan)
-    _LAUNCHERS[record.launcher].clear_away(run, record, environ)
     number = 0 if view.attempt is None else view.attempt + 1
     try:
         make_attempt(run, number)

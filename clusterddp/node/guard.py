@@ -69,8 +69,8 @@ class Facts:
 class Guard:
     """The supervisor's hold on its guard."""
 
-    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int, keep: int | None = None) -> None:
-        """`keep`: a descriptor that the guard holds, too, until it ends."""
+    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int, keep: tuple[int, ...] = ()) -> None:
+        """`keep`: descriptors that the guard holds, too, until it ends."""
         self.facts = facts
         self.pid = 0
         self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}

@@ -44,6 +44,8 @@ class Order:
     slurm: SlurmOrder | None = None
     tasks: int | None = None
     """The descriptor of the socket that the node's tasks connect to; None: ranks are children of the supervisor."""
+    hold: tuple[int, ...] = ()
+    """Descriptors that supervisor and guard have open until the node's processes are gone: the leases on its GPUs."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Order:
@@ -62,6 +64,7 @@ class Order:
             parent_bound=data["parent_bound"],
             slurm=slurm,
             tasks=data.get("tasks"),
+            hold=tuple(data.get("hold", ())),
             **optional,
         )
 

@@ -36,10 +36,10 @@ def start_rank(run_dir: Path, *, environment: dict[str, str], stdout: Path, stde
     return _take_over(process)
 
 
-def start_guard(*, environment: dict[str, str], log: int, keep: int | None = None) -> tuple[int, int]:
+def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] = ()) -> tuple[int, int]:
     """Start the guard in a session of its own; return its pid and the pipe whose end tells it that we are gone.
 
-    The guard inherits `keep`, a descriptor.
+    The guard inherits `keep`, descriptors.
     """
     reader, writer = os.pipe()
     try:
@@ -50,7 +50,7 @@ def start_guard(*, environment: dict[str, str], log: int, keep: int | None = Non
             stderr=log,
             env=environment,
             start_new_session=True,
-            pass_fds=() if keep is None else (keep,),
+            pass_fds=keep,
         )
     except OSError:
         os.close(writer)

@@ -14,6 +14,8 @@ The order is one line of JSON on standard input; the pipe stays open:
      "lease_s": 15,             optional: how long the head and a node may be silent before they count as lost
      "tasks": int,              on Slurm: the inherited socket that this node's tasks connect to (tasks.py); they start
                                 the ranks
+     "hold": [int],             optional: inherited descriptors that this process and its guard have open until the
+                                node's processes are gone; no rank gets them (run/lease.py)
      "slurm": {"job_id": str, "restart_count": int, "used_restarts": int, "job_tag": str | null, "heads": [str]}}
                                 on Slurm: the start of the job, how many restarts the run used before it, and where the
                                 head may be, for no link is told; the gang names no master address
@@ -266,7 +268,10 @@ def main() -> int:
         attempt=order.attempt,
         restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
     )
-    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno(), keep=order.tasks)
+    keep = order.hold if order.tasks is None else (order.tasks, *order.hold)
+    for descriptor in keep:
+        os.set_inheritable(descriptor, False)
+    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno(), keep=keep)
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard)

@@ -22,6 +22,7 @@ def start(order, link):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=dict(os.environ) | {"CLUSTERDDP_COOKIE": f"{token}.s{node_rank}"},
+        pass_fds=order.get("hold", ()),
     )
     process.stdin.write(json.dumps(order | {"link": link}).encode() + b"\n")
     process.stdin.flush()

@@ -1,0 +1,191 @@
+"""Leases over SSH: real hosts, agents and launchers; the GPUs are those of a fake nvidia-smi in the hosts' venv."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gpus import FakeGpus
+from rack.plan import HEAD
+from rack.rack import wait_until
+from ssh_person import Person
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+
+LAUNCHER = """
+import contextlib, json, os, sys
+from clusterddp.errors import PreflightError
+from clusterddp.launch.ssh_gpus import lease_gpus
+from clusterddp.launch.ssh_package import package
+from clusterddp.ssh.session import HostAccess, open_sessions
+order = json.loads(sys.argv[1])
+accesses = [HostAccess(host=host, venv=order["venv"]) for host in order["gpus"]]
+sessions = open_sessions(accesses, environ=os.environ, package=package())
+say = lambda **words: print(json.dumps(words), flush=True)
+say(pid=os.getpid())
+nodes = dict(enumerate(sessions[host] for host in order["gpus"]))
+try:
+    counts = dict(enumerate(order["gpus"].values()))
+    grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], tell=lambda text: say(told=text))
+    say(gpus=[grant.gpus for grant in grants.values()])
+    sys.stdin.read()
+except PreflightError as error:
+    say(refused=error.message, hint=error.hint)
+finally:
+    for session in nodes.values():
+        session.close()
+"""
+
+
+class Launchers:
+    """Launchers on the head; each holds what it has leased until it is let go."""
+
+    def __init__(self, person: Person, gpus: FakeGpus) -> None:
+        self.person = person
+        self.gpus = gpus
+        self.started: list[subprocess.Popen[str]] = []
+        self.pids: dict[int, int] = {}
+        """The pid on the head of each launcher, by the pid of what entered the head."""
+
+    def start(self, run: str, gpus: dict[str, int], *, wait: bool = False) -> subprocess.Popen[str]:
+        order = {
+            "run": run,
+            "gpus": gpus,
+            "when_busy": "wait" if wait else "refuse",
+            "venv": str(self.gpus.place.parent),
+        }
+        argv = self.person.rack.argv(
+            HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables
+        )
+        self.started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        self.pids[self.started[-1].pid] = self.says(self.started[-1])["pid"]
+        return self.started[-1]
+
+    def kill(self, launcher: subprocess.Popen[str]) -> None:
+        self.person.rack.run(HEAD, ["kill", "-KILL", str(self.pids[launcher.pid])])
+        launcher.wait()
+
+    def says(self, launcher: subprocess.Popen[str]) -> dict[str, Any]:
+        assert launcher.stdout is not None
+        return json.loads(launcher.stdout.readline())
+
+    def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        launcher = self.start(run, gpus)
+        return launcher, self.says(launcher)
+
+    def let_go(self, launcher: subprocess.Popen[str]) -> None:
+        launcher.communicate()
+
+
+@pytest.fixture
+def launchers(person: Person, tmp_path: Path) -> Iterator[Launchers]:
+    """Each host has two GPUs, and nothing of an earlier test holds them."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    launchers = Launchers(person, FakeGpus(venv / "bin"))
+    yield launchers
+    for launcher in launchers.started:
+        launcher.communicate()
+
+
+def test_two_runs_get_different_gpus_and_a_third_is_refused(launchers: Launchers) -> None:
+    _, first = launchers.lease("brisk-otter-3", {"node1": 1})
+    _, second = launchers.lease("shy-lynx-1", {"node1": 1})
+    _, third = launchers.lease("calm-wren-2", {"node1": 1})
+    assert (first, second) == ({"gpus": [["0"]]}, {"gpus": [["1"]]})
+    assert third == {
+        "refused": "calm-wren-2: GPUs are in use\nnode1: GPU 0: run brisk-otter-3; GPU 1: run shy-lynx-1",
+        "hint": "ssh.when_busy=wait waits in line for them",
+    }
+
+
+def test_all_hosts_that_are_busy_are_named(launchers: Launchers) -> None:
+    launchers.lease("brisk-otter-3", {"node1": 2, "node2": 1})
+    _, other = launchers.lease("shy-lynx-1", {"node3": 2, "node1": 1, "node2": 2})
+    assert other["refused"].splitlines()[1:] == [
+        "node1: GPUs 0 and 1: run brisk-otter-3",
+        "node2: GPU 0: run brisk-otter-3",
+    ]
+
+
+def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
+    launchers.lease("brisk-otter-3", {"node2": 1})
+    launchers.lease("shy-lynx-1", {"node1": 2, "node2": 2})
+    assert launchers.lease("calm-wren-2", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
+
+
+def test_more_gpus_than_a_host_has_are_refused(launchers: Launchers) -> None:
+    _, said = launchers.lease("brisk-otter-3", {"node1": 3})
+    assert said["refused"] == "node1: ask: 3 GPUs are asked for, and there are 2"
+
+
+def test_a_process_that_computes_without_a_lease_is_named(launchers: Launchers) -> None:
+    launchers.gpus.compute({0: 1, 1: 1})
+    _, said = launchers.lease("brisk-otter-3", {"node1": 1})
+    assert said["refused"].splitlines()[1] == "node1: GPUs 0 and 1: pid 1 of root"
+
+
+def test_the_leases_of_a_killed_launcher_are_free(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    launchers.kill(first)
+    assert launchers.lease("shy-lynx-1", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
+
+
+def test_a_run_that_waits_says_for_whom_and_is_next(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
+    assert launchers.says(second) == {"told": "waiting for 2 GPUs of node1: GPUs 0 and 1: run brisk-otter-3"}
+    launchers.let_go(first)
+    assert launchers.says(second) == {"gpus": [["0", "1"]]}
+
+
+def test_who_came_first_is_served_first_even_when_the_next_one_needs_less(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 1})
+    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
+    launchers.says(second)
+    third = launchers.start("calm-wren-2", {"node1": 1}, wait=True)
+    assert launchers.says(third) == {"told": "waiting for 1 GPU of node1, in line after run shy-lynx-1"}
+    launchers.let_go(first)
+    assert launchers.says(second) == {"gpus": [["0", "1"]]}
+    launchers.let_go(second)
+    while "told" in (said := launchers.says(third)):
+        pass
+    assert len(said["gpus"][0]) == 1
+
+
+def test_who_is_killed_in_line_is_not_waited_for(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    second, third = (launchers.start(run, {"node1": 2}, wait=True) for run in ("shy-lynx-1", "calm-wren-2"))
+    launchers.says(second)
+    launchers.says(third)
+    launchers.kill(second)
+    launchers.let_go(first)
+    while "told" in (said := launchers.says(third)):
+        pass
+    assert said == {"gpus": [["0", "1"]]}
+
+
+def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_other(launchers: Launchers) -> None:
+    orders = [{"node1": 2, "node2": 2}, {"node2": 2, "node1": 2}]
+    waiting = [launchers.start(f"run-{number}", orders[number % 2], wait=True) for number in range(4)]
+    served = []
+    while waiting:
+        wait_until(lambda: any(launcher in _readable(waiting) for launcher in waiting), 60)
+        for launcher in _readable(waiting):
+            if "gpus" in launchers.says(launcher):
+                served.append(launcher)
+                waiting.remove(launcher)
+                launchers.let_go(launcher)
+    assert len(served) == 4
+
+
+def _readable(launchers: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+    import select
+
+    streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
+    return [launcher for launcher in launchers if launcher.stdout in streams]
