@@ -150,7 +150,8 @@ class SshPlace:
         """End what is left of the runs of this place, and remove what hosts keep of any run."""
         for run in list_runs(self.runs_dir) if self.runs_dir.exists() else ():
             for process in self.all_processes(self.record(run).token):
-                os.kill(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
         for node in self.rack.plan.nodes:
             shutil.rmtree(self.rack.outside(node, self.rack.home(node) / ".clusterddp" / "runs"), ignore_errors=True)
         shutil.rmtree(self.path)

@@ -181,7 +181,7 @@ def resume(terminal: Terminal, *, name: str, wait: bool, follow: bool, output: s
     """Go on from a run's newest checkpoint: the next attempt of the same run."""
     from clusterddp.launch.submit import resume as resume_run
 
-    submitted = resume_run(find_run(runs_dir, name))
+    submitted = resume_run(find_run(runs_dir, name), tell=say)
     return _stay_with(submitted, terminal, verb="resumed", wait=wait, follow=follow, output=output)
 
 
@@ -196,7 +196,7 @@ def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, foll
 
     for note in plan.notes:
         say(f"note: {printable(note)}")
-    submitted = submit_plan(plan)
+    submitted = submit_plan(plan, tell=say)
     return _stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
 
 

@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
 from clusterddp.run.record import AttemptEnd, read_end, write_end
+
+
+class Closeable(Protocol):
+    """What is let go by `close`."""
+
+    def close(self) -> object: ...
+
+
+Tell = Callable[[str], object]
+"""Takes words about what is being waited for."""
+
+
+def silence(words: str) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a launcher has started."""
+
+    job_id: str
+    tie: Closeable | None = None
+    """What an attached run hangs on: closing it, or the end of this process, ends the run."""
 
 
 def make_attempt(run: RunDir, number: int) -> AttemptDir:

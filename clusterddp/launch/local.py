@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
+from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.command_lines import launcher_command
 from clusterddp.launch.environment import process_environment
 from clusterddp.launch.local_leases import lease_gpus
@@ -30,8 +31,8 @@ START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
 
 
-def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
-    """Start the attempt and return its job id once submitit has taken it over.
+def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+    """Start the attempt; return when submitit has taken it over.
 
     The record names the job and its keeper by then: submitit's controller, whose death ends the run.
     Raises: PreflightError: others hold GPUs that it needs. ClusterddpError: it could not be started; no process of it
@@ -47,7 +48,7 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str]) -> str:
         if exit_code != 0 or job_id is None:
             last_line = read_tail(log).rpartition("\n")[2].strip()  # of a traceback: what happened
             raise ClusterddpError(f"{run.name} could not be started: {last_line or f'exit code {exit_code}'}")
-        return job_id
+        return Started(job_id)
     except subprocess.TimeoutExpired as error:
         sweep(f"{token}.", timeout_s=5.0)
         raise ClusterddpError(

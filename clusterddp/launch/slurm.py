@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.environment import travelling_variables
 from clusterddp.launch.plan import Plan, move_plan
 from clusterddp.launch.slurm_after import find_dependency
@@ -25,8 +26,10 @@ _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""
 
 
-def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> str:
-    """Submit the job that begins with this attempt; return its number.
+def start(
+    run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence, *, keep_variables: bool = False
+) -> Started:
+    """Submit the job that begins with this attempt.
 
     The record names the job's tag before sbatch is asked, and its number afterwards; sbatch is asked once. With
     `keep_variables` a job submits its own successor: the variables and secrets that an earlier submit wrote stay, and
@@ -54,7 +57,7 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variabl
         withdraw(run, environ)
         raise
     log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": said} if said else {}))
-    return job_id
+    return Started(job_id)
 
 
 def withdraw(run: RunDir, environ: Mapping[str, str]) -> str:

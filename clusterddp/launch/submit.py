@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
-from clusterddp.launch import local, slurm
-from clusterddp.launch.attempts import end_run, final_end, make_attempt
+from clusterddp.launch import local, slurm, ssh
+from clusterddp.launch.attempts import Closeable, Tell, end_run, final_end, make_attempt, silence
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.launch.staging import make_run
@@ -40,8 +40,12 @@ from clusterddp.slurm.jobs import Phase
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_LAUNCHERS = {"local": local, "slurm": slurm}
-_CANCELLED = {"local": "cancelled; its supervisors did not answer", "slurm": "cancelled; Slurm has ended its job"}
+_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh}
+_CANCELLED = {
+    "local": "cancelled; its supervisors did not answer",
+    "slurm": "cancelled; Slurm has ended its job",
+    "ssh": "cancelled; its supervisors did not answer",
+}
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -54,10 +58,12 @@ class Submitted:
     launcher: str
     job_id: str | None
     run_dir: Path
+    tie: Closeable | None = None
+    """What an attached run hangs on."""
 
 
-def submit(plan: Plan) -> Submitted:
-    """Carry out the plan: make the run's directory, then start it.
+def submit(plan: Plan, tell: Tell = silence) -> Submitted:
+    """Carry out the plan: make the run's directory, then start it; `tell` is told what takes long.
 
     Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run is
     there with that as its end.
@@ -68,10 +74,10 @@ def submit(plan: Plan) -> Submitted:
     check_secrets(plan.secrets, environ)
     check_trainer(plan)
     plan = make_run(plan, environ)
-    return start_attempt(RunDir(plan.run_dir), 0)
+    return start_attempt(RunDir(plan.run_dir), 0, tell)
 
 
-def resume(run: RunDir) -> Submitted:
+def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     """Start the next attempt of a run that ended before it was done.
 
     Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had are free.
@@ -98,10 +104,10 @@ def resume(run: RunDir) -> Submitted:
     )
     run.cancel_file.unlink(missing_ok=True)
     log_event(run, "resumed", attempt=number)
-    return start_attempt(run, number)
+    return start_attempt(run, number, tell)
 
 
-def start_attempt(run: RunDir, attempt: int) -> Submitted:
+def start_attempt(run: RunDir, attempt: int, tell: Tell = silence) -> Submitted:
     """Start an attempt whose directory is ready.
 
     Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run.
@@ -109,7 +115,7 @@ def start_attempt(run: RunDir, attempt: int) -> Submitted:
     environ = inherited_environment()
     launcher = read_run(run).launcher
     try:
-        job_id = _LAUNCHERS[launcher].start(run, attempt, environ)
+        started = _LAUNCHERS[launcher].start(run, attempt, environ, tell)
     except KeyboardInterrupt:
         # Who interrupts a submit does not want the run.
         became = _LAUNCHERS[launcher].withdraw(run, environ)
@@ -126,7 +132,7 @@ def start_attempt(run: RunDir, attempt: int) -> Submitted:
         if isinstance(error, ClusterddpError):
             raise
         raise ClusterddpError(f"{run.name}: {reason}") from error
-    return Submitted(run=run.name, launcher=launcher, job_id=job_id, run_dir=run.path)
+    return Submitted(run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, tie=started.tie)
 
 
 def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
