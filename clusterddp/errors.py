@@ -5,6 +5,7 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 |-- SpecError              2  the spec, an override or a profile is wrong; carries every problem found
 |-- PreflightError         3  the machines are not ready: too few GPUs, a host that does not answer
 |   |-- SlurmError         3  a command of Slurm failed, or could not ask the controller (`transient`)
+|   |-- NetworkError       3  the hosts do not reach each other as a gang must
 |   `-- SshError           3  a host cannot be reached, is not who it should be, or does not let us in (`phase`)
 |-- RunNotFoundError       4  no run of that name
 |-- RunFailedError         5  the run that was waited for failed
@@ -75,6 +76,10 @@ class SlurmError(PreflightError):
     def __init__(self, message: str, *, hint: str | None = None, transient: bool) -> None:
         super().__init__(message, hint=hint)
         self.transient = transient
+
+
+class NetworkError(PreflightError):
+    """No network carries the gang, as far as its hosts could find out."""
 
 
 SshPhase = Literal["resolve", "connect", "host key", "authentication", "start", "ask"]

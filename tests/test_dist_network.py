@@ -13,7 +13,7 @@ from clusterddp.dist.interface import Link, LinkAddress
 from clusterddp.dist.network import Findings, HostNetwork, Outcome, Way, plan_probes, usable_addresses
 from clusterddp.dist.network_choice import Choice, choose_network
 from clusterddp.dist.network_trouble import explain_trouble
-from clusterddp.dist.network_words import say_notes, say_oddities, say_why
+from clusterddp.dist.network_words import say_notes, say_oddities, say_strange_names, say_why
 
 Links = Mapping[str, Link]
 
@@ -304,6 +304,21 @@ def test_a_host_that_lacks_the_interface_that_is_named_says_what_it_has() -> Non
     hosts["gpu2"] = {"eth0": hosts["gpu2"]["eth0"]}
     said = trouble(find(hosts, interface="ib0"), "ib0")
     assert said.startswith("network.interface ib0 does not lead to gpu2\n  gpu2 has eth0 (10.0.0.2)")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", ""),
+        ("GLOO_SOCKET_IFNAME", "ib", "both hosts"),
+        ("NCCL_SOCKET_IFNAME", "ib", ""),
+        ("NCCL_SOCKET_IFNAME", "=ib", "both hosts"),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+    ],
+)
+def test_variables_that_name_no_interface_are_noted(variable: str, value: str, missing: str) -> None:
+    said = "".join(say_strange_names(find(two_networks(2)), {variable: value}))
+    assert (missing in said) if missing else not said
 
 
 def test_64_hosts_try_few_ways() -> None:

@@ -22,7 +22,7 @@ NODES = ("node1", "node2", "node3")
 SETTLE = """
 import json, os, sys
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.ssh_interfaces import probe_network, settle
+from clusterddp.launch.ssh_interfaces import probe_network, settle, settle_network
 from clusterddp.launch.ssh_package import package
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.ssh.session import HostAccess, open_sessions
@@ -36,10 +36,14 @@ for line in sys.stdin:
         backend="gloo", master_addr="", interface=order["interface"], master_port=order["master_port"],
     )
     try:
-        findings = probe_network(gang, {node.node_rank: sessions[node.host] for node in nodes})
-        settled = settle(gang, findings)
+        by_node = {node.node_rank: sessions[node.host] for node in nodes}
+        if order["patient"]:
+            settled, rows = settle_network(gang, by_node), []
+        else:
+            findings = probe_network(gang, by_node)
+            settled, rows = settle(gang, findings), findings.rows()
         found = {"master_addr": settled.master_addr, "nodes": [settled.nodes[node.node_rank] for node in nodes],
-            "notes": settled.notes, "oddities": settled.oddities, "rows": findings.rows()}
+            "notes": settled.notes, "oddities": settled.oddities, "rows": rows}
     except ClusterddpError as error:
         found = {"error": error.message, "hint": error.hint}
     print(json.dumps(found), flush=True)
@@ -80,8 +84,11 @@ class Lan:
     rack: Rack
     launcher: subprocess.Popen[str]
 
-    def settle(self, *hosts: str, interface: str | None = None, master_port: int | None = None) -> Answer:
-        order = {"hosts": hosts or NODES, "interface": interface, "master_port": master_port}
+    def settle(
+        self, *hosts: str, interface: str | None = None, master_port: int | None = None, patient: bool = False
+    ) -> Answer:
+        """`patient`: as a submit does, which tries again before it refuses."""
+        order = {"hosts": hosts or NODES, "interface": interface, "master_port": master_port, "patient": patient}
         self.launcher.stdin.write(json.dumps(order) + "\n")
         self.launcher.stdin.flush()
         return Answer(json.loads(self.launcher.stdout.readline()))
@@ -227,6 +234,15 @@ def test_a_firewall_that_rejects_as_firewalld_does_is_named(lan: Lan) -> None:
     open_ports(lan.rack, "node3")
     assert "node1, node2 -> node3 eth0 10.77.0.13, any port: No route to host" in answer.error
     assert "hint: does a firewall on node3, or before it, let every TCP port in" in answer.error
+
+
+def test_a_submit_tries_again_before_it_refuses(lan: Lan) -> None:
+    rules = "add table inet rack\nadd chain inet rack input { type filter hook input priority 0; }\nadd rule inet rack "
+    rules += "input tcp flags & (syn|ack) == syn tcp dport 1024-65535 quota until 400 bytes drop\n"
+    lan.rack.run("node3", ["nft", "-f", "-"], stdin=rules)
+    answer = lan.settle(patient=True)
+    open_ports(lan.rack, "node3")
+    assert answer.interfaces == ["eth0"] * 3
 
 
 def test_a_closed_master_port_is_named(lan: Lan) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from clusterddp.dist.network import Findings, Way, usable_addresses
 from clusterddp.dist.network_choice import Candidate, Choice
 from clusterddp.dist.network_words import describe_host, overlap, say_outcome, spell_hosts
-from clusterddp.errors import PreflightError
+from clusterddp.errors import NetworkError
 
 _CANDIDATES_SHOWN = 4
 _LINES_SHOWN = 4
 
 
-def explain_trouble(findings: Findings, choice: Choice, master_port: int | None = None) -> PreflightError:
+def explain_trouble(findings: Findings, choice: Choice, master_port: int | None = None) -> NetworkError:
     """Return the error of a choice that has taken nothing; `master_port`: the one that the user named."""
     if unusable := _explain_unusable(findings, choice.interface):
         return unusable
@@ -28,10 +28,10 @@ def explain_trouble(findings: Findings, choice: Choice, master_port: int | None 
     for candidate in candidates[:_CANDIDATES_SHOWN]:
         words.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
         words += [f"  {line}" for line in _problems(findings, candidate)]
-    return PreflightError("\n  ".join(words), hint=_hint(findings, best))
+    return NetworkError("\n  ".join(words), hint=_hint(findings, best))
 
 
-def _explain_unusable(findings: Findings, interface: str | None) -> PreflightError | None:
+def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError | None:
     """Say which hosts have no address that others could reach."""
     usable = usable_addresses(findings, interface)
     missing = [place for place in range(len(findings.hosts)) if not usable[place]]
@@ -45,7 +45,7 @@ def _explain_unusable(findings: Findings, interface: str | None) -> PreflightErr
     else:
         message = f"no network interface leads to {hosts}"
         hint = "network.interface: NAME takes one that is left out otherwise"
-    return PreflightError("\n  ".join([message, *lines]), hint=hint)
+    return NetworkError("\n  ".join([message, *lines]), hint=hint)
 
 
 def _problems(findings: Findings, candidate: Candidate) -> list[str]:
@@ -79,20 +79,20 @@ def _only_master_port(findings: Findings, candidate: Candidate) -> bool:
     return not candidate.lost and all(way.target == 0 and way.port == port for way in candidate.failed)
 
 
-def _explain_master_port(findings: Findings, candidate: Candidate, master_port: int | None) -> PreflightError:
+def _explain_master_port(findings: Findings, candidate: Candidate, master_port: int | None) -> NetworkError:
     head, way = findings.hosts[0], candidate.failed[0]
     names = spell_hosts(findings, [findings.hosts[failed.source].host for failed in candidate.failed])
     place = f"port {way.port} of {head.host} ({candidate.master.link.name} {way.address})"
     message = f"{place} is not reached by {names}: {say_outcome(way)}; port {head.port} is reached"
     if master_port is None:
-        return PreflightError(message, hint="network.master_port: PORT names one that is open in the firewall")
+        return NetworkError(message, hint="network.master_port: PORT names one that is open in the firewall")
     commands = {
         "ufw": f"sudo ufw allow {way.port}/tcp",
         "firewalld": f"sudo firewall-cmd --permanent --add-port={way.port}/tcp && sudo firewall-cmd --reload",
     }
     command = commands.get(head.firewall or "")
     opening = f"{head.firewall} is on: on {head.host} {command}" if command else "a firewall? open the port there"
-    return PreflightError(f"network.master_port: {message}", hint=f"{opening}, or name another port")
+    return NetworkError(f"network.master_port: {message}", hint=f"{opening}, or name another port")
 
 
 def _hint(findings: Findings, candidate: Candidate) -> str:

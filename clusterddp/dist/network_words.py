@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from clusterddp.dist.interface import Link, is_loopback
 from clusterddp.dist.network import Findings, Way, usable_addresses
@@ -56,6 +56,23 @@ def say_oddities(findings: Findings) -> Iterator[str]:
     slow = [host.host for host in findings.hosts if host.own_addresses is None]
     if slow:
         yield f"{spell_hosts(findings, slow)}: looking up the own name takes more than a second; is the name server gone?"
+
+
+def say_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:
+    """Say which hosts lack an interface that the user's own variables name; these go before what is chosen here."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = env.get(variable, "")
+        exact = variable.startswith("GLOO") or value.startswith("=")
+        wanted = value.removeprefix("=").split(",")
+        if not value or value.startswith("^"):
+            continue
+        missing = [
+            host.host
+            for host in findings.hosts
+            if not any(link.name == name if exact else link.name.startswith(name) for link in host.links for name in wanted)
+        ]
+        if missing:
+            yield f"env.{variable} is {value}, and {spell_hosts(findings, missing)} has no such interface"
 
 
 def first_problem(findings: Findings, candidate: Candidate) -> str | None:

@@ -12,13 +12,15 @@ from clusterddp.dist.interface import loopback
 from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes
 from clusterddp.dist.network_choice import choose_network
 from clusterddp.dist.network_trouble import explain_trouble
-from clusterddp.dist.network_words import say_notes, say_oddities, say_why
-from clusterddp.errors import PreflightError, SshError
+from clusterddp.dist.network_words import say_notes, say_oddities, say_strange_names, say_why
+from clusterddp.errors import NetworkError, PreflightError, SshError
 from clusterddp.run.gang import Gang
 from clusterddp.ssh.session import Reply, Session, ask_all
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough for one packet that is lost."""
+PROBE_AGAIN_S = 4.0
+"""The same before a run is refused: hosts may be very busy."""
 
 
 class NodeNetwork(NamedTuple):
@@ -45,17 +47,19 @@ class Settled:
 def settle_network(gang: Gang, sessions: Mapping[int, Session]) -> Settled:
     """Find the network by which all nodes reach each other; `sessions` by node rank.
 
-    Raises: PreflightError: there is none, or the user's interface or port is not one, with what was tried and what
+    Raises: NetworkError: there is none, or the user's interface or port is not one, with what was tried and what
     mends it. SshError: a host cannot be asked.
     """
-    findings = probe_network(gang, sessions)
-    return settle(gang, findings)
+    try:
+        return settle(gang, probe_network(gang, sessions))
+    except NetworkError:
+        return settle(gang, probe_network(gang, sessions, within_s=PROBE_AGAIN_S))
 
 
 def settle(gang: Gang, findings: Findings) -> Settled:
     """Choose from what was found out.
 
-    Raises: PreflightError.
+    Raises: NetworkError.
     """
     places = {host.host: place for place, host in enumerate(findings.hosts)}
     if findings.on_one_machine:
@@ -74,12 +78,12 @@ def settle(gang: Gang, findings: Findings) -> Settled:
     return Settled(
         master_addr=choice.taken.master.address.address,
         nodes=nodes,
-        notes=tuple(say_notes(findings, choice)),
+        notes=(*say_notes(findings, choice), *say_strange_names(findings, gang.env)),
         oddities=tuple(say_oddities(findings)),
     )
 
 
-def probe_network(gang: Gang, sessions: Mapping[int, Session]) -> Findings:
+def probe_network(gang: Gang, sessions: Mapping[int, Session], *, within_s: float = PROBE_S) -> Findings:
     """Have every host tell its interfaces, and try to reach the others; `Findings.rows` shows the whole matrix.
 
     Raises: SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
@@ -104,7 +108,7 @@ def probe_network(gang: Gang, sessions: Mapping[int, Session]) -> Findings:
                 {"target": target, "address": address, "port": port, "name": hosts[target]}
                 for target, address, port in probes[host]
             ]
-            return {"nonce": nonce, "targets": targets, "within_s": PROBE_S}
+            return {"nonce": nonce, "targets": targets, "within_s": within_s}
 
         tried = _all_or_raise(ask_all(by_host, "net.probe", order))
     finally:
