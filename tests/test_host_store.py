@@ -132,6 +132,13 @@ def test_a_snapshot_that_is_there_is_not_missing(host: Host, source: Path) -> No
     assert ask(host, "store.missing", kind="code", sums=digests) == {"missing": ["0" * 64]}
 
 
+def test_a_snapshot_that_is_asked_for_is_no_old_one(host: Host, source: Path) -> None:
+    code = put_code(host, source)
+    os.utime(code, (0, 0))
+    ask(host, "store.missing", kind="code", sums=[code.name])
+    assert code.stat().st_mtime > 0
+
+
 def test_a_damaged_snapshot_is_missing_and_gets_replaced(host: Host, source: Path) -> None:
     code = put_code(host, source)
     (code / "train.py").chmod(0o600)

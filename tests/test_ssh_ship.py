@@ -210,7 +210,7 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing_half(sender: Sender, da
     process = subprocess.Popen(sender.argv(stall=True), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "under way\n"
-    assert len(sender.left_over()) > 0
+    wait_until(lambda: sender.left_over() != [], 20)
     end_program(process, how)
     wait_until(lambda: sender.left_over() == [], 20)
     assert not (sender.home / "data" / "set").exists()

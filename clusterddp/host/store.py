@@ -28,7 +28,13 @@ _MARK = ".clusterddp-mark-"
 
 def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
-    return {"missing": [name for name in request["sums"] if not _holds(_code(host.root, name), name)]}
+    gone = [name for name in request["sums"] if not _holds(_code(host.root, name), name)]
+    for name in set(request["sums"]) - set(gone):
+        with contextlib.suppress(OSError):
+            os.utime(
+                _code(host.root, name)
+            )  # it is not an old one then, which gc would remove before it is checked out
+    return {"missing": gone}
 
 
 def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
