@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,18 @@ class Launchers:
     def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
         launcher = self.start(run, gpus)
         return launcher, self.says(launcher)
+
+    def serve(self, waiting: list[subprocess.Popen[str]]) -> list[list[list[str]]]:
+        """Let each go as soon as it has its GPUs; return what each was given, in the order in which they got them."""
+        served, left = [], list(waiting)
+        while left:
+            wait_until(lambda: bool(_readable(left)), 60)
+            for launcher in _readable(left):
+                if "gpus" in (said := self.says(launcher)):
+                    served.append(said["gpus"])
+                    left.remove(launcher)
+                    self.let_go(launcher)
+        return served
 
     def let_go(self, launcher: subprocess.Popen[str]) -> None:
         launcher.communicate()
@@ -170,22 +183,22 @@ def test_who_is_killed_in_line_is_not_waited_for(launchers: Launchers) -> None:
     assert said == {"gpus": [["0", "1"]]}
 
 
+def test_a_host_with_two_names_is_one_machine(launchers: Launchers) -> None:
+    launchers.person.configure("Host box\n  HostName node1\n  HostKeyAlias node1\n")
+    first, said = launchers.lease("brisk-otter-3", {"node1": 1, "box": 1})
+    assert said == {"gpus": [["0"], ["1"]]}
+    waiting = [launchers.start(run, {"box": 1, "node1": 1}, wait=True) for run in ("shy-lynx-1", "calm-wren-2")]
+    launchers.let_go(first)
+    served = launchers.serve(waiting)
+    assert [sorted(gpu for gpus in each for gpu in gpus) for each in served] == [["0", "1"]] * 2
+
+
 def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_other(launchers: Launchers) -> None:
     orders = [{"node1": 2, "node2": 2}, {"node2": 2, "node1": 2}]
     waiting = [launchers.start(f"run-{number}", orders[number % 2], wait=True) for number in range(4)]
-    served = []
-    while waiting:
-        wait_until(lambda: any(launcher in _readable(waiting) for launcher in waiting), 60)
-        for launcher in _readable(waiting):
-            if "gpus" in launchers.says(launcher):
-                served.append(launcher)
-                waiting.remove(launcher)
-                launchers.let_go(launcher)
-    assert len(served) == 4
+    assert len(launchers.serve(waiting)) == 4
 
 
 def _readable(launchers: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
-    import select
-
     streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
     return [launcher for launcher in launchers if launcher.stdout in streams]
