@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import gpus, network, runs, store, table
+from clusterddp.host import gpus, mirror, network, runs, store, table
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
 OPERATIONS: dict[str, Operation] = {
     **gpus.OPERATIONS,
+    **mirror.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,
     **store.OPERATIONS,

@@ -150,8 +150,11 @@ def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     data = read_json(attempt.end)
-    if data is None:
-        return None
+    return None if data is None else parse_end(data)
+
+
+def parse_end(data: dict[str, Any]) -> AttemptEnd:
+    """Make an end of what `end.json` holds."""
     cause = data.get("root_cause")
     return AttemptEnd(
         **_known(AttemptEnd, data) | {"root_cause": RootCause(**_known(RootCause, cause)) if cause else None}

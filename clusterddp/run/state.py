@@ -3,7 +3,8 @@
 An `end.json` is the truth. Without one the question is whether anybody is left who would write it: the processes that
 answer for the run (the submitter before the start; then the task that carries it, the supervisors and their guards).
 Somebody left: PENDING or RUNNING. Nobody left: LOST. No clock is asked, so a slow machine never looks like a dead run.
-Of a run on Slurm that question is asked of Slurm (job_state.py).
+Of a run on Slurm that question is asked of Slurm (job_state.py); of one on SSH hosts they have answered it
+(host_state.py).
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
         # No view: files came while Slurm was asked.
         view = read_job_state(run, record, newest, end, slurm or _slurm_here())
         return view or _read_state(run, read_run(run), slurm)
+    if record.launcher == "ssh":
+        from clusterddp.run.host_state import read_host_state
+
+        return read_host_state(run, record, newest, end)
     if newest and end:
         return _restarting(run, record, newest, end)
     start = read_json(newest.start) if newest else None

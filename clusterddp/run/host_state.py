@@ -1,0 +1,184 @@
+"""The state of a run on SSH hosts: from its files as they were brought home, and from what its hosts last said of it.
+
+Nobody is asked here: whoever wants news brings them home first (launch/ssh_mirror.py). Node 0's host holds the truth,
+and its `end.json` comes home. Without one the question is who is left to write it. Somebody on any host: the run goes
+on. Nobody on any: LOST. A host that does not answer leaves it open, unless another node has recorded that the head was
+lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.run.directory import AttemptDir, RunDir, read_json, read_tail
+from clusterddp.run.host_reports import HostReport, read_reports
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord
+from clusterddp.run.view import RunState, RunView, final_view
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    run: RunDir
+    record: RunRecord
+    attempt: AttemptDir | None
+    end: AttemptEnd | None
+    start: dict[str, Any] | None
+    """`start.json` of the newest attempt."""
+    hosts: tuple[str, ...]
+    """In the order of the nodes: the head's first."""
+    reports: dict[str, HostReport]
+    """Of the hosts that were asked since the run was started last."""
+
+    @property
+    def head(self) -> HostReport | None:
+        return self.reports.get(self.hosts[0])
+
+    @property
+    def silent(self) -> list[str]:
+        """The hosts of which it is not known what is there now."""
+        return [host for host in self.hosts if host not in self.reports or self.reports[host].error is not None]
+
+    @property
+    def answered_for(self) -> bool:
+        return any(report.answers and report.error is None for report in self.reports.values())
+
+    @property
+    def goes_on_as(self) -> RunState:
+        """What it is while somebody answers for it."""
+        if self.end:
+            return RunState.REQUEUED
+        return RunState.PENDING if self.start is None else RunState.RUNNING
+
+    def view(self, state: RunState, reason: str) -> RunView:
+        number = self.attempt.number if self.attempt else None
+        return RunView(state=state, attempt=number, end=self.end, reason=reason)
+
+
+def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None) -> RunView:
+    """Tell the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
+    asked_since = os.stat(run.record).st_mtime
+    known = _Known(
+        run=run,
+        record=record,
+        attempt=attempt,
+        end=end,
+        start=read_json(attempt.start) if attempt else None,
+        hosts=read_hosts(run),
+        reports={host: report for host, report in read_reports(run).items() if report.asked >= asked_since},
+    )
+    submitter = ProcessIdentity(**record.submitter) if record.submitter else None
+    if record.job_id is None and submitter and submitter.alive():
+        return known.view(RunState.REQUEUED if end else RunState.PENDING, "is being started")
+    if is_foreign(run):
+        return known.view(RunState.UNKNOWN, f"belongs to another user, who alone can ask its hosts; {_last(known)}")
+    if known.answered_for:
+        after = f"restarts after: {end.reason}" if end else "is being started" if known.start is None else "runs"
+        return known.view(known.goes_on_as, "; ".join([after, *silence(known.reports.values())]))
+    return _unanswered(known, submitter)
+
+
+def read_hosts(run: RunDir) -> tuple[str, ...]:
+    """Read the SSH names of the hosts of a run, in the order of its nodes."""
+    plan = read_json(run.plan) or {}
+    return tuple(dict.fromkeys(node["host"] for node in plan["gang"]["nodes"]))
+
+
+def is_foreign(run: RunDir) -> bool:
+    """Say whether root looks at a run of somebody else, whose hosts know that user and not root."""
+    return os.geteuid() == 0 and os.stat(run.path).st_uid != 0
+
+
+def silence(reports: Any) -> list[str]:
+    """Say of each host that did not answer that it did not, and why."""
+    return [f"{report.host} cannot be reached ({report.error})" for report in reports if report.error is not None]
+
+
+def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
+    """Tell the state of a run that nobody answers for on the hosts that have been heard."""
+    told = _told_by_another_node(known)
+    if told:
+        return told
+    if known.hosts[0] in known.silent:
+        return known.view(RunState.UNKNOWN, f"{_why_silent(known, known.hosts[0])}; {_last(known)}")
+    if known.silent:
+        silent = "; ".join(_why_silent(known, host) for host in known.silent)
+        return known.view(RunState.UNKNOWN, f"nobody answers for it on {known.hosts[0]}; {silent}; {_last(known)}")
+    if known.record.job_id is None and submitter and submitter.alive() is None:
+        reason = f"is being submitted on {submitter.host}, which cannot be asked from here"
+        return known.view(RunState.UNKNOWN, reason)
+    return known.view(RunState.LOST, _why_lost(known))
+
+
+def _told_by_another_node(known: _Known) -> RunView | None:
+    """Return how the run ended in the words of a node that outlived the head; None when none has any."""
+    number = known.attempt.number if known.attempt else 0
+    for report in known.reports.values():
+        end = report.own_end
+        is_newest = report.end_attempt is not None and report.end_attempt >= number
+        if report.host != known.hosts[0] and end and is_newest and not end.will_restart:
+            return final_view(known.run.attempt(report.end_attempt or 0), end)
+    return None
+
+
+def _why_lost(known: _Known) -> str:
+    if known.end:
+        words = f"was to restart after: {known.end.reason}; what carried it is gone"
+    elif known.start is None and known.record.job_id is None:
+        words = "was never started: what submitted it is gone"
+    else:
+        when = "ended without a word" if known.start else "ended before any rank was started"
+        words = f"{when}: nobody answers for it on {', '.join(known.hosts)}, and no end is recorded"
+    head = known.head
+    if head and not head.has_run and known.record.job_id is not None:
+        words += f"; its directory on {head.host} is gone"
+    boot = ((known.start or {}).get("supervisor") or {}).get("boot")
+    if head and boot and head.boot and head.boot != boot:
+        words += f"; {head.host} was started anew since"
+    left = [report.host for report in known.reports.values() if report.alive]
+    if left:
+        words += f"; processes of it are left on {', '.join(left)} (clusterddp cancel {known.run.name} ends them)"
+    return words
+
+
+def _why_silent(known: _Known, host: str) -> str:
+    report = known.reports.get(host)
+    if report is None or report.error is None:
+        return f"{host} has not been asked"
+    return f"{host} cannot be reached ({report.error})"
+
+
+def _last(known: _Known) -> str:
+    """Say what was known last: `last known: RUNNING, step 1200, 3 min ago`."""
+    if known.start is None and not known.end and known.record.job_id is not None:
+        words = [f"started as {known.record.job_id}"]
+    else:
+        words = [known.goes_on_as.value]
+    step = _read_step(known.run) if known.start else None
+    words += [f"step {step}"] if step is not None else []
+    reached = known.head.reached if known.head else None
+    words += [ago(time.time() - reached)] if reached else []
+    return f"last known: {', '.join(words)}"
+
+
+def _read_step(run: RunDir) -> int | None:
+    """Read how far the metrics have come, from their last rows."""
+    for line in reversed(read_tail(run.metrics).splitlines()):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line of the tail is cut, and a row need not have a step
+        if isinstance(step, int):
+            return step
+    return None
+
+
+def ago(seconds: float) -> str:
+    """Say how long ago something was, in the largest unit that fits."""
+    for unit, length_s in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length_s or (seconds >= length_s and unit != "days"):
+            return f"{seconds // length_s:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
