@@ -119,7 +119,7 @@ def _fetch_checkpoint(session: Asks, target: Target, generation: str, files: Map
         done.complete = False  # a newer one has taken its place, and is told of next time
         return
     except _DamagedError as error:
-        done.notes.append(f"{target.host}: the checkpoint {generation} was left there: {error}")
+        done.notes.append(f"{target.host}: the checkpoint {Path(generation).name} was left there: {error}")
         return
     home = target.home(path)
     write_bytes(home, text)

@@ -72,10 +72,12 @@ class Mirror:
         environ: Mapping[str, str],
         *,
         say: Say = say_nothing,
+        interval_s: float = INTERVAL_S,
         open_session: Open | None = None,
     ) -> None:
         """`say` hears which hosts cannot be reached, what is fetched, and what cannot be written here."""
         self._say = say
+        self._interval_s = interval_s
         self._links = Links(open_session or Opener(environ))
         self._targets: dict[HostAccess, list[Target]] = {}
         for run in runs:
@@ -93,10 +95,10 @@ class Mirror:
         self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt)
 
     def look(self, *, timeout_s: float | None = None) -> None:
-        """Bring home what is new, unless that was done within a second; who does not answer in time is left out."""
+        """Bring home what is new, unless that was just done; who does not answer in time is left out."""
         now = time.monotonic()
         is_first = self._looked_at is None
-        if not is_first and not self._behind and now - (self._looked_at or 0.0) < INTERVAL_S:
+        if not is_first and not self._behind and now - (self._looked_at or 0.0) < self._interval_s:
             return
         self._look_once(self._works(self._wants), timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S), anew=False)
 
