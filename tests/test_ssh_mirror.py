@@ -157,7 +157,7 @@ def test_a_host_that_is_down_is_said_to_be_once(hosts: Hosts) -> None:
     for _ in range(3):
         mirror.look()
     mirror.close()
-    assert hosts.said == ["gpu02 cannot be reached: timed out; is it up?"]
+    assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)"]
 
 
 def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
@@ -170,7 +170,7 @@ def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
     hosts.down.clear()
     wait_until(lambda: mirror.look() or len(hosts.said) > 1, 20)
     mirror.close()
-    assert hosts.said == ["gpu02 cannot be reached: timed out; is it up?", "gpu02 answers again"]
+    assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)", "gpu02 answers again"]
 
 
 def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> None:

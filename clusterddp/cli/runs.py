@@ -16,10 +16,12 @@ from clusterddp.cli.arguments import RunName, address, command, output_option, r
 from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
-from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
-from clusterddp.errors import ClusterddpError
+from clusterddp.cli.watch import say_ending, say_note, staying_with, watch_until_ended, write_logs
+from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.launch.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from clusterddp.run.record import RunRecord
 
 _WATCH_INTERVAL_S = 1.0
+_LIST_TIMEOUT_S = 6.0
+"""How long `list` waits for the hosts of runs."""
 _NEWEST_SHOWN = 20
 _RUNS_AT_ONCE = 1000
 """How many runs are looked at together when it is not known how many will be shown."""
@@ -39,37 +43,32 @@ _RUNS_AT_ONCE = 1000
 @output_option
 @runs_option
 @click.pass_obj
-def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, output: str, runs_dir: Path) -> None:
+def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, output: str, runs_dir: Path) -> int:
     """Show one run: its state, progress and ranks, and why it failed.
 
     Without RUN, the newest one. With -o json and --watch, one line of JSON whenever something has changed.
     """
-    from clusterddp.look.status import read_status
-
     sweep = find_sweep(runs_dir, name)
     if sweep and not watch:
         show_sweep(sweep, output=output)
-        return
+        return 0
     run = find_run(runs_dir, name)
 
     def text_of(state: RunStatus) -> str:
         return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
 
-    if not watch:
-        state = read_status(run)
-        if output == "json":
-            put_json(state.to_json())
+    # The text names the hosts that do not answer.
+    with kept_fresh([run], terminal.environ, say=say_note, names_hosts=output == "json") as home:
+        if watch and output == "text" and terminal.can_redraw(sys.stdout):
+            state = _redraw(run, text_of, terminal, home)
         else:
-            put(text_of(state))
-    elif output == "json":
-        for state in _watched(run):
-            put_json(state.to_json(), indent=None)
-            sys.stdout.flush()
-    elif terminal.can_redraw(sys.stdout):
-        _redraw(run, text_of, terminal)
-    else:
-        for state in _watched(run):
-            put(text_of(state) + "\n")
+            for state in _watched(run, home) if watch else [_fetched_status(run, home)]:
+                if output == "json":
+                    put_json(state.to_json(), indent=None if watch else 1)
+                    sys.stdout.flush()
+                else:
+                    put(text_of(state) + ("\n" if watch else ""))
+    return PreflightError.exit_code if is_out_of_sight(run, state.state) else 0
 
 
 @command("logs")
@@ -98,8 +97,10 @@ def logs(
     """
     run = find_run(runs_dir, name)
     escape = False if raw else None
-    with detaching(run, terminal):
-        anything = write_logs(run, ranks, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
+    with staying_with(run, terminal) as home:
+        anything = write_logs(run, ranks, home, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
+    if not anything:
+        demand_sight(run, read_state(run))
     if not anything and tail_lines != 0:
         say(f"rank {ranks} of {run.name} has written nothing")
     if not follow and ranks == "0":
@@ -120,9 +121,9 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
     if sweep:
         return wait_for_all(sweep, timeout_s=timeout_s)
     run = find_run(runs_dir, name)
-    with detaching(run, terminal):
-        view = watch_until_ended(run, terminal, timeout_s=timeout_s)
-    return say_ending(run, view, terminal)
+    with staying_with(run, terminal) as home:
+        view = watch_until_ended(run, terminal, home, timeout_s=timeout_s)
+        return say_ending(run, view, terminal, home)
 
 
 @command("cancel")
@@ -156,16 +157,24 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many; 20, or all runs of SWEEP.")
 @output_option
 @runs_option
-def list_(*, name: str | None, states: tuple[str, ...], limit: int | None, output: str, runs_dir: Path) -> None:
+@click.pass_obj
+def list_(
+    terminal: Terminal,
+    *,
+    name: str | None,
+    states: tuple[str, ...],
+    limit: int | None,
+    output: str,
+    runs_dir: Path,
+) -> None:
     """Show the runs, newest first; with SWEEP those of a sweep, in the order of their numbers."""
     wanted = {_state_word(state) for state in states}
     summaries = []
     sweep = find_sweep(runs_dir, name) if name else None
     runs = sweep.runs() if sweep else [find_run(runs_dir, name)] if name else list_runs(runs_dir)
     limit = limit or (max(1, len(runs)) if name else _NEWEST_SHOWN)
-    for summary in _summaries(
-        iter(runs) if sweep else reversed(runs), at_once=max(limit, _RUNS_AT_ONCE) if wanted else limit
-    ):
+    at_once = max(limit, _RUNS_AT_ONCE) if wanted else limit
+    for summary in _summaries(iter(runs) if sweep else reversed(runs), terminal, at_once=at_once):
         if not wanted or summary.state.value in wanted:
             summaries.append(summary)
         if len(summaries) == limit:
@@ -184,13 +193,23 @@ def list_(*, name: str | None, states: tuple[str, ...], limit: int | None, outpu
 COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel, "list": list_}
 
 
-def _watched(run: RunDir) -> Iterator[RunStatus]:
-    """Yield the run's status whenever it has changed, until the run has ended."""
+def _fetched_status(run: RunDir, home: Home) -> RunStatus:
+    """Read the run's status; of a run that has ended, when what its spec says is here."""
     from clusterddp.look.status import read_status
 
+    home.look()
+    state = read_status(run)
+    if not state.state.finished:
+        return state
+    home.fetch()
+    return read_status(run)
+
+
+def _watched(run: RunDir, home: Home) -> Iterator[RunStatus]:
+    """Yield the run's status whenever it has changed, until the run has ended."""
     before = None
     while True:
-        state = read_status(run)
+        state = _fetched_status(run, home)
         if state != before:
             yield state
         if state.state.finished:
@@ -199,21 +218,19 @@ def _watched(run: RunDir) -> Iterator[RunStatus]:
         time.sleep(_WATCH_INTERVAL_S)
 
 
-def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal) -> None:
+def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal, home: Home) -> RunStatus:
     """Draw the status in place until the run has ended; the last one stays."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    from clusterddp.look.status import read_status
-
     console = Console(no_color=terminal.no_color or None)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            state = read_status(run)
+            state = _fetched_status(run, home)
             live.update(Text.from_ansi(text_of(state), no_wrap=True, overflow="ellipsis"), refresh=True)
             if state.state.finished:
-                return
+                return state
             time.sleep(_WATCH_INTERVAL_S)
 
 
@@ -238,12 +255,14 @@ def _state_word(text: str) -> str:
         raise click.BadParameter(f'"{text}" is none of {words}', param_hint="--state") from None
 
 
-def _summaries(runs: Iterator[RunDir], *, at_once: int) -> Iterator[RunSummary]:
-    """Yield what is shown of runs; Slurm is asked once for `at_once` of them."""
+def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
+    """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
     from clusterddp.look.status import read_summary
-    from clusterddp.run.state import announce, read_state
+    from clusterddp.run.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
+        with kept_fresh(batch, terminal.environ, say=say_note) as home:
+            home.look(timeout_s=_LIST_TIMEOUT_S)
         records = list(_with_records(batch))
         announce(records)
         for run, record in records:

@@ -35,6 +35,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
         lines.append(f"  {printable(status.reason)}")
+    lines += [f"  {printable(words)}" for words in status.silent if words not in status.reason]
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
     lines += [f"  {run.path}", ""]

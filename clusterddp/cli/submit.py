@@ -13,8 +13,9 @@ import click
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
 from clusterddp.cli.hosts import HostName
 from clusterddp.cli.terminal import Terminal, put, put_json, say
-from clusterddp.cli.watch import detaching, say_ending, watch_until_ended, write_logs
+from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.launch.fresh import kept_fresh
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
 from clusterddp.run.sweep_dir import SweepDir
@@ -249,11 +250,12 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         say(f"  status  clusterddp status {where}")
         say(f"  cancel  clusterddp cancel {where}")
         return 0
-    with _ending(run, tie) if tie else detaching(run, terminal):
-        if follow:
-            write_logs(run, "0", follow=True, stream=sys.stderr if output == "json" else sys.stdout)
-        view = watch_until_ended(run, terminal)
-    return say_ending(run, view, terminal)
+    with kept_fresh([run], terminal.environ, say=say_note) as home:
+        with _ending(run, tie) if tie else detaching(run, terminal):
+            if follow:
+                write_logs(run, "0", home, follow=True, stream=sys.stderr if output == "json" else sys.stdout)
+            view = watch_until_ended(run, terminal, home)
+        return say_ending(run, view, terminal, home)
 
 
 @contextlib.contextmanager

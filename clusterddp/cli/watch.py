@@ -19,6 +19,7 @@ from clusterddp.cli.status_text import (
 )
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
+from clusterddp.launch.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, read_json
 
@@ -38,6 +39,18 @@ Show = Callable[["RunView", "Progress | None"], None]
 
 
 @contextlib.contextmanager
+def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Home]:
+    """Keep the run's files as new as they can be; let Ctrl-C end the watching, not the run, and say so."""
+    with detaching(run, terminal), kept_fresh([run], terminal.environ, say=say_note) as home:
+        yield home
+
+
+def say_note(text: str) -> None:
+    """Tell what happens beside the run."""
+    say(f"note: {printable(text)}")
+
+
+@contextlib.contextmanager
 def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
     """Let Ctrl-C end the watching, not the run, and say so."""
     try:
@@ -47,18 +60,21 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
         raise
 
 
-def watch_until_ended(run: RunDir, terminal: Terminal, *, timeout_s: float | None = None) -> RunView:
-    """Show how the run goes on until it has ended.
+def watch_until_ended(
+    run: RunDir, terminal: Terminal, home: Home = ALL_HERE, *, timeout_s: float | None = None
+) -> RunView:
+    """Show how the run goes on until it has ended; `home` keeps its files as new as they can be.
 
-    Raises: ClusterddpError: it has not ended after `timeout_s` seconds.
+    Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: it is out of sight.
     """
     with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
-        return _poll(run, show, timeout_s)
+        return _poll(run, show, timeout_s, home)
 
 
 def write_logs(
     run: RunDir,
     ranks: str,
+    home: Home = ALL_HERE,
     *,
     follow: bool,
     attempt: int | None = None,
@@ -72,11 +88,18 @@ def write_logs(
     """
     from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
 
+    if follow or ranks == "failed":
+        home.look()
     chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
+    attempts = run.attempts()
+    newest = attempts[-1].number if follow and attempts else None
+    home.want_logs(chosen, newest if attempt is None else attempt)
+    if not follow or tail_lines is not None:  # who follows all of it sees the beginning while the rest is on its way
+        home.catch_up()
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
-        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
+        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, source=home)
     else:
         pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
     out = stream.buffer
@@ -97,10 +120,11 @@ def write_logs(
     return bool(last)
 
 
-def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
-    """Tell how a run ended, and return the exit code that stands for it."""
+def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_HERE) -> int:
+    """Fetch what the spec says, tell how a run ended, and return the exit code that stands for it."""
     from clusterddp.look.status import find_job_log
 
+    fetched = home.fetch()
     end = view.end
     cause = end.root_cause if end else None
     text = f"{run.name} {state_text(view.state.value)}"
@@ -119,7 +143,9 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal) -> int:
     job_log = None if started else find_job_log(run)
     for line in next_steps(view.state.value, address(run, terminal), run, cause, job_log=job_log):
         say(line)
-    return exit_code_of(view)
+    if not fetched:
+        say(f"  the rest    clusterddp status {address(run, terminal)}  fetches what is still on its hosts")
+    return exit_code_of(view) or (0 if fetched else ClusterddpError.exit_code)
 
 
 def exit_code_of(view: RunView) -> int:
@@ -127,13 +153,15 @@ def exit_code_of(view: RunView) -> int:
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
 
 
-def _poll(run: RunDir, show: Show, timeout_s: float | None) -> RunView:
+def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunView:
     from clusterddp.look.progress import read_progress
     from clusterddp.run.state import read_state
 
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
+        home.look()
         view = read_state(run)
+        demand_sight(run, view)
         show(view, read_progress(run))
         if view.finished:
             return view

@@ -6,11 +6,10 @@ keeps the connections, and asks about once a second; a host that is lost is trie
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,7 @@ from clusterddp.launch.ssh_pull import ASK_TIMEOUT_S, Asks, Told, pull
 from clusterddp.launch.ssh_target import Target, Wants, find_targets, newest_attempt
 from clusterddp.launch.ssh_told import failure_of, is_open, record, report_of, words_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import HostReport, read_reports
-from clusterddp.run.record import read_run
+from clusterddp.run.host_reports import HostReport
 
 if TYPE_CHECKING:
     from clusterddp.ssh.session import HostAccess
@@ -72,11 +70,13 @@ class Mirror:
         environ: Mapping[str, str],
         *,
         say: Say = say_nothing,
+        names_hosts: bool = True,
         interval_s: float = INTERVAL_S,
         open_session: Open | None = None,
     ) -> None:
-        """`say` hears which hosts cannot be reached, what is fetched, and what cannot be written here."""
+        """`say` hears what is fetched and what cannot be written here, and, with `names_hosts`, who does not answer."""
         self._say = say
+        self._names_hosts = names_hosts
         self._interval_s = interval_s
         self._links = Links(open_session or Opener(environ))
         self._targets: dict[HostAccess, list[Target]] = {}
@@ -146,11 +146,11 @@ class Mirror:
             if result is None and is_first:
                 result = SshError(access.host, "connect", f"no answer within {timeout_s:g} s")
             if isinstance(result, SshError):
-                self._tell(access.host, f"cannot be reached: {words_of(result)}", result.hint)
+                self._tell_of(access.host, f"cannot be reached: {words_of(result)}", result.hint)
                 for target in targets:
                     reports.setdefault(target.run, []).append(failure_of(target, result))
             elif result is not None:
-                self._tell(access.host, "", None)
+                self._tell_of(access.host, "", None)
                 for visit in result:
                     self._take(visit, reports)
         for run, news in reports.items():
@@ -170,12 +170,15 @@ class Mirror:
             self._tell("here", visit.problem.message, visit.problem.hint)
 
     def _tell(self, about: str, text: str, hint: str | None) -> None:
-        """Say what is new about a host, or about this machine."""
+        """Say something, unless it was the last that was said about that."""
         before, self._said[about] = self._said.get(about, ""), text
-        if text and text != before:
-            self._say((text if about in {text, "here"} else f"{about} {text}") + (f"; {hint}" if hint else ""))
-        elif before and not text:
-            self._say(f"{about} answers again")
+        if text != before:
+            self._say(text + (f" (hint: {hint})" if hint else ""))
+
+    def _tell_of(self, host: str, trouble: str, hint: str | None) -> None:
+        """Say that a host has trouble, or, with none, that it is over."""
+        if self._names_hosts and (trouble or host in self._said):
+            self._tell(host, f"{host} {trouble or 'answers again'}", hint)
 
     def _visit(self, access: HostAccess, targets: list[Target], session: Asks) -> list[_Visit]:
         """Ask a host for what is new of runs, and bring it home; in the host's own thread."""
@@ -207,28 +210,3 @@ class Mirror:
         if not goes_on:
             visit.report = dataclasses.replace(report, complete=newest_attempt(target.run))
         return visit
-
-
-@contextlib.contextmanager
-def following(runs: Iterable[RunDir], environ: Mapping[str, str], *, say: Say = say_nothing) -> Iterator[Mirror]:
-    """Keep runs as their hosts know them, while the block lasts."""
-    mirror = Mirror(runs, environ, say=say)
-    try:
-        yield mirror
-    finally:
-        mirror.close()
-
-
-def refresh(runs: Iterable[RunDir], environ: Mapping[str, str], *, timeout_s: float = FIRST_LOOK_S) -> None:
-    """Bring home, once, what hosts know of those of these runs that go on."""
-    with following(runs, environ) as mirror:
-        mirror.look(timeout_s=timeout_s)
-
-
-def is_out_of_sight(run: RunDir) -> bool:
-    """Say whether nothing is known of a run but that it was submitted, and none of its hosts was ever reached."""
-    known = any(attempt.start.exists() or attempt.end.exists() for attempt in run.attempts())
-    if known or read_run(run).launcher != "ssh":
-        return False
-    reports = read_reports(run).values()
-    return any(report.error for report in reports) and not any(report.reached for report in reports)

@@ -28,7 +28,8 @@ def report_of(target: Target, told: Mapping[str, Any], files: Mapping[str, Told]
         host=target.host,
         asked=now,
         reached=now,
-        alive=tuple(told["alive"]),
+        # A machine may be there under two names: each speaks for its own nodes.
+        alive=tuple(role for role in told["alive"] if role[1:].isdecimal() and int(role[1:]) in target.nodes),
         boot=str(told["boot"]),
         has_run=bool(told["has_run"]),
         end_attempt=told["end_attempt"],
@@ -75,6 +76,14 @@ def is_due(target: Target) -> bool:
         return False  # it was never started
     report = read_reports(target.run).get(target.host)
     return report is None or report.complete != newest_attempt(target.run)
+
+
+def was_never_reached(run: RunDir) -> bool:
+    """Say whether hosts of a run were tried in vain and none ever answered, and its files tell nothing either."""
+    if any(attempt.start.exists() or attempt.end.exists() for attempt in run.attempts()):
+        return False
+    reports = read_reports(run).values()
+    return any(report.error for report in reports) and not any(report.reached for report in reports)
 
 
 def _is_being_started(record: RunRecord) -> bool:

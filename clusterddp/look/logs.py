@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
@@ -20,6 +21,26 @@ PIECE_BYTES = 64 * 1024
 """A line longer than this is handed on in pieces, so that no line is too long for memory."""
 _TURN_BYTES = 16 * PIECE_BYTES
 """How much of one file is read before it is the next one's turn."""
+
+
+class Source(Protocol):
+    """Where the files come from, when they are written on another machine."""
+
+    def look(self) -> None:
+        """Bring home what is new."""
+
+    def catch_up(self) -> None:
+        """Bring home all that there is at this moment."""
+
+
+class _Here:
+    """They are written here."""
+
+    def look(self) -> None:
+        pass
+
+    def catch_up(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +138,22 @@ def read_logs(
 
 
 def follow_logs(
-    run: RunDir, ranks: tuple[int, ...], *, attempt: int | None, tail_lines: int | None, poll_interval_s: float = 0.2
+    run: RunDir,
+    ranks: tuple[int, ...],
+    *,
+    attempt: int | None,
+    tail_lines: int | None,
+    poll_interval_s: float = 0.2,
+    source: Source | None = None,
 ) -> Iterator[LogPiece | NewAttempt | None]:
     """Yield what is in the logs and what is added, until the run ends; with `attempt`, until that attempt does.
 
     None is yielded when there is nothing more for now.
     """
-    gang = read_gang(run)
+    gang, source = read_gang(run), source or _Here()
     number = attempt
     while number is None:
+        source.look()
         over = read_state(run).finished  # asked first: an attempt that ends meanwhile is still found
         number = _newest_attempt(run)
         if number is None:
@@ -134,7 +162,8 @@ def follow_logs(
             yield None
             time.sleep(poll_interval_s)
     while True:
-        yield from _follow_attempt(run, _open_logs(run, gang, number, ranks, tail_lines), number, poll_interval_s)
+        logs = _open_logs(run, gang, number, ranks, tail_lines)
+        yield from _follow_attempt(run, logs, number, poll_interval_s, source)
         later = [found.number for found in run.attempts() if found.number > number]
         if attempt is not None or not later:
             return
@@ -143,12 +172,15 @@ def follow_logs(
 
 
 def _follow_attempt(
-    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float
+    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float, source: Source
 ) -> Iterator[LogPiece | None]:
     """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
     while True:
+        source.look()
         # Asked before reading: whatever was written before the end is then read after it.
         over = (_newest_attempt(run) or 0) > number or read_state(run).finished
+        if over:
+            source.catch_up()
         idle = True
         for log in logs:
             for data in log.file.read_all() if over else log.file.read():
@@ -173,6 +205,7 @@ class LogFile:
         self.path = path
         self._position = 0 if tail_lines is None else position_of_last_lines(path, tail_lines)
         self._begun = b""  # the beginning of a line whose end has not been written yet
+        self._inode: int | None = None
 
     def read(self) -> Iterator[bytes]:
         """Yield the lines that were finished since the last call; about 1 MB a call at most.
@@ -180,8 +213,9 @@ class LogFile:
         A carriage return ends a line too: progress bars write nothing else for minutes.
         """
         try:
-            size = os.stat(self.path).st_size
-            if size < self._position:  # somebody emptied the file: begin anew
+            found = os.stat(self.path)
+            size, inode, self._inode = found.st_size, self._inode, found.st_ino
+            if size < self._position or inode not in {None, found.st_ino}:  # emptied, or another one: begin anew
                 self._position, self._begun = 0, b""
             if size == self._position:
                 return

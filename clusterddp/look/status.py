@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang
+from clusterddp.run.host_state import read_silence
 from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
@@ -66,6 +68,8 @@ class RunStatus:
     ended: float | None
     job: Job | None = None
     """On Slurm: the job as Slurm told it; None where the files say all."""
+    silent: tuple[str, ...] = ()
+    """On SSH hosts: which of them did not answer last, in words."""
     job_log: str | None = None
     """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
 
@@ -126,6 +130,7 @@ def read_status(run: RunDir) -> RunStatus:
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start = (attempt and read_json(attempt.start)) or {}
+    silence = read_silence(run) if record.launcher == "ssh" else {}
     return RunStatus(
         run=run.name,
         state=view.state,
@@ -135,11 +140,12 @@ def read_status(run: RunDir) -> RunStatus:
         attempt=view.attempt,
         world_size=gang.world_size,
         progress=_progress(run, view),
-        ranks=_rank_statuses(gang, attempt, start, view),
+        ranks=_rank_statuses(gang, attempt, start, view, silence),
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
         job=view.job,
+        silent=() if view.finished else tuple(silence.values()),
         job_log=None if start else find_job_log(run),
     )
 
@@ -206,7 +212,7 @@ def _job_json(job: Job | None) -> dict[str, Any] | None:
 
 
 def _rank_statuses(
-    gang: Gang, attempt: AttemptDir | None, start: dict[str, Any], view: RunView
+    gang: Gang, attempt: AttemptDir | None, start: dict[str, Any], view: RunView, silence: Collection[str]
 ) -> tuple[RankStatus, ...]:
     records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
     found = {node.get("node_rank"): node for node in start.get("nodes", ())}
@@ -226,21 +232,21 @@ def _rank_statuses(
                     interface=record.interface if record else there.get("interface", gang.interface),
                     master_addr=record.master_addr if record else master_addr,
                     master_port=record.master_port if record else master_port,
-                    state=_rank_state(record, view),
+                    state=_rank_state(record, view, may_be_known=node.host not in silence),
                     exit_code=record.exit_code if record else None,
                 )
             )
     return tuple(sorted(statuses, key=lambda status: status.rank))
 
 
-def _rank_state(record: RankRecord | None, view: RunView) -> RankState:
+def _rank_state(record: RankRecord | None, view: RunView, *, may_be_known: bool) -> RankState:
     attempt_over = view.finished or view.end is not None
     if record is None:
         return "NOT_STARTED" if attempt_over else "PENDING"
     if record.ended is None:
         if attempt_over:
             return "LOST"
-        return "UNKNOWN" if view.state is RunState.UNKNOWN else "RUNNING"
+        return "RUNNING" if may_be_known and view.state is not RunState.UNKNOWN else "UNKNOWN"
     if record.signal is not None:
         return "KILLED"
     return "COMPLETED" if record.exit_code == 0 else "FAILED"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,8 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
         return known.view(RunState.UNKNOWN, f"belongs to another user, who alone can ask its hosts; {_last(known)}")
     if known.answered_for:
         after = f"restarts after: {end.reason}" if end else "is being started" if known.start is None else "runs"
-        return known.view(known.goes_on_as, "; ".join([after, *silence(known.reports.values())]))
+        silence = [_why_silent(known.reports, host) for host in known.silent if host in known.reports]
+        return known.view(known.goes_on_as, "; ".join([after, *silence]))
     return _unanswered(known, submitter)
 
 
@@ -92,9 +94,10 @@ def is_foreign(run: RunDir) -> bool:
     return os.geteuid() == 0 and os.stat(run.path).st_uid != 0
 
 
-def silence(reports: Any) -> list[str]:
-    """Say of each host that did not answer that it did not, and why."""
-    return [f"{report.host} cannot be reached ({report.error})" for report in reports if report.error is not None]
+def read_silence(run: RunDir) -> dict[str, str]:
+    """Read which hosts of a run did not answer when they were asked last, and say so: host -> words."""
+    reports = read_reports(run)
+    return {host: _why_silent(reports, host) for host, report in reports.items() if report.error is not None}
 
 
 def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
@@ -103,9 +106,9 @@ def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
     if told:
         return told
     if known.hosts[0] in known.silent:
-        return known.view(RunState.UNKNOWN, f"{_why_silent(known, known.hosts[0])}; {_last(known)}")
+        return known.view(RunState.UNKNOWN, f"{_why_silent(known.reports, known.hosts[0])}; {_last(known)}")
     if known.silent:
-        silent = "; ".join(_why_silent(known, host) for host in known.silent)
+        silent = "; ".join(_why_silent(known.reports, host) for host in known.silent)
         return known.view(RunState.UNKNOWN, f"nobody answers for it on {known.hosts[0]}; {silent}; {_last(known)}")
     if known.record.job_id is None and submitter and submitter.alive() is None:
         reason = f"is being submitted on {submitter.host}, which cannot be asked from here"
@@ -144,8 +147,8 @@ def _why_lost(known: _Known) -> str:
     return words
 
 
-def _why_silent(known: _Known, host: str) -> str:
-    report = known.reports.get(host)
+def _why_silent(reports: Mapping[str, HostReport], host: str) -> str:
+    report = reports.get(host)
     if report is None or report.error is None:
         return f"{host} has not been asked"
     return f"{host} cannot be reached ({report.error})"
