@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from clusterddp.dist.environment import STOP_FILE
 from clusterddp.run.directory import RunDir, find_run, read_jsonl
 
 if TYPE_CHECKING:
+    from clusterddp.launch.fresh import Home
     from clusterddp.launch.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
@@ -41,12 +43,22 @@ class Run:
         """Wait until the run has ended, or the time is up; return its state then."""
         from clusterddp.launch.submit import wait
 
-        return wait(RunDir(self.path), timeout_s).state.value
+        with self._home() as home:
+            view = wait(RunDir(self.path), timeout_s, home=home)
+            if view.finished:
+                home.fetch()
+        return view.state.value
 
     def status(self) -> dict[str, Any]:
         """Return what `clusterddp status -o json` prints."""
         from clusterddp.look.status import read_status
 
+        with self._home() as home:
+            home.look()
+            status = read_status(RunDir(self.path))
+            if not status.state.finished:
+                return status.to_json()
+            home.fetch()
         return read_status(RunDir(self.path)).to_json()
 
     def logs(self, rank: int = 0) -> str:
@@ -54,6 +66,9 @@ class Run:
         from clusterddp.look.logs import read_logs
 
         run = RunDir(self.path)
+        with self._home() as home:
+            home.want_logs([rank], None)
+            home.catch_up()
         attempts = run.attempts()
         pieces: Iterable[Any] = read_logs(run, (rank,), attempt=None, tail_lines=None) if attempts else ()
         return b"".join(piece.data for piece in pieces).decode("utf-8", errors="replace")
@@ -66,7 +81,15 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl` so far."""
+        with self._home() as home:
+            home.look()
         return list(read_jsonl(RunDir(self.path).metrics))
+
+    def _home(self) -> AbstractContextManager[Home]:
+        """Keep the files fresh: of a run on SSH hosts they are brought home before they are read."""
+        from clusterddp.launch.fresh import kept_fresh
+
+        return kept_fresh([RunDir(self.path)], os.environ)
 
 
 def load_spec(

@@ -89,10 +89,17 @@ def next_steps(
         elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
             steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
     if state in {"FAILED", "LOST", "CANCELLED"}:
-        has_checkpoint = next(run.checkpoints.glob("*.json"), None) is not None
-        again = ("go on", "resume") if has_checkpoint else ("try again", "rerun")
+        again = ("go on", "resume") if _has_checkpoint(run) else ("try again", "rerun")
         steps.append((again[0], f"clusterddp {again[1]} {address}"))
     return [f"  {what:<10} {text}" for what, text in steps]
+
+
+def _has_checkpoint(run: RunDir) -> bool:
+    """Say whether there is a checkpoint, here or, of a run on SSH hosts, there."""
+    from clusterddp.run.host_reports import read_reports
+
+    here = next(run.checkpoints.glob("*.json"), None) is not None
+    return here or any(report.checkpoints for report in read_reports(run).values())
 
 
 def progress_text(progress: Progress) -> str:

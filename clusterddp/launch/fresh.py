@@ -53,8 +53,9 @@ def kept_fresh(
     *,
     say: Callable[[str], None] = lambda text: None,
     names_hosts: bool = True,
+    interval_s: float = 1.0,
 ) -> Iterator[Home]:
-    """Keep runs as their hosts know them, while the block lasts.
+    """Keep runs as their hosts know them, while the block lasts; hosts are asked again after `interval_s`.
 
     `say` hears what is fetched and what cannot be written here, and, with `names_hosts`, who cannot be reached.
     """
@@ -64,7 +65,7 @@ def kept_fresh(
         return
     from clusterddp.launch.ssh_mirror import Mirror
 
-    mirror = Mirror(elsewhere, environ, say=say, names_hosts=names_hosts)
+    mirror = Mirror(elsewhere, environ, say=say, names_hosts=names_hosts, interval_s=interval_s)
     try:
         yield mirror
     finally:

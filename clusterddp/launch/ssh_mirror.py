@@ -26,7 +26,6 @@ from clusterddp.run.host_reports import HostReport
 if TYPE_CHECKING:
     from clusterddp.ssh.session import HostAccess
 
-INTERVAL_S = 1.0
 FIRST_LOOK_S = 12.0
 """How long the first answers are waited for: hosts may have to be connected to."""
 _LOOK_S = 3.0
@@ -71,7 +70,7 @@ class Mirror:
         *,
         say: Say = say_nothing,
         names_hosts: bool = True,
-        interval_s: float = INTERVAL_S,
+        interval_s: float = 1.0,
         open_session: Open | None = None,
     ) -> None:
         """`say` hears what is fetched and what cannot be written here, and, with `names_hosts`, who does not answer."""

@@ -18,6 +18,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, Usage
 from clusterddp.launch import local, slurm, ssh
 from clusterddp.launch.attempts import Closeable, Tell, end_run, final_end, make_attempt, silence
 from clusterddp.launch.entry import TRAINER
+from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
 from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
@@ -46,6 +47,7 @@ _CANCELLED = {
     "slurm": "cancelled; Slurm has ended its job",
     "ssh": "cancelled; its supervisors did not answer",
 }
+_ANSWER_INTERVAL_S = 0.25
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -85,6 +87,8 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
     record = read_run(run)
+    with kept_fresh([run], environ) as home:
+        home.look()
     view = read_state(run)
     _refuse_resume(run, view)
     _LAUNCHERS[record.launcher].clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
@@ -142,29 +146,28 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     Raises: ClusterddpError: it has not ended in time.
     """
     run = RunDir(run.path.absolute())
-    view = read_state(run)
-    record = read_run(run)
-    if view.state is RunState.LOST:
-        num_strays = _LAUNCHERS[record.launcher].clear_away(run, record, inherited_environment())
-        if num_strays:
-            things = "jobs" if record.launcher == "slurm" else "processes"
-            return f"was lost; {num_strays} {things} that were left of it are ended"
-    if view.finished:
-        return f"has already ended: {view.state.value} ({view.reason})"
-    waits = view.job is not None and view.job.phase is Phase.WAITING
-    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
-        return _stop(run, record, view.attempt)
-    return _cancel(run, record, timeout_s)
+    with kept_fresh([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as home:
+        home.look()
+        return _end(run, home, save=save, timeout_s=timeout_s)
 
 
-def wait(run: RunDir, timeout_s: float | None = None, poll: float = 0.2, *, slurm: Slurm | None = None) -> RunView:
+def wait(
+    run: RunDir,
+    timeout_s: float | None = None,
+    poll: float = 0.2,
+    *,
+    slurm: Slurm | None = None,
+    home: Home = ALL_HERE,
+) -> RunView:
     """Wait until the run has ended, or the time is up; return what is known of it then.
 
-    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`.
+    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`. `home`: what keeps
+    the files of the run fresh.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     interval = poll
     while True:
+        home.look()
         view = read_state(run, slurm)
         if view.finished:
             return view
@@ -204,7 +207,23 @@ def _plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
     return now
 
 
-def _stop(run: RunDir, record: RunRecord, attempt: int) -> str:
+def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
+    view = read_state(run)
+    record = read_run(run)
+    if view.state is RunState.LOST:
+        num_strays = _LAUNCHERS[record.launcher].clear_away(run, record, inherited_environment())
+        if num_strays:
+            things = "jobs" if record.launcher == "slurm" else "processes"
+            return f"was lost; {num_strays} {things} that were left of it are ended"
+    if view.finished:
+        return f"has already ended: {view.state.value} ({view.reason})"
+    waits = view.job is not None and view.job.phase is Phase.WAITING
+    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
+        return _stop(run, record, view.attempt, home)
+    return _cancel(run, record, timeout_s, home)
+
+
+def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
     """Ask for a checkpoint and the end, and wait for both."""
     environ = inherited_environment()
     launcher = _LAUNCHERS[record.launcher]
@@ -212,7 +231,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int) -> str:
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, environ)
-    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ))
+    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), home=home)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
@@ -221,7 +240,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int) -> str:
     return _became(view)
 
 
-def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
+def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str:
     environ = inherited_environment()
     launcher = _LAUNCHERS[record.launcher]
     by = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -231,13 +250,13 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     answers = launcher.request_end(run, record, environ)
     slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm)
+    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
     # Nobody answers, or nobody is there who could: it is ended from here.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
         _record_end(run, "CANCELLED", _CANCELLED[record.launcher])
         view = read_state(run, slurm)
     if not view.finished:
-        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm)
+        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
