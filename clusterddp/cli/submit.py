@@ -21,6 +21,7 @@ from clusterddp.run.directory import RunDir, find_run, read_json
 from clusterddp.run.sweep_dir import SweepDir
 
 if TYPE_CHECKING:
+    from clusterddp.launch.attempts import Closeable
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
     from clusterddp.launch.sweep_plan import SweepPlan
@@ -244,7 +245,7 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         put_json(_as_json(submitted), indent=None)
     elif not sys.stdout.isatty():  # the person at the terminal has just read it
         put(submitted.run)
-    tie = getattr(submitted, "tie", None)
+    tie = submitted.tie
     if not (wait or follow or tie):
         say(f"  follow  clusterddp logs -f {where}")
         say(f"  status  clusterddp status {where}")
@@ -259,7 +260,7 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
 
 
 @contextlib.contextmanager
-def _ending(run: RunDir, tie: Any) -> Iterator[None]:
+def _ending(run: RunDir, tie: Closeable) -> Iterator[None]:
     """Let the run end with the watching, however that ends."""
     from clusterddp.launch.submit import cancel
 

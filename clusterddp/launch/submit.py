@@ -71,8 +71,6 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     there with that as its end.
     """
     environ = inherited_environment()
-    if plan.launcher not in _LAUNCHERS:
-        raise UsageError(f"launcher {plan.launcher}: submitting is not built yet", hint="-n shows what it would do")
     check_secrets(plan.secrets, environ)
     check_trainer(plan)
     plan = make_run(plan, environ)
