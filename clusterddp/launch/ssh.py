@@ -118,8 +118,10 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
-    ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
+    shipped = ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
     plan, grants = _settle(crew, tell)
+    for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):
+        tell(f"note: {note}")
     write_json(run.plan, plan.to_json())
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     orders = _prepare(plan, crew, record, attempt, grants)
