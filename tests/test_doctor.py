@@ -15,20 +15,19 @@ import pytest
 from slurm_clusters import fake_commands
 
 from clusterddp.cli.doctor import check_lines
-from clusterddp.doctor.checks import Check, Result, is_healthy, note, ok, red, rows
 from clusterddp.doctor.job import JobAnswer, JobRequest, sbatch_argv
-from clusterddp.doctor.judge import Needs, judge_clock, judge_directory, judge_here, judge_machine, judge_torch
-from clusterddp.doctor.machine import (
+from clusterddp.doctor.nodes import judge_nodes
+from clusterddp.doctor.probe import join_lines, print_lines
+from clusterddp.facts.checks import Check, Result, is_healthy, note, ok, red, rows
+from clusterddp.facts.judge import Needs, judge_clock, judge_directory, judge_here, judge_machine, judge_torch
+from clusterddp.facts.machine import (
     Directory,
     Interface,
     Machine,
-    Torch,
-    import_torch,
     read_directory,
     read_machine,
 )
-from clusterddp.doctor.nodes import judge_nodes
-from clusterddp.doctor.probe import join_lines, print_lines
+from clusterddp.facts.torch import Torch, import_torch
 from clusterddp.run.storage import Mount, find_mount
 
 ROOT = Path(__file__).parent.parent

@@ -15,10 +15,10 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.doctor.checks import Check, Level, Result
     from clusterddp.doctor.job import JobRequest
-    from clusterddp.doctor.judge import Needs
-    from clusterddp.doctor.machine import Machine
+    from clusterddp.facts.checks import Check, Level, Result
+    from clusterddp.facts.judge import Needs
+    from clusterddp.facts.machine import Machine
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
@@ -56,7 +56,7 @@ def doctor(
     clusterddp doctor job.yaml             and what the spec needs
     clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
     """
-    from clusterddp.doctor.checks import Check, is_healthy, to_json
+    from clusterddp.facts.checks import Check, is_healthy, to_json
 
     resolved = _load(spec, overrides, terminal)
     job = resolved.job if resolved else None
@@ -83,7 +83,7 @@ COMMANDS = {"doctor": doctor}
 
 def check_lines(checks: list[Check]) -> list[str]:
     """Lay out checks as one table, what is red first; below each row what mends it."""
-    from clusterddp.doctor.checks import rows
+    from clusterddp.facts.checks import rows
 
     found = rows(checks)
     cells = [["", "CHECK", "HOST", "FOUND"]]
@@ -109,10 +109,11 @@ def _load(spec: str | None, overrides: tuple[str, ...], terminal: Terminal) -> R
 def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:
     import dataclasses
 
-    from clusterddp.doctor.checks import Check
-    from clusterddp.doctor.judge import Needs, judge_here, judge_machine
     from clusterddp.doctor.login import judge_login
-    from clusterddp.doctor.machine import import_torch, read_machine
+    from clusterddp.facts.checks import Check
+    from clusterddp.facts.judge import Needs, judge_here, judge_machine
+    from clusterddp.facts.machine import read_machine
+    from clusterddp.facts.torch import import_torch
 
     on_slurm = job is not None and job.launcher == "slurm"
     on_cpu = job is not None and job.device == "cpu"
@@ -133,7 +134,7 @@ def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple
 
 def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterator[tuple[str, Result]]:
     """Plan the submit of the spec, and ask Slurm about that very plan."""
-    from clusterddp.doctor.checks import note, ok, red
+    from clusterddp.facts.checks import note, ok, red
     from clusterddp.launch.plan import plan_run
 
     try:
@@ -180,7 +181,7 @@ def _look_at_nodes(
 
 
 def _refused(error: PreflightError) -> Result:
-    from clusterddp.doctor.checks import red
+    from clusterddp.facts.checks import red
 
     return red(error.message, error.hint or "sbatch says why it refuses")
 

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from clusterddp.doctor.checks import Result, note, ok, red
 from clusterddp.errors import SlurmError
+from clusterddp.facts.checks import Result, note, ok, red
 from clusterddp.slurm.cluster import Cluster, read_cluster
 from clusterddp.slurm.partitions import Partition
 from clusterddp.slurm.starter import choose_partition, consequences, time_text, why_not

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from clusterddp.doctor.checks import Check, Result, note, ok, red
 from clusterddp.doctor.job import JobAnswer
-from clusterddp.doctor.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size
-from clusterddp.doctor.machine import Machine, Torch
+from clusterddp.facts.checks import Check, Result, note, ok, red
+from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size
+from clusterddp.facts.machine import Machine
+from clusterddp.facts.torch import Torch
 
 _OF_NODES = ("torch", "GPUs", "open files", "shared memory")
 """Checks of a machine that are asked of each node as they are asked here."""

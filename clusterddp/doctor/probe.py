@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterddp.doctor.machine import Machine, import_torch, interface_of, read_machine, resolve
+from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
+from clusterddp.facts.torch import import_torch
 
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import gpus, mirror, network, runs, store, table
+from clusterddp.host import facts, gpus, mirror, network, runs, store, table
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
 OPERATIONS: dict[str, Operation] = {
+    **facts.OPERATIONS,
     **gpus.OPERATIONS,
     **mirror.OPERATIONS,
     **network.OPERATIONS,

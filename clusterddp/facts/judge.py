@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from clusterddp.doctor.checks import Result, note, ok, red
-from clusterddp.doctor.machine import Directory, Machine, Torch
+from clusterddp.facts.checks import Result, note, ok, red
+from clusterddp.facts.machine import Directory, Machine
+from clusterddp.facts.torch import Torch
 
 _GIB = 2**30
 _MIN_FREE, _FEW_FREE = 100 * 2**20, 5 * _GIB

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import resource
+import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,34 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from clusterddp.dist.devices import visible_gpus
+from clusterddp.dist.interface import read_links
+from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
+from clusterddp.facts.torch import Torch
 from clusterddp.run.storage import find_mount
 
-_NEVER_USED = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "podman", "lxc", "lxd")
-"""Interfaces between the containers of one machine: other machines have the same ones, with the same addresses."""
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
-_TORCH_TIMEOUT_S = 40.0
-_TORCH_PROBE = """\
-import json
-found = {}
-try:
-    import torch
-    found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
-except Exception as error:
-    found["error"] = f"{type(error).__name__}: {error}"
-if "error" not in found:
-    try:
-        import torchvision
-        found["torchvision"] = torchvision.__version__
-    except ModuleNotFoundError:
-        found["torchvision"] = None
-    except Exception as error:
-        found["torchvision_error"] = f"{type(error).__name__}: {error}"
-print("FOUND" + json.dumps(found))
-"""
-"""Runs in an interpreter of its own: an import that crashes, or takes a minute, ends only that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +51,6 @@ class Directory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Torch:
-    """What came of importing torch, and torchvision after it; None: not installed, not known."""
-
-    version: str | None = None
-    cuda: str | None = None
-    gpus: int | None = None
-    error: str | None = None
-    torchvision: str | None = None
-    torchvision_error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """A machine at one moment, as a process of ours sees it."""
 
@@ -103,6 +69,11 @@ class Machine:
     directory: Directory
     torch: Torch | None = None
     """None: not looked at."""
+    locked_memory: int = -1
+    """Bytes that a process may lock; -1: no limit."""
+    cpu_limit: float | None = None
+    """Cores' worth of time that the control group may use; None: no limit."""
+    memory_limit_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -123,11 +94,14 @@ class Machine:
         return cls(**{**data, **parts})
 
 
-def read_machine(directory: Path, environ: Mapping[str, str]) -> Machine:
-    """Look at this machine, which takes no longer than nvidia-smi does; torch is looked at apart."""
+def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = False) -> Machine:
+    """Look at this machine, which takes no longer than nvidia-smi does; torch is looked at apart.
+
+    `brief`: without GPUs and what the machine's own name means, which a name server that is gone delays for long.
+    """
     host = socket.gethostname()
     try:
-        shm_bytes: int | None = psutil.disk_usage(_SHM).total
+        shm_bytes: int | None = shutil.disk_usage(_SHM).total
     except OSError:
         shm_bytes = None
     return Machine(
@@ -136,13 +110,16 @@ def read_machine(directory: Path, environ: Mapping[str, str]) -> Machine:
         python=platform.python_version(),
         executable=sys.executable,
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=visible_gpus(environ),
-        own_addresses=resolve(host),
+        gpus=() if brief else visible_gpus(environ),
+        own_addresses=() if brief else resolve(host),
         interfaces=read_interfaces(),
         directory=read_directory(directory),
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        cpu_limit=read_cpu_limit(),
+        memory_limit_bytes=read_memory_limit(),
     )
 
 
@@ -157,21 +134,15 @@ def resolve(name: str) -> tuple[str, ...]:
 
 def read_interfaces() -> tuple[Interface, ...]:
     """List the interfaces that are up and have an address, and those that are never used."""
-    states = psutil.net_if_stats()
-    found = []
-    for name, entries in psutil.net_if_addrs().items():
-        addresses = tuple(
-            entry.address.partition("%")[0]
-            for entry in entries
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+    return tuple(
+        Interface(
+            name=link.name,
+            addresses=tuple(entry.address for entry in link.addresses),
+            usable=bool(link.addresses) and not (link.loopback or link.of_containers),
         )
-        virtual = name.startswith(_NEVER_USED)
-        if virtual or (addresses and name in states and states[name].isup):
-            loopback = name == "lo" or all(address.startswith("127.") or address == "::1" for address in addresses)
-            found.append(
-                Interface(name=name, addresses=addresses, usable=bool(addresses) and not (loopback or virtual))
-            )
-    return tuple(found)
+        for link in read_links()
+        if link.of_containers or (link.addresses and link.up)
+    )
 
 
 def interface_of(address: str, interfaces: tuple[Interface, ...]) -> str | None:
@@ -193,7 +164,7 @@ def read_directory(path: Path) -> Directory:
         in_memory=mount is not None and mount.in_memory,
     )
     try:
-        free = psutil.disk_usage(str(existing)).free
+        free = shutil.disk_usage(existing).free
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".clusterddp-doctor-") as file:
             before = time.time()
             file.write(b"x")
@@ -202,29 +173,3 @@ def read_directory(path: Path) -> Directory:
     except OSError as error:
         return dataclasses.replace(seen, error=error.strerror)
     return dataclasses.replace(seen, free_bytes=free, clock_offset_s=round(offset, 3))
-
-
-def import_torch() -> Torch:
-    """Import torch and torchvision in a process of their own."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TORCH_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Torch(error=f"the import takes longer than {_TORCH_TIMEOUT_S:.0f} s")
-    except OSError as error:
-        return Torch(error=f"{sys.executable}: {error.strerror}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    if not lines:
-        words = done.stderr.strip().splitlines()
-        return Torch(error=words[-1] if words else f"the import ends with exit code {done.returncode}")
-    found = json.loads(lines[-1].removeprefix("FOUND"))
-    if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
-        return Torch()
-    return Torch(**found)

@@ -1,0 +1,117 @@
+"""What is installed for a Python, told by itself without importing torch: `python -m clusterddp.facts.packages`.
+
+A process of its own, for what the ranks of a run can import depends on how their Python is started: the agent that
+asks here runs isolated, without PYTHONPATH and the user's own site-packages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT_S = 20.0
+"""For a Python on a slow file server that nobody has started today."""
+_VALUE = r"^{name}\b[^=\n]*=\s*'([^']+)'"
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packages:
+    """What concerns a run among the packages of a Python; None: not installed, or not told."""
+
+    python: str
+    executable: str
+    torch: str | None = None
+    torch_dir: str | None = None
+    cuda: str | None = None
+    """What torch was built for."""
+    nccl: str | None = None
+    torchvision: str | None = None
+    pip: bool = True
+    """It has pip."""
+    error: str | None = None
+    """Why it could not be told."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Packages:
+        return cls(**data)
+
+
+def ask_packages(executable: str, environ: Mapping[str, str], working_dir: Path) -> Packages:
+    """Ask a Python, started with this environment, what it can import; `environ` leads it to this package."""
+    unknown = Packages(python="", executable=executable)
+    try:
+        done = subprocess.run(
+            [executable, "-m", "clusterddp.facts.packages"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            env=dict(environ),
+            cwd=working_dir,
+            check=False,
+        )
+        return Packages.from_json(json.loads(done.stdout.rpartition("FOUND ")[2]))
+    except subprocess.TimeoutExpired:
+        return dataclasses.replace(unknown, error=f"it takes longer than {_TIMEOUT_S:.0f} s to start")
+    except OSError as error:
+        return dataclasses.replace(unknown, error=error.strerror or str(error))
+    except ValueError:
+        words = done.stderr.strip().splitlines()
+        return dataclasses.replace(unknown, error=words[-1] if words else f"it ends with exit code {done.returncode}")
+
+
+def read_packages() -> Packages:
+    """Look at what this very process could import."""
+    place = _find("torch")
+    values = _read_values(place / "version.py") if place else {}
+    return Packages(
+        python=sys.version.split()[0],
+        executable=sys.executable,
+        torch=(values.get("__version__") or _version("torch") or "of unknown version") if place else None,
+        torch_dir=str(place) if place else None,
+        cuda=values.get("cuda"),
+        nccl=next((version for name in _NCCL if (version := _version(name))), None) if place else None,
+        torchvision=_version("torchvision"),
+        pip=importlib.util.find_spec("pip") is not None,
+    )
+
+
+def _find(name: str) -> Path | None:
+    """Find the directory of a package; a half removed one, without its first file, is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _read_values(path: Path) -> dict[str, str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    matches = {name: re.search(_VALUE.format(name=name), text, re.MULTILINE) for name in ("__version__", "cuda")}
+    return {name: match[1] for name, match in matches.items() if match}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]  # `-m` has put it there
+    print("FOUND " + json.dumps(dataclasses.asdict(read_packages())))

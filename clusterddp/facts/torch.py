@@ -1,0 +1,67 @@
+"""The torch of a Python: what its files say, which is quick, and what comes of importing it, which is certain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+_TORCH_TIMEOUT_S = 40.0
+_TORCH_PROBE = """\
+import json
+found = {}
+try:
+    import torch
+    found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+if "error" not in found:
+    try:
+        import torchvision
+        found["torchvision"] = torchvision.__version__
+    except ModuleNotFoundError:
+        found["torchvision"] = None
+    except Exception as error:
+        found["torchvision_error"] = f"{type(error).__name__}: {error}"
+print("FOUND" + json.dumps(found))
+"""
+"""Runs in an interpreter of its own: an import that crashes, or takes a minute, ends only that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torch:
+    """What came of importing torch, and torchvision after it; None: not installed, not known."""
+
+    version: str | None = None
+    cuda: str | None = None
+    gpus: int | None = None
+    error: str | None = None
+    torchvision: str | None = None
+    torchvision_error: str | None = None
+
+
+def import_torch() -> Torch:
+    """Import torch and torchvision in a process of their own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Torch(error=f"the import takes longer than {_TORCH_TIMEOUT_S:.0f} s")
+    except OSError as error:
+        return Torch(error=f"{sys.executable}: {error.strerror}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    if not lines:
+        words = done.stderr.strip().splitlines()
+        return Torch(error=words[-1] if words else f"the import ends with exit code {done.returncode}")
+    found = json.loads(lines[-1].removeprefix("FOUND"))
+    if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
+        return Torch()
+    return Torch(**found)
