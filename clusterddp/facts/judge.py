@@ -10,7 +10,7 @@ from clusterddp.facts.machine import Directory, Machine
 from clusterddp.facts.torch import Torch
 
 _GIB = 2**30
-_MIN_FREE, _FEW_FREE = 100 * 2**20, 5 * _GIB
+MIN_FREE, FEW_FREE = 100 * 2**20, 5 * _GIB
 _MIN_FILES, _FEW_FILES = 256, 1024
 _MIN_SHM, _FEW_SHM = 32 * 2**20, _GIB
 CLOCK_NOTE_S, CLOCK_RED_S = 1.0, 5.0
@@ -37,8 +37,8 @@ def judge_machine(machine: Machine, needs: Needs) -> Iterator[tuple[str, Result]
     yield "runs directory", judge_directory(machine.directory)
     if machine.directory.clock_offset_s is not None:
         yield "clock", judge_clock(machine.directory.clock_offset_s, "the clock of the runs directory's file system")
-    yield "open files", _judge_open_files(machine.open_files)
-    yield "shared memory", _judge_shm(machine.shm_bytes)
+    yield "open files", judge_open_files(machine.open_files)
+    yield "shared memory", judge_shm(machine.shm_bytes)
 
 
 def judge_here(machine: Machine) -> Iterator[tuple[str, Result]]:
@@ -79,9 +79,9 @@ def judge_directory(directory: Directory) -> Result:
         return red(f"{where}: cannot be written: {directory.error}", _SHARED_HINT)
     free = directory.free_bytes or 0
     found = f"{where}, {size(free)} free"
-    if free < _MIN_FREE:
+    if free < MIN_FREE:
         return red(found, f"df -h {directory.path}, then make room: checkpoints need it")
-    if free < _FEW_FREE:
+    if free < FEW_FREE:
         return note(found, "checkpoints need room")
     return ok(found)
 
@@ -113,7 +113,7 @@ def _judge_gpus(machine: Machine, needs: Needs) -> Result:
     return ok(found)
 
 
-def _judge_open_files(limit: int) -> Result:
+def judge_open_files(limit: int) -> Result:
     if limit < 0:
         return ok("no limit")
     if limit >= _FEW_FILES:
@@ -122,7 +122,7 @@ def _judge_open_files(limit: int) -> Result:
     return level(f"at most {limit}", "ulimit -n 65536; for good: nofile in /etc/security/limits.conf")
 
 
-def _judge_shm(num_bytes: int | None) -> Result:
+def judge_shm(num_bytes: int | None) -> Result:
     if num_bytes is None:
         return note("no /dev/shm", "mount a tmpfs there: workers of data loaders share memory there")
     if num_bytes >= _FEW_SHM:
