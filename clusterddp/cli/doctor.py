@@ -11,7 +11,7 @@ import click
 
 from clusterddp.cli.arguments import command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
-from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
     "--timeout", "timeout_s", metavar="S", type=click.FloatRange(min=1), default=120.0, show_default=True,
     help="With --job: how long it may wait for its start.",
 )  # fmt: skip
+@click.option(
+    "--deep", is_flag=True, help="For ssh: let each host compute, and each talk to another one with torch (20 s)."
+)
 @output_option
 @runs_option
 @click.pass_obj
@@ -44,10 +47,11 @@ def doctor(
     overrides: tuple[str, ...],
     with_job: bool,
     timeout_s: float,
+    deep: bool,
     output: str,
     runs_dir: Path,
 ) -> int:
-    """Look at this machine, the cluster, and with --job at its nodes, before a run is started.
+    """Look at this machine, the cluster, the hosts of SPEC or the nodes (--job), before a run is started.
 
     With SPEC it asks for what that spec needs. Exit code 3 when anything is red: a run would fail.
 
@@ -55,10 +59,32 @@ def doctor(
     clusterddp doctor                      this machine
     clusterddp doctor job.yaml             and what the spec needs
     clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
+    clusterddp doctor lan.yaml             for launcher ssh: the hosts, and the network between them
+    clusterddp doctor lan.yaml --deep      and how fast they compute and talk to each other
     """
-    from clusterddp.facts.checks import Check, is_healthy, to_json
-
     resolved = _load(spec, overrides, terminal)
+    over_ssh = resolved is not None and resolved.job.launcher == "ssh"
+    if (deep and not over_ssh) or (with_job and over_ssh):
+        raise UsageError(
+            "--job is for Slurm and this machine, --deep for a spec with launcher ssh",
+            hint="launcher: ssh, or launcher=ssh after the spec",
+        )
+    if resolved is not None and over_ssh:
+        from clusterddp.cli.doctor_hosts import look_at_hosts
+
+        return _show(look_at_hosts(resolved, runs_dir, terminal.environ, deep=deep, tell=say), output)
+    return _show(_look_from_here(resolved, runs_dir, with_job=with_job, timeout_s=timeout_s, terminal=terminal), output)
+
+
+COMMANDS = {"doctor": doctor}
+
+
+def _look_from_here(
+    resolved: ResolvedSpec | None, runs_dir: Path, *, with_job: bool, timeout_s: float, terminal: Terminal
+) -> list[Check]:
+    """Look at this machine, and at the cluster that it belongs to."""
+    from clusterddp.facts.checks import Check
+
     job = resolved.job if resolved else None
     here, needs, checks = _look_here(job, runs_dir, terminal)
     if resolved is not None:
@@ -71,14 +97,18 @@ def doctor(
             checks += _look_at_nodes(here, needs, request, runs_dir=runs_dir, timeout_s=timeout_s, terminal=terminal)
         except PreflightError as error:
             checks.append(Check(name="job", results={here.host: _refused(error)}))
+    return checks
+
+
+def _show(checks: list[Check], output: str) -> int:
+    """Print the checks, and return the exit code."""
+    from clusterddp.facts.checks import is_healthy, to_json
+
     if output == "json":
         put_json({"healthy": is_healthy(checks), "checks": to_json(checks)})
     else:
         put("\n".join(check_lines(checks)))
     return 0 if is_healthy(checks) else PreflightError.exit_code
-
-
-COMMANDS = {"doctor": doctor}
 
 
 def check_lines(checks: list[Check]) -> list[str]:

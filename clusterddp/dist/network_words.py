@@ -40,12 +40,7 @@ def say_notes(findings: Findings, choice: Choice) -> Iterator[str]:
 
 def say_oddities(findings: Findings) -> Iterator[str]:
     """Say what does no harm here, and misleads programs that look for an address themselves."""
-    shared: dict[tuple[str, ...], list[str]] = {}
-    for address, hosts in findings.shared_addresses().items():
-        link = next(host.owner(address) for host in findings.hosts if host.host == hosts[0])
-        shared.setdefault(hosts, []).append(f"{link.name} {address}" if link else address)
-    for hosts, addresses in shared.items():
-        yield f"{', '.join(addresses)}: the same on {spell_hosts(findings, hosts)}, so it leads nowhere and is not used"
+    yield from say_shared(findings)
     misled = [host.host for host in findings.hosts if host.own_addresses and all(map(is_loopback, host.own_addresses))]
     if misled and not findings.on_one_machine:
         meaning = next(host.own_addresses[0] for host in findings.hosts if host.own_addresses and host.host in misled)
@@ -56,6 +51,16 @@ def say_oddities(findings: Findings) -> Iterator[str]:
     slow = [host.host for host in findings.hosts if host.own_addresses is None]
     if slow:
         yield f"{spell_hosts(findings, slow)}: looking up the own name takes more than a second; is the name server gone?"
+
+
+def say_shared(findings: Findings) -> Iterator[str]:
+    """Name the addresses that several machines have."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for address, hosts in findings.shared_addresses().items():
+        link = next(host.owner(address) for host in findings.hosts if host.host == hosts[0])
+        shared.setdefault(hosts, []).append(f"{link.name} {address}" if link else address)
+    for hosts, addresses in shared.items():
+        yield f"{', '.join(addresses)}: the same on {spell_hosts(findings, hosts)}, so it leads nowhere and is not used"
 
 
 def say_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:

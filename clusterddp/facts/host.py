@@ -35,6 +35,7 @@ class HostFacts:
     logout: Logout
     no_exec: bool
     """Nothing that lies in our directory can be started as a program."""
+    infiniband: bool
     driver: str | None
     """NVIDIA's; None: not asked for, or there is none."""
     data: Data | None
@@ -51,6 +52,7 @@ class HostFacts:
             packages=Packages.from_json(data["packages"]),
             logout=Logout.from_json(data["logout"]),
             no_exec=data["no_exec"],
+            infiniband=data["infiniband"],
             driver=data["driver"],
             data=Data(**data["data"]) if data["data"] else None,
         )
@@ -66,6 +68,7 @@ def read_host(
         packages=ask_packages(executable, environ, root),
         logout=read_logout(),
         no_exec=bool(os.statvfs(root).f_flag & os.ST_NOEXEC),
+        infiniband=Path("/sys/class/infiniband").is_dir(),
         driver=next(iter(driver.split()), None),
         data=read_data(data_dir) if data_dir else None,
     )

@@ -12,6 +12,7 @@ from clusterddp.facts.judge import FEW_FREE, MIN_FREE, judge_open_files, judge_s
 from clusterddp.facts.login import Logout
 from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
+from clusterddp.run.lease import spell_busy
 
 _MIN_DRIVER = {"11": 450, "12": 525, "13": 580}
 """CUDA -> NVIDIA's oldest driver for it. Source: CUDA Toolkit release notes, minor version compatibility."""
@@ -27,6 +28,8 @@ class HostNeeds:
     nccl: bool = False
     download: bool = True
     """Data that is missing is downloaded."""
+    waits: bool = False
+    """It waits for GPUs that are in use."""
     sent_bytes: int = 0
     """How much data will be sent, if the host has none of it yet."""
 
@@ -114,8 +117,6 @@ def _compare_torch(packages: Packages, needs: HostNeeds, usual: Packages) -> Res
 
 
 def _judge_gpus(gpus: HostGpus, needs: HostNeeds) -> Result:
-    from clusterddp.run.lease import spell_busy
-
     count = len(gpus.gpus)
     free = count - len(gpus.busy)
     used = f"; {spell_busy(gpus.busy)}" if gpus.busy else ""
@@ -126,7 +127,9 @@ def _judge_gpus(gpus: HostGpus, needs: HostNeeds) -> Result:
         )
     if free < needs.gpus:
         words = f"{needs.gpus} of {count} are asked for, {free or 'none'} {'is' if free == 1 else 'are'} free{used}"
-        return red(words, "ssh.when_busy=wait waits in line for them")
+        return (
+            note(f"{words}; the run waits in line") if needs.waits else red(words, "ssh.when_busy=wait waits in line")
+        )
     return ok(f"{needs.gpus} of {count} are asked for{used}" if needs.gpus else f"{count or 'none'}{used}")
 
 

@@ -21,6 +21,7 @@ from clusterddp.launch.ssh_crew import Crew, each, open_crew
 from clusterddp.launch.ssh_gpus import Grant, lease_gpus
 from clusterddp.launch.ssh_interfaces import settle_network
 from clusterddp.launch.ssh_plan import directory_name
+from clusterddp.launch.ssh_preflight import preflight
 from clusterddp.launch.ssh_ship import ship
 from clusterddp.launch.ssh_tie import Tie
 from clusterddp.run.directory import RunDir, read_json, write_json
@@ -118,6 +119,7 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
+    preflight(crew.plan, crew)
     shipped = ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
     plan, grants = _settle(crew, tell)
     for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):

@@ -63,6 +63,15 @@ def open_crew(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True
 
     Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False only when none can.
     """
+    crew = try_crew(plan, environ)
+    if crew.failed and (all_needed or not crew.sessions):
+        crew.close()
+        raise_for(crew.failed)
+    return crew
+
+
+def try_crew(plan: Plan, environ: Mapping[str, str]) -> Crew:
+    """Speak to those hosts of a run that can be used; the others are then in `failed`."""
     assert plan.ssh is not None
     accesses = [
         HostAccess(
@@ -77,15 +86,11 @@ def open_crew(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True
         for node in plan.ssh.hosts
     ]
     results = open_sessions(accesses, environ=environ, package=package())
-    crew = Crew(
+    return Crew(
         plan=plan,
         sessions={host: result for host, result in results.items() if isinstance(result, Session)},
         failed=errors_of(results),
     )
-    if crew.failed and (all_needed or not crew.sessions):
-        crew.close()
-        raise_for(crew.failed)
-    return crew
 
 
 def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:

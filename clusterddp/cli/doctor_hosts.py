@@ -1,0 +1,101 @@
+"""The doctor's questions to the hosts of a spec for SSH: asked all at once, shown as checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from clusterddp.errors import ClusterddpError
+
+if TYPE_CHECKING:
+    from clusterddp.facts.checks import Check, Result
+    from clusterddp.launch.plan import Plan
+    from clusterddp.launch.ssh_crew import Crew
+    from clusterddp.launch.ssh_examine import Clock, Network
+    from clusterddp.spec.load import ResolvedSpec
+
+_Told = TypeVar("_Told")
+
+
+def look_at_hosts(
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, tell: Callable[[str], None]
+) -> list[Check]:
+    """Plan the run, look at its hosts and at what is between them; `deep`: let them compute and talk, too."""
+    from clusterddp.doctor.hosts import judge_failures, merge
+    from clusterddp.facts.checks import Check, ok, red
+    from clusterddp.launch.plan import plan_run
+    from clusterddp.launch.ssh_crew import try_crew
+
+    try:
+        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
+    except ClusterddpError as error:
+        return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})]
+    ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
+    checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
+    with try_crew(plan, environ) as crew:
+        checks += judge_failures(crew.failed)
+        if crew.sessions:
+            checks += _look(plan, crew, deep=deep, tell=tell)
+    return merge(checks)
+
+
+def _look(plan: Plan, crew: Crew, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
+    from clusterddp.doctor.hosts import (
+        judge_failures,
+        judge_locked_memory,
+        judge_machine_size,
+        judge_offset,
+        judge_runs,
+    )
+    from clusterddp.facts.checks import Check
+    from clusterddp.facts.judge_hosts import judge_hosts
+    from clusterddp.launch.ssh_examine import examine_network, look_for_runs, read_clocks
+    from clusterddp.launch.ssh_preflight import ask_hosts, needs_of
+
+    told = ask_hosts(plan, crew.sessions, thorough=True)
+    clocks = read_clocks(crew.sessions)
+    network = examine_network(plan.gang, crew.sessions)
+    runs = look_for_runs(crew.sessions)
+    checks = [
+        *judge_failures(told.failed),
+        Check(name="ssh", results=_connections(crew, clocks)),
+        Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
+        *judge_hosts(told.facts, needs_of(plan), told.gpus),
+        Check(name="cores", results=_each(told.facts, judge_machine_size)),
+        Check(name="locked memory", results=_each(told.facts, judge_locked_memory)),
+        Check(name="left over", results={host: judge_runs(host, found) for host, found in runs.items()}),
+        *_judge_network(network),
+    ]
+    if deep:
+        from clusterddp.cli.doctor_deep import try_hosts
+
+        checks += try_hosts(plan, crew, network, told, tell)
+    return checks
+
+
+def _each(told: Mapping[str, _Told], judge: Callable[[_Told], Result]) -> dict[str, Result]:
+    return {host: judge(facts) for host, facts in told.items()}
+
+
+def _connections(crew: Crew, clocks: Mapping[str, Clock]) -> dict[str, Result]:
+    from clusterddp.doctor.hosts import judge_connection
+
+    results = {}
+    for host, session in crew.sessions.items():
+        way, clock = session.connection.destination, clocks.get(host)
+        jumps = [jump.host for jump in way.jumps]
+        round_trip_s = clock.round_trip_s if clock else None
+        results[host] = judge_connection(session.connection.key.type, way.user, jumps, round_trip_s)
+    return results
+
+
+def _judge_network(network: Network) -> list[Check]:
+    from clusterddp.dist.network_words import say_shared
+    from clusterddp.doctor.hosts import judge_network
+
+    settled, findings = network.settled, network.findings
+    if settled is None or findings is None:
+        return judge_network(findings, {}, error=network.error)
+    chosen = dict(zip([host.host for host in findings.hosts], settled.nodes.values(), strict=False))
+    return judge_network(findings, chosen, remarks=[*settled.notes, *say_shared(findings)])
