@@ -98,6 +98,15 @@ def test_a_head_that_does_not_answer_leaves_it_open_and_says_what_was_known(host
     assert reason.startswith("gpu01 cannot be reached (timed out); last known: RUNNING, step 1200, ")
 
 
+def test_a_head_that_does_not_answer_leaves_it_open_while_other_nodes_go_on(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.process("s1")
+    hosts.down.add("gpu01")
+    state, reason = seen(hosts)
+    words = "gpu01 cannot be reached (timed out); it is answered for on gpu02; last known: started as 7@gpu01"
+    assert (state, reason) == ("UNKNOWN", words)
+
+
 def test_another_node_that_saw_the_head_go_is_believed_while_the_head_does_not_answer(hosts: Hosts) -> None:
     attempts = hosts.start()
     hosts.process("s0")

@@ -35,7 +35,8 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
         lines.append(f"  {printable(status.reason)}")
-    lines += [f"  {printable(words)}" for words in status.silent if words not in status.reason]
+    said = lines[1:]
+    lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
     lines += [f"  {run.path}", ""]

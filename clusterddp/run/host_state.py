@@ -2,8 +2,7 @@
 
 Nobody is asked here: whoever wants news brings them home first (launch/ssh_mirror.py). Node 0's host holds the truth,
 and its `end.json` comes home. Without one the question is who is left to write it. Somebody on any host: the run goes
-on. Nobody on any: LOST. A host that does not answer leaves it open, unless another node has recorded that the head was
-lost.
+on. Nobody on any: LOST. A head that does not answer leaves it open, unless another node has recorded that it was lost.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
         return known.view(RunState.REQUEUED if end else RunState.PENDING, "is being started")
     if is_foreign(run):
         return known.view(RunState.UNKNOWN, f"belongs to another user, who alone can ask its hosts; {_last(known)}")
-    if known.answered_for:
+    if known.answered_for and known.hosts[0] not in known.silent:
         after = f"restarts after: {end.reason}" if end else "is being started" if known.start is None else "runs"
         silence = [_why_silent(known.reports, host) for host in known.silent if host in known.reports]
         return known.view(known.goes_on_as, "; ".join([after, *silence]))
@@ -101,12 +100,15 @@ def read_silence(run: RunDir) -> dict[str, str]:
 
 
 def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
-    """Tell the state of a run that nobody answers for on the hosts that have been heard."""
+    """Tell the state of a run that nobody answers for on the hosts that have been heard, or whose head is not heard."""
     told = _told_by_another_node(known)
     if told:
         return told
     if known.hosts[0] in known.silent:
-        return known.view(RunState.UNKNOWN, f"{_why_silent(known.reports, known.hosts[0])}; {_last(known)}")
+        others = [host for host, report in known.reports.items() if report.answers and report.error is None]
+        words = [f"it is answered for on {', '.join(others)}"] if others else []
+        reason = "; ".join([_why_silent(known.reports, known.hosts[0]), *words, _last(known)])
+        return known.view(RunState.UNKNOWN, reason)
     if known.silent:
         silent = "; ".join(_why_silent(known.reports, host) for host in known.silent)
         return known.view(RunState.UNKNOWN, f"nobody answers for it on {known.hosts[0]}; {silent}; {_last(known)}")
