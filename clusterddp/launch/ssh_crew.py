@@ -10,7 +10,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launch.plan import Plan
 from clusterddp.launch.ssh_package import package
 from clusterddp.ssh.fan import Fan
-from clusterddp.ssh.session import HostAccess, Reply, Session, ask_all, open_sessions
+from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions
 
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
@@ -73,19 +73,7 @@ def open_crew(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True
 def try_crew(plan: Plan, environ: Mapping[str, str]) -> Crew:
     """Speak to those hosts of a run that can be used; the others are then in `failed`."""
     assert plan.ssh is not None
-    accesses = [
-        HostAccess(
-            host=node.host,
-            python=node.python,
-            venv=node.venv,
-            conda=node.conda,
-            modules=node.modules,
-            root=plan.ssh.root,
-            host_key=node.host_key,
-        )
-        for node in plan.ssh.hosts
-    ]
-    results = open_sessions(accesses, environ=environ, package=package())
+    results = open_sessions(plan.ssh.accesses(), environ=environ, package=package())
     return Crew(
         plan=plan,
         sessions={host: result for host, result in results.items() if isinstance(result, Session)},

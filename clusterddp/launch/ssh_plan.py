@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
     from clusterddp.spec.ssh_section import SshPython
+    from clusterddp.ssh.session import HostAccess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,13 @@ class SshPlan:
     """True: the run ends with the process that started it."""
     home: str | None = None
     """In the plan as it lies on a host: the home directory there; the paths are absolute then."""
+
+    def accesses(self) -> list[HostAccess]:
+        """Say how each host is reached, in the order of the nodes."""
+        from clusterddp.ssh.session import HostAccess
+
+        names = ("host", "python", "venv", "conda", "modules", "host_key")
+        return [HostAccess(root=self.root, **{name: getattr(node, name) for name in names}) for node in self.hosts]
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import SshError
 from clusterddp.launch.ssh_package import package
+from clusterddp.launch.ssh_plan import SshPlan
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
@@ -127,17 +128,7 @@ Machines = ThisMachine | Hosts
 def accesses_of(run: RunDir) -> list[HostAccess]:
     """Return the hosts of a run and how they are reached; none for a run that was not started over SSH."""
     ssh = (read_json(run.plan) or {}).get("ssh")
-    if not ssh:
-        return []
-    names = ("host", "python", "venv", "conda", "host_key")
-    return [
-        HostAccess(
-            **{name: host.get(name) for name in names},
-            modules=tuple(host.get("modules") or ()),
-            root=ssh.get("root") or DEFAULT_ROOT,
-        )
-        for host in {host["host"]: host for host in ssh["hosts"]}.values()
-    ]
+    return SshPlan.from_json(ssh).accesses() if ssh else []
 
 
 def _read(

@@ -16,10 +16,11 @@ from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import is_foreign
 from clusterddp.run.record import RunRecord, read_run
-from clusterddp.ssh.session import HostAccess
 
 if TYPE_CHECKING:
     from filelock import FileLock
+
+    from clusterddp.ssh.session import HostAccess
 
 Kind = Literal["grows", "whole", "end", "events", "big"]
 """How a file comes home. grows: it is only added to. whole: small, replaced at once. end: small, the first one stays.
@@ -125,7 +126,8 @@ def find_targets(run: RunDir) -> list[tuple[HostAccess, Target]]:
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
         return []  # read_state says what is wrong with it
-    return [(_access_of(node, ssh.root), _target_of(node, run, record, ssh, gang)) for node in ssh.hosts]
+    targets = [_target_of(node, run, record, ssh, gang) for node in ssh.hosts]
+    return list(zip(ssh.accesses(), targets, strict=True))
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
@@ -162,11 +164,6 @@ def unwritable(run: RunDir, error: OSError) -> ClusterddpError:
         f"{error.filename or run.path}: what comes from the hosts cannot be written here: {error.strerror}",
         hint="the run goes on and loses nothing; it is fetched when there is room",
     )
-
-
-def _access_of(node: SshNode, root: str) -> HostAccess:
-    names = ("host", "python", "venv", "conda", "modules", "host_key")
-    return HostAccess(root=root, **{name: getattr(node, name) for name in names})
 
 
 def _target_of(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang: Gang) -> Target:
