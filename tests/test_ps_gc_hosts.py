@@ -18,6 +18,7 @@ from slurm_place import Place
 from ssh_person import Person
 from test_run_stored import COMPLETED, RUN, make_run
 
+from clusterddp.launch.ssh_plan import SshNode, SshPlan
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import RunRecord, write_run
 
@@ -193,5 +194,6 @@ def make_ssh_run(path: Path, token: str) -> Path:
     path.mkdir()
     run = RunRecord(run="brisk-otter-3", token=token, name="job", launcher="ssh", created_ns=1)
     write_run(RunDir(path), run)
-    write_json(RunDir(path).plan, {"ssh": {"hosts": [{"host": "node2", "modules": []}], "root": "~/.clusterddp"}})
+    hosts = SshPlan(hosts=(SshNode(host="node2", node_rank=0, gpus=0),), root="~/.clusterddp")
+    write_json(RunDir(path).plan, {"ssh": hosts.to_json()})
     return path
