@@ -61,6 +61,16 @@ def test_a_line_is_held_back_until_it_is_finished(tmp_path: Path) -> None:
     assert list(log.read_all()) == []
 
 
+def test_a_log_that_another_one_took_the_place_of_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n")
+    log = LogFile(path)
+    assert list(log.read()) == [b"one\n"]
+    (tmp_path / "other").write_bytes(b"two\nthree\n")
+    (tmp_path / "other").rename(path)
+    assert list(log.read()) == [b"two\n", b"three\n"]
+
+
 def test_a_progress_bar_is_shown_while_it_moves(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\r 10%\r 20%\r 30%")

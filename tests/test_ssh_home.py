@@ -27,8 +27,10 @@ resources: {procs_per_node: 2}
 ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
 """
 SLEEP = SPEC + "entry: {script: sleep.py}\n"
-COUNT = SPEC + "entry: {script: count.py}\n"
-NUM_LINES = 400
+NUM_LINES, NUM_MANY = 60, 400
+COUNT = SPEC + f"entry: {{script: count.py, args: ['{NUM_LINES}']}}\n"
+COUNT_LONG = SPEC + f"entry: {{script: count.py, args: ['{NUM_MANY}']}}\n"
+"""For eight seconds, in which something can happen."""
 CUT = """\
 add table inet laptop
 add chain inet laptop input { type filter hook input priority 0; }
@@ -53,7 +55,7 @@ def own_place(needs_rack: None) -> Iterator[SshPlace]:
 def furnished(place: SshPlace) -> SshPlace:
     (place.path / "sleep.py").write_text("import time\ntime.sleep(600)\n")
     (place.path / "count.py").write_text(
-        f"import os, time\nfor i in range({NUM_LINES}):\n    print(os.environ['RANK'], i, flush=True)\n"
+        "import os, sys, time\nfor i in range(int(sys.argv[1])):\n    print(os.environ['RANK'], i, flush=True)\n"
         "    time.sleep(0.02)\n"
     )
     return place
@@ -75,8 +77,8 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def counted(rank: int) -> str:
-    return "".join(f"{rank} {number}\n" for number in range(NUM_LINES))
+def counted(rank: int, num_lines: int = NUM_LINES) -> str:
+    return "".join(f"{rank} {number}\n" for number in range(num_lines))
 
 
 def test_whoever_waits_has_the_results_at_the_end(place: SshPlace) -> None:
@@ -98,7 +100,7 @@ def test_following_is_the_log_byte_for_byte(place: SshPlace) -> None:
 
 
 def test_links_that_break_while_somebody_follows_cost_no_byte_and_double_none(own_place: SshPlace) -> None:
-    run = own_place.submit(COUNT)
+    run = own_place.submit(COUNT_LONG)
     process = own_place.start("logs", "-f", "--rank", "0", run.name)
     wait_until(lambda: size_of(run.attempt(0).stdout(0)) > 0, 40)
     for _ in range(2):
@@ -106,18 +108,18 @@ def test_links_that_break_while_somebody_follows_cost_no_byte_and_double_none(ow
         size = size_of(run.attempt(0).stdout(0))
         wait_until(lambda size=size: size_of(run.attempt(0).stdout(0)) > size, 30)
     out, _ = process.communicate(timeout=60)
-    assert out == counted(0)
+    assert out == counted(0, NUM_MANY)
 
 
 def test_a_laptop_without_network_for_a_while_says_so_once_and_misses_nothing(own_place: SshPlace) -> None:
-    run = own_place.submit(COUNT)
+    run = own_place.submit(COUNT_LONG)
     process = own_place.start("logs", "-f", "--rank", "0", run.name)
     wait_until(lambda: size_of(run.attempt(0).stdout(0)) > 0, 40)
     own_place.rack.run("head", ["nft", "-f", "-"], stdin=CUT)
     wait_until(lambda: all(report.error for report in read_reports(run).values()), 60)
     own_place.rack.run("head", ["nft", "delete", "table", "inet", "laptop"])
     out, said = process.communicate(timeout=90)
-    assert out == counted(0)
+    assert out == counted(0, NUM_MANY)
     for node in ("node1", "node2"):
         assert [said.count(f"{node} {words}") for words in ("cannot be reached", "answers again")] == [1, 1]
 
@@ -143,6 +145,19 @@ def test_status_names_a_host_that_is_off_and_shows_the_others(own_place: SshPlac
     assert "node1 cannot be reached (" in text
     ranks = {rank["rank"]: rank["state"] for rank in own_place.await_state("FAILED", run=run)["ranks"]}
     assert ranks[2] == "KILLED"
+
+
+def test_what_could_not_be_fetched_is_told_and_fetched_later(own_place: SshPlace) -> None:
+    run = own_place.submit(COUNT)
+    await_over(own_place, run)
+    own_place.rack.power_off("node2")
+    done = own_place.clusterddp("wait", run.name, check=False)
+    assert done.returncode == 1
+    assert "COMPLETED" in done.stderr
+    assert "note: not all that the spec wants here has been fetched; node2 cannot be reached (" in done.stderr
+    own_place.rack.power_on("node2")
+    own_place.clusterddp("status", run.name)
+    assert run.attempt(0).stdout(3).read_text() == counted(3)
 
 
 def test_all_hosts_are_off_and_what_was_known_last_is_shown(own_place: SshPlace) -> None:

@@ -162,8 +162,8 @@ def test_what_was_said_before_a_resume_says_nothing_of_what_follows(hosts: Hosts
     hosts.start()
     hosts.look()
     hosts.run.attempt(1).path.mkdir()
-    os.utime(hosts.run.record)
-    assert read_state(hosts.run).reason == "gpu01 has not been asked; last known: started as 7@gpu01"
+    write_run(hosts.run, dataclasses.replace(read_run(hosts.run), job_id="9@gpu01", base_attempt=1))
+    assert read_state(hosts.run).reason == "gpu01 has not been asked; last known: started as 9@gpu01"
 
 
 def test_ranks_of_a_host_that_does_not_answer_are_unknown(hosts: Hosts) -> None:

@@ -16,7 +16,7 @@ from clusterddp.cli.arguments import RunName, address, command, output_option, r
 from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
-from clusterddp.cli.watch import say_ending, say_note, staying_with, watch_until_ended, write_logs
+from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launch.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.look.printable import printable
@@ -201,7 +201,8 @@ def _fetched_status(run: RunDir, home: Home) -> RunStatus:
     state = read_status(run)
     if not state.state.finished:
         return state
-    home.fetch()
+    if not home.fetch():
+        say_unfetched(run)
     return read_status(run)
 
 

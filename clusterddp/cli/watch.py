@@ -50,6 +50,14 @@ def say_note(text: str) -> None:
     say(f"note: {printable(text)}")
 
 
+def say_unfetched(run: RunDir) -> None:
+    """Tell that a run's hosts still have something that its spec wants here, and why."""
+    from clusterddp.run.host_state import read_silence
+
+    why = "; ".join(["", *read_silence(run).values()])
+    say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")
+
+
 @contextlib.contextmanager
 def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
     """Let Ctrl-C end the watching, not the run, and say so."""
@@ -144,7 +152,7 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_
     for line in next_steps(view.state.value, address(run, terminal), run, cause, job_log=job_log):
         say(line)
     if not fetched:
-        say(f"  the rest    clusterddp status {address(run, terminal)}  fetches what is still on its hosts")
+        say_unfetched(run)
     return exit_code_of(view) or (0 if fetched else ClusterddpError.exit_code)
 
 

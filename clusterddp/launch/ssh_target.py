@@ -14,6 +14,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.launch.ssh_plan import SshNode, SshPlan, directory_name
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Gang
+from clusterddp.run.host_reports import start_of
 from clusterddp.run.host_state import is_foreign
 from clusterddp.run.record import RunRecord, read_run
 
@@ -64,15 +65,19 @@ class Target:
     is_head: bool
     fetch: tuple[str, ...]
     wants: Wants = Wants()
+    start: str = ""
+    """Which start of the run is asked about."""
 
     def wanting(self, wants: Wants) -> Target:
-        return dataclasses.replace(self, wants=wants)
+        """Return it as it is asked for now."""
+        # Read before anybody is asked: an answer never counts for a later start.
+        return dataclasses.replace(self, wants=wants, start=start_of(read_run(self.run)))
 
     def wanting_from(self, newest: int) -> Target:
         """Return it with the attempt filled in from which logs are wanted, when that is the newest one."""
         if self.wants.first_attempt is not None:
             return self
-        return self.wanting(dataclasses.replace(self.wants, first_attempt=newest))
+        return dataclasses.replace(self, wants=dataclasses.replace(self.wants, first_attempt=newest))
 
     def fetches(self, what: str) -> bool:
         return self.wants.results and what in self.fetch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ def report_of(target: Target, told: Mapping[str, Any], files: Mapping[str, Told]
     now = time.time()
     return HostReport(
         host=target.host,
+        start=target.start,
         asked=now,
         reached=now,
         # A machine may be there under two names: each speaks for its own nodes.
@@ -40,7 +40,7 @@ def report_of(target: Target, told: Mapping[str, Any], files: Mapping[str, Told]
 
 def failure_of(target: Target, error: SshError) -> HostReport:
     """Make a report of a host that did not answer."""
-    return HostReport(host=target.host, asked=time.time(), error=words_of(error))
+    return HostReport(host=target.host, start=target.start, asked=time.time(), error=words_of(error))
 
 
 def words_of(error: SshError) -> str:
@@ -57,7 +57,7 @@ def record(run: RunDir, news: Iterable[HostReport]) -> None:
             return  # somebody else writes it down
         before = read_reports(run)
         after = before | {report.host: _joined(before.get(report.host), report) for report in news}
-        if _is_news(run, before, after):
+        if _is_news(before, after):
             write_reports(run, after.values())
 
 
@@ -96,16 +96,16 @@ def _joined(before: HostReport | None, news: HostReport) -> HostReport:
     if before is None:
         return news
     if news.error is not None:
-        return dataclasses.replace(before, asked=news.asked, error=news.error)
+        return dataclasses.replace(before, start=news.start, asked=news.asked, error=news.error)
     stays_complete = news.complete is None and not news.answers
     return dataclasses.replace(news, complete=before.complete) if stays_complete else news
 
 
-def _is_news(run: RunDir, before: Mapping[str, HostReport], after: Mapping[str, HostReport]) -> bool:
+def _is_news(before: Mapping[str, HostReport], after: Mapping[str, HostReport]) -> bool:
     if _facts(before) != _facts(after):
         return True
     oldest = min((report.asked for report in before.values()), default=0.0)
-    return time.time() - oldest > _QUIET_WRITE_S or oldest < os.stat(run.record).st_mtime
+    return time.time() - oldest > _QUIET_WRITE_S
 
 
 def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:

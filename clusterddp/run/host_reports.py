@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import AttemptEnd, parse_end
+from clusterddp.run.record import AttemptEnd, RunRecord, parse_end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,8 @@ class HostReport:
     """The newest `end.json` in its own copy of the run, which on other hosts than the head's is not the truth."""
     checkpoints: tuple[str, ...] = ()
     """Names of the checkpoints there, oldest first."""
+    start: str = ""
+    """Which start of the run it was asked about (`start_of`): before a resume it tells nothing of what follows."""
     complete: int | None = None
     """The attempt with whose end everything that the spec wants from this host was fetched."""
 
@@ -45,6 +47,11 @@ class HostReport:
     @property
     def own_end(self) -> AttemptEnd | None:
         return parse_end(self.end) if self.end else None
+
+
+def start_of(record: RunRecord) -> str:
+    """Name a start of a run, by a submit or a resume."""
+    return f"attempt {record.base_attempt}, {record.job_id}"
 
 
 def reports_path(run: RunDir) -> Path:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.run.directory import AttemptDir, RunDir, read_json, read_tail
-from clusterddp.run.host_reports import HostReport, read_reports
+from clusterddp.run.host_reports import HostReport, read_reports, start_of
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord
 from clusterddp.run.view import RunState, RunView, final_view
 
@@ -60,7 +60,6 @@ class _Known:
 
 def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None) -> RunView:
     """Tell the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
-    asked_since = os.stat(run.record).st_mtime
     known = _Known(
         run=run,
         record=record,
@@ -68,7 +67,7 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
         end=end,
         start=read_json(attempt.start) if attempt else None,
         hosts=read_hosts(run),
-        reports={host: report for host, report in read_reports(run).items() if report.asked >= asked_since},
+        reports={host: report for host, report in read_reports(run).items() if report.start == start_of(record)},
     )
     submitter = ProcessIdentity(**record.submitter) if record.submitter else None
     if record.job_id is None and submitter and submitter.alive():
