@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import facts, gpus, mirror, network, runs, store, table
+from clusterddp.host import facts, gpus, mirror, network, runs, store, table, trial
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
 OPERATIONS: dict[str, Operation] = {
@@ -30,6 +30,7 @@ OPERATIONS: dict[str, Operation] = {
     **runs.OPERATIONS,
     **store.OPERATIONS,
     **table.OPERATIONS,
+    **trial.OPERATIONS,
 }
 
 
