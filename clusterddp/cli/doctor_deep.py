@@ -38,7 +38,7 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
         variables=plan.gang.env | {"OMP_NUM_THREADS": str(plan.gang.threads_per_rank)},
         trials=Trials(),
     )
-    tell(f"{len(hosts)} hosts import torch and compute")
+    tell(f"importing torch on {', '.join(hosts)}")
     for pairs in first_round(hosts):
         tryout.run(pairs)
     for pairs in second_round(tryout.trials, claims):

@@ -23,9 +23,10 @@ def judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
     """Tell of hosts that cannot be asked."""
     found: dict[str, dict[str, Result]] = {}
     for host, error in failed.items():
-        phase = "" if error.phase == "start" else f"{error.phase}: "
-        result = red(f"{phase}{error.found}", error.hint or f"ssh -v {host} true")
-        found.setdefault("Python" if error.phase == "start" else "ssh", {})[host] = result
+        inside = error.phase in ("start", "ask")
+        phase = "" if inside else f"{error.phase}: "
+        fix = error.hint or (f"ssh {host} df -h ~; ssh.dir names another directory" if inside else f"ssh -v {host}")
+        found.setdefault("agent" if inside else "ssh", {})[host] = red(f"{phase}{error.found}", fix)
     return [Check(name=name, results=results) for name, results in found.items()]
 
 

@@ -3,8 +3,8 @@
     python -m clusterddp.train.trial        started by the agent, once for each host of a pair
 
 Standard input: one line of JSON, the order; for the second host of a pair then a line `{"port": n}`. Standard output:
-a line for each thing that is known: `{"port": n}`, `{"compute": ..}`, `{"link": ..}`, `{"error": ..}`. When standard input
-ends, so does this process, whatever it is doing.
+a line for each thing that is known: `{"port": n}`, `{"compute": ..}`, `{"link": ..}`, `{"error": ..}`. When standard
+input ends, so does this process, whatever it is doing.
 """
 
 from __future__ import annotations
