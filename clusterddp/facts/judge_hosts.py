@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from clusterddp.facts.checks import Check, Result, note, ok, red
@@ -47,9 +47,12 @@ def judge_hosts(
     facts: Mapping[str, HostFacts], needs: Mapping[str, HostNeeds], gpus: Mapping[str, HostGpus]
 ) -> list[Check]:
     """Judge the hosts that have told; `gpus` of those hosts that were asked for them."""
-    usual = _usual(facts)
+    told_packages = [each.packages for each in facts.values() if each.packages.error is None]
+    usual = _usual([each for each in told_packages if each.torch is not None], lambda each: (each.torch, each.nccl))
+    usual_python = _usual(told_packages, lambda each: _minor(each.python))
     found: dict[str, dict[str, Result]] = {}
     for host, told in facts.items():
+        found.setdefault("Python", {})[host] = _judge_python(told.packages, usual_python)
         for name, result in _judge_host(told, needs[host], gpus.get(host), usual):
             found.setdefault(name, {})[host] = result
     return [Check(name=name, results=results) for name, results in found.items()]
@@ -67,7 +70,6 @@ def _judge_host(
     facts: HostFacts, needs: HostNeeds, gpus: HostGpus | None, usual: Packages | None
 ) -> Iterator[tuple[str, Result]]:
     packages = facts.packages
-    yield "Python", _judge_python(packages, usual)
     yield "torch", _judge_torch(packages, needs, usual)
     if gpus is not None:
         yield "GPUs", _judge_gpus(gpus, needs)
@@ -85,7 +87,7 @@ def _judge_python(packages: Packages, usual: Packages | None) -> Result:
     if packages.error is not None:
         return red(f"{packages.executable}: {packages.error}", "ssh.python, venv, conda or modules name another")
     words = f"{packages.python}, {packages.executable}"
-    if usual and packages.python and _minor(packages.python) != _minor(usual.python):
+    if usual and _minor(packages.python) != _minor(usual.python):
         return note(f"{words}; elsewhere {usual.python}", "ssh.python, venv or conda of the host name another")
     return ok(words)
 
@@ -191,11 +193,10 @@ def _judge_logout(logout: Logout) -> Result:
     )
 
 
-def _usual(facts: Mapping[str, HostFacts]) -> Packages | None:
-    """Return the packages that most hosts have; of several, those of the first host."""
-    told = [each.packages for each in facts.values() if each.packages.torch is not None]
-    counts = Counter((each.torch, each.nccl) for each in told)
-    return max(told, key=lambda each: counts[each.torch, each.nccl], default=None)
+def _usual(all_told: list[Packages], trait: Callable[[Packages], object]) -> Packages | None:
+    """Return the packages that have in common with most hosts what matters; of several, those of the first host."""
+    counts = Counter(map(trait, all_told))
+    return max(all_told, key=lambda each: counts[trait(each)], default=None)
 
 
 def _spell_torch(packages: Packages) -> str:
@@ -203,6 +204,6 @@ def _spell_torch(packages: Packages) -> str:
     return ", ".join([*parts, *([f"NCCL {packages.nccl}"] if packages.nccl else [])])
 
 
-def _minor(version: str) -> list[str]:
+def _minor(version: str) -> tuple[str, ...]:
     """Return the part of a version that has to be the same: 2.10 of 2.10.1+cu128."""
-    return version.split(".")[:2]
+    return tuple(version.split(".")[:2])
