@@ -194,9 +194,10 @@ def test_who_leaves_the_line_is_not_waited_for(line_of: list[Line]) -> None:
     assert [str(each) for each in third.ahead()] == [f"run {second.run}"]
 
 
-def test_a_run_does_not_wait_for_itself(line_of: list[Line]) -> None:
-    first = line_of[0]
+def test_a_run_that_stands_in_line_twice_waits_for_nobody_behind_its_first_place(line_of: list[Line]) -> None:
+    first, second, _ = line_of
     first.ahead()
+    second.ahead()
     again = Line(first.run)
     assert again.ahead() == []
     again.close()

@@ -49,11 +49,11 @@ class Launchers:
     def __init__(self, person: Person, gpus: FakeGpus) -> None:
         self.person = person
         self.gpus = gpus
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
         self.pids: dict[int, int] = {}
         """The pid on the head of each launcher, by the pid of what entered the head."""
 
-    def start(self, run: str, gpus: dict[str, int], *, wait: bool = False) -> subprocess.Popen[str]:
+    def start(self, run: str, gpus: dict[str, int], *, wait: bool = False) -> subprocess.Popen[bytes]:
         order = {
             "run": run,
             "gpus": gpus,
@@ -63,23 +63,23 @@ class Launchers:
         argv = self.person.rack.argv(
             HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables
         )
-        self.started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        self.started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
         self.pids[self.started[-1].pid] = self.says(self.started[-1])["pid"]
         return self.started[-1]
 
-    def kill(self, launcher: subprocess.Popen[str]) -> None:
+    def kill(self, launcher: subprocess.Popen[bytes]) -> None:
         self.person.rack.run(HEAD, ["kill", "-KILL", str(self.pids[launcher.pid])])
         launcher.wait()
 
-    def says(self, launcher: subprocess.Popen[str]) -> dict[str, Any]:
+    def says(self, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
         assert launcher.stdout is not None
         return json.loads(launcher.stdout.readline())
 
-    def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
         launcher = self.start(run, gpus)
         return launcher, self.says(launcher)
 
-    def serve(self, waiting: list[subprocess.Popen[str]]) -> list[list[list[str]]]:
+    def serve(self, waiting: list[subprocess.Popen[bytes]]) -> list[list[list[str]]]:
         """Let each go as soon as it has its GPUs; return what each was given, in the order in which they got them."""
         served, left = [], list(waiting)
         while left:
@@ -91,8 +91,9 @@ class Launchers:
                     self.let_go(launcher)
         return served
 
-    def let_go(self, launcher: subprocess.Popen[str]) -> None:
-        launcher.communicate()
+    def let_go(self, launcher: subprocess.Popen[bytes]) -> None:
+        launcher.stdin.close()
+        launcher.wait()
 
 
 @pytest.fixture
@@ -102,8 +103,11 @@ def launchers(person: Person, tmp_path: Path) -> Iterator[Launchers]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     launchers = Launchers(person, FakeGpus(venv / "bin"))
     yield launchers
+    for launcher in launchers.started:  # all of them first: one may wait for another
+        launcher.stdin.close()
     for launcher in launchers.started:
-        launcher.communicate()
+        launcher.wait()
+        launcher.stdout.close()
 
 
 def test_two_runs_get_different_gpus_and_a_third_is_refused(launchers: Launchers) -> None:
@@ -199,6 +203,6 @@ def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_oth
     assert len(launchers.serve(waiting)) == 4
 
 
-def _readable(launchers: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+def _readable(launchers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
     streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
     return [launcher for launcher in launchers if launcher.stdout in streams]

@@ -81,8 +81,10 @@ class Line:
                 self._number += 1
                 self._place = _bind_all(_LINE, [str(self._number)], self.run)
         places = self._numbers()
-        ours = Holder(run=self.run, uid=os.getuid())  # the same run, which came by two names of one host
-        return [places[number] for number in sorted(places) if number < self._number and places[number] != ours]
+        ours = Holder(run=self.run, uid=os.getuid())
+        # A run that reaches one machine by two names stands there twice; the first of its places counts for both.
+        first = min([self._number, *(number for number, holder in places.items() if holder == ours)])
+        return [places[number] for number in sorted(places) if number < first]
 
     def close(self) -> None:
         """Leave the line."""
