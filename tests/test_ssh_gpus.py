@@ -25,11 +25,12 @@ from clusterddp.launch.ssh_gpus import lease_gpus
 from clusterddp.launch.ssh_package import package
 from clusterddp.ssh.session import HostAccess, open_sessions
 order = json.loads(sys.argv[1])
-accesses = [HostAccess(host=host, venv=order["venv"]) for host in order["gpus"]]
+names = [name.split()[0] for name in order["gpus"]]
+accesses = [HostAccess(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
 sessions = open_sessions(accesses, environ=os.environ, package=package())
 say = lambda **words: print(json.dumps(words), flush=True)
 say(pid=os.getpid())
-nodes = dict(enumerate(sessions[host] for host in order["gpus"]))
+nodes = dict(enumerate(sessions[name] for name in names))
 try:
     counts = dict(enumerate(order["gpus"].values()))
     grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], tell=lambda text: say(told=text))
@@ -138,7 +139,13 @@ def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
 
 def test_more_gpus_than_a_host_has_are_refused(launchers: Launchers) -> None:
     _, said = launchers.lease("brisk-otter-3", {"node1": 3})
-    assert said["refused"] == "node1: ask: 3 GPUs are asked for, and there are 2"
+    assert said["refused"] == "brisk-otter-3: too few GPUs\nnode1: 3 are asked for, and it shows 2"
+
+
+def test_two_nodes_on_one_host_get_different_gpus(launchers: Launchers) -> None:
+    order = {"node1": 1, "node1 again": 1}
+    assert launchers.lease("brisk-otter-3", order)[1] == {"gpus": [["0"], ["1"]]}
+    assert launchers.lease("shy-lynx-1", order)[1]["refused"].endswith("node1: GPUs 0 and 1: run brisk-otter-3")
 
 
 def test_a_process_that_computes_without_a_lease_is_named(launchers: Launchers) -> None:

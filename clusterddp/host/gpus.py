@@ -77,9 +77,11 @@ class Desk:
 
 
 def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Say which GPUs there are (`gpus`) and who uses those that are in use (`busy`: GPU -> words)."""
+    """Say which GPUs there are (`gpus`, in words why no more: `because`), who uses which (`busy`: GPU -> words)."""
     desk = _desk(host)
-    return {"gpus": desk.gpus, "busy": desk.look()}
+    named = desk.environ.get("CUDA_VISIBLE_DEVICES")
+    because = "" if named is None else f" (CUDA_VISIBLE_DEVICES is {named!r} there)"
+    return {"gpus": desk.gpus, "because": because, "busy": desk.look()}
 
 
 def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """
     desk, count, run = _desk(host), int(request["count"]), str(request["run"])
     if len(desk.gpus) < count:
-        raise ClusterddpError(_too_few(desk, count))
+        raise ClusterddpError(f"{count} GPUs are asked for, and there are {len(desk.gpus)}")
     ahead = desk.stand_in_line(host, run) if request["when_busy"] == "wait" else []
     gpus, busy = (None, {}) if ahead else desk.take(count, run)
     hold = desk.leases[-1].descriptors if gpus else ()
@@ -129,9 +131,3 @@ def _desk(host: Host) -> Desk:
 def _desks(host: Host) -> list[Desk]:
     """List the desk of this agent, if there is one by now."""
     return [thing for thing in host.held if isinstance(thing, Desk)]
-
-
-def _too_few(desk: Desk, count: int) -> str:
-    named = desk.environ.get("CUDA_VISIBLE_DEVICES")
-    because = "" if named is None else f" (CUDA_VISIBLE_DEVICES is {named!r} there)"
-    return f"{count} GPUs are asked for, and there are {len(desk.gpus)}{because}"

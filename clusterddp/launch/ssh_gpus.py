@@ -15,6 +15,7 @@ _LEASE_TIMEOUT_S = 60.0
 """Two calls of nvidia-smi, each of which may have to wake every GPU."""
 ENDING_S = 3.0
 """How long a run that has ended may take until its last process, and with it the lease on its GPUs, is gone."""
+_FEW_HINT = "ssh.hosts says how many GPUs each host is to give: {host: gpu09, gpus: 4}"
 _FIRST_POLL_S = 0.2
 _MAX_POLL_S = 10.0
 _BEAT_S = 30.0
@@ -43,12 +44,12 @@ def lease_gpus(
 
     Machines are asked one after the other, in an order that is the same for all submits, so no two of them wait for
     each other. The caller closes the sessions when it fails, and with them goes what was leased.
-    Raises: PreflightError: GPUs are in use, with their users. SshError: a host has fewer, or does not answer.
+    Raises: PreflightError: GPUs are in use, with their users; hosts have too few. SshError: one does not answer.
     """
     wanted = {node: sessions[node] for node in sorted(sessions) if counts.get(node)}
     grants = {node: Grant(gpus=(), hold=()) for node in sessions}
     deadline = time.monotonic() + ENDING_S
-    while (busy := _look(wanted, counts)) and when_busy == "refuse":
+    while (busy := _look(run, wanted, counts)) and when_busy == "refuse":
         if time.monotonic() > deadline:
             raise _refusal(run, busy)
         time.sleep(_FIRST_POLL_S)
@@ -64,20 +65,27 @@ def lease_gpus(
     return grants
 
 
-def _look(sessions: Mapping[int, Session], counts: Mapping[int, int]) -> dict[str, str]:
+def _look(run: str, sessions: Mapping[int, Session], counts: Mapping[int, int]) -> dict[str, str]:
     """Have all hosts look at their GPUs at once; host -> who uses them, of hosts with too few that are free.
 
     Each needs its nvidia-smi, which takes longer than everything else; what they lease next relies on what they see.
+    Raises: PreflightError: hosts have too few, whoever uses them.
     """
-    count_of = {session.host: counts[node] for node, session in sessions.items()}
+    wanted: dict[str, int] = {}
+    for node, session in sessions.items():
+        wanted[session.host] = wanted.get(session.host, 0) + counts[node]
     answers = ask_all({each.host: each for each in sessions.values()}, "gpus.look", timeout_s=_LEASE_TIMEOUT_S)
-    busy = {}
+    busy, few = {}, []
     for host, answer in answers.items():
         if isinstance(answer, SshError):
             raise answer
         gpus, users = answer.facts["gpus"], answer.facts["busy"]
-        if len(gpus) >= count_of[host] > len(gpus) - len(users):
+        if len(gpus) < wanted[host]:
+            few.append(f"{host}: {wanted[host]} are asked for, and it shows {len(gpus)}{answer.facts['because']}")
+        elif len(gpus) - len(users) < wanted[host]:
             busy[host] = spell_busy(users)
+    if few:
+        raise PreflightError("\n".join([f"{run}: too few GPUs", *few]), hint=_FEW_HINT)
     return busy
 
 
