@@ -14,7 +14,7 @@ import pytest
 from agent_hosts import Hosts, running_hosts
 from rack.rack import wait_until
 
-from clusterddp.run.directory import append_jsonl, read_jsonl
+from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
 
@@ -222,6 +222,17 @@ def test_two_at_once_lose_nothing_and_double_nothing(hosts: Hosts) -> None:
     assert [row["number"] for row in read_jsonl(hosts.run.events)] == list(range(50))
 
 
+def test_a_damaged_record_keeps_no_other_run_from_being_looked_at(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start()
+    damaged = RunDir(tmp_path / "damaged")
+    shutil.copytree(hosts.run.path, damaged.path)
+    mirror = hosts.mirror(damaged, hosts.run)
+    damaged.record.write_text("{")
+    mirror.look()
+    mirror.close()
+    assert len(read_ranks(hosts.run.attempt(0))) == 4
+
+
 def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_path: Path) -> None:
     log = hosts.start()[0].stdout(0)
     add(log, b"one\n")
@@ -229,7 +240,7 @@ def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_p
     moved = tmp_path / "elsewhere" / hosts.run.name
     shutil.copytree(hosts.run.path, moved, copy_function=shutil.copyfile)
     add(log, b"two\n")
-    mirror = hosts.mirror(type(hosts.run)(moved))
+    mirror = hosts.mirror(RunDir(moved))
     mirror.want_logs([0], 0)
     mirror.catch_up()
     mirror.close()

@@ -14,6 +14,7 @@ from agent_hosts import Hosts, running_hosts
 from clusterddp.launch.ssh_told import was_never_reached
 from clusterddp.look.status import read_status
 from clusterddp.run.directory import append_jsonl
+from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run
 from clusterddp.run.state import read_state
@@ -174,6 +175,14 @@ def test_ranks_of_a_host_that_does_not_answer_are_unknown(hosts: Hosts) -> None:
     hosts.look()
     status = read_status(hosts.run)
     assert [rank.state for rank in status.ranks] == ["RUNNING", "RUNNING", "UNKNOWN", "UNKNOWN"]
+
+
+def test_what_was_noted_of_hosts_may_be_damaged(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.process("s0")
+    hosts.look()
+    reports_path(hosts.run).write_text('{"hosts": {"gpu01"')
+    assert seen(hosts) == ("RUNNING", "runs")
 
 
 def test_nothing_is_known_of_one_whose_hosts_were_never_reached(hosts: Hosts) -> None:

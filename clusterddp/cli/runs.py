@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import sys
@@ -211,11 +212,13 @@ def _watched(run: RunDir, home: Home) -> Iterator[RunStatus]:
     before = None
     while True:
         state = _fetched_status(run, home)
-        if state != before:
+        # How long ago something was known last is no news.
+        news = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
+        if news != before:
             yield state
         if state.state.finished:
             return
-        before = state
+        before = news
         time.sleep(_WATCH_INTERVAL_S)
 
 

@@ -6,6 +6,7 @@ keeps the connections, and asks about once a second; a host that is lost is trie
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -126,9 +127,12 @@ class Mirror:
         works: dict[HostAccess, list[Target]] = {}
         for access, targets in self._targets.items():
             for target in targets:
-                has_logs = target.is_head or bool(wants.logs & target.ranks)
-                if is_open(target, wants) and (has_logs or not whose_logs):
-                    works.setdefault(access, []).append(target.wanting(wants))
+                if whose_logs and not (target.is_head or wants.logs & target.ranks):
+                    continue
+                # A run whose record is damaged, or is being removed, keeps no other from being looked at.
+                with contextlib.suppress(ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
+                    if is_open(target, wants):
+                        works.setdefault(access, []).append(target.wanting(wants))
         return works
 
     def _look_once(self, works: Mapping[HostAccess, list[Target]], timeout_s: float | None, *, anew: bool) -> None:
@@ -172,7 +176,7 @@ class Mirror:
         """Say something, unless it was the last that was said about that."""
         before, self._said[about] = self._said.get(about, ""), text
         if text != before:
-            self._say(text + (f" (hint: {hint})" if hint else ""))
+            self._say(text + (f" (hint: {' '.join(hint.split())})" if hint else ""))
 
     def _tell_of(self, host: str, trouble: str, hint: str | None) -> None:
         """Say that a host has trouble, or, with none, that it is over."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import AttemptEnd, RunRecord, parse_end
 
@@ -59,16 +60,24 @@ def reports_path(run: RunDir) -> Path:
 
 
 def read_reports(run: RunDir) -> dict[str, HostReport]:
-    """Read what is known of the hosts that were ever asked, by their SSH names; keys of newer versions are dropped."""
-    data = read_json(reports_path(run)) or {}
-    known = {field.name for field in dataclasses.fields(HostReport)}
-    reports = {}
-    for host, facts in data.get("hosts", {}).items():
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
-        reports[host] = HostReport(**{key: value for key, value in values.items() if key in known} | {"host": host})
-    return reports
+    """Read what is known of the hosts that were ever asked, by their SSH names; keys of newer versions are dropped.
+
+    A file that is damaged counts as none: the hosts tell it all again.
+    """
+    try:
+        data = read_json(reports_path(run)) or {}
+        return {host: _report(host, facts) for host, facts in data.get("hosts", {}).items()}
+    except (ClusterddpError, TypeError, AttributeError):
+        return {}
 
 
 def write_reports(run: RunDir, reports: Iterable[HostReport]) -> None:
     """Replace what is known of the hosts."""
     write_json(reports_path(run), {"hosts": {report.host: dataclasses.asdict(report) for report in reports}})
+
+
+def _report(host: str, facts: dict[str, Any]) -> HostReport:
+    known = {field.name for field in dataclasses.fields(HostReport)}
+    values: dict[str, Any] = {key: value for key, value in facts.items() if key in known}
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    return HostReport(**values | {"host": host})
