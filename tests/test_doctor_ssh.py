@@ -152,8 +152,9 @@ def test_a_full_disk_is_red(doctor: Doctor, undo: ExitStack, size: str, check: s
 def test_ports_that_a_firewall_closes_are_named(doctor: Doctor, undo: ExitStack) -> None:
     block_ports(doctor.place.rack, "node2", "1024-65535")
     undo.callback(open_ports, doctor.place.rack, "node2")
-    (row,) = doctor.reds().values()
-    assert (row["check"], "node2 eth0 10.77.0.12" in row["found"], doctor.code) == ("network", True, 3)
+    reds = doctor.reds()
+    assert (set(reds), doctor.code) == ({("network", "node1"), ("network", "node2")}, 3)
+    assert "node2 eth0 10.77.0.12" in reds["network", "node2"]["found"]
 
 
 def test_a_host_that_is_down_is_red_and_the_others_are_looked_at(doctor: Doctor, undo: ExitStack) -> None:
@@ -248,6 +249,18 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def test_hosts_may_be_named_on_the_command_line(doctor: Doctor) -> None:
+    text = (doctor.place.path / "job.yaml").read_text().replace("launcher: ssh", "launcher: local")
+    (doctor.place.path / "job.yaml").write_text(text)
+    assert doctor.ask("--hosts", "node3")["network", "node3"]["level"] == "ok"
+
+
+def test_all_ways_that_were_tried_are_told(doctor: Doctor) -> None:
+    told = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)
+    ways = {(way["source"], way["target"], way["leaves_by"], way["outcome"]) for way in told["ways"]}
+    assert ways == {("node1", "node2", "eth0", "reached"), ("node2", "node1", "eth0", "reached")}
 
 
 def test_deep_is_for_ssh_only(doctor: Doctor) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.place import named_hosts, place_flags, place_options
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.look.printable import printable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from clusterddp.facts.machine import Machine
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.overrides import Override
 
 _NUM_NODES = 2
 _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
@@ -37,6 +39,7 @@ _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
 @click.option(
     "--deep", is_flag=True, help="For ssh: let each host compute, and each talk to another one with torch (20 s)."
 )
+@place_options
 @output_option
 @runs_option
 @click.pass_obj
@@ -48,6 +51,10 @@ def doctor(
     with_job: bool,
     timeout_s: float,
     deep: bool,
+    launcher: str | None,
+    cpu: bool,
+    hosts: str | None,
+    hostfile: Path | None,
     output: str,
     runs_dir: Path,
 ) -> int:
@@ -59,20 +66,23 @@ def doctor(
     clusterddp doctor                      this machine
     clusterddp doctor job.yaml             and what the spec needs
     clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
-    clusterddp doctor lan.yaml             for launcher ssh: the hosts, and the network between them
-    clusterddp doctor lan.yaml --deep      and how fast they compute and talk to each other
+    clusterddp doctor job.yaml --hosts gpu01,gpu02         over SSH: the hosts, and the network between them
+    clusterddp doctor job.yaml --hosts gpu01,gpu02 --deep  and how fast they compute and talk to each other
     """
-    resolved = _load(spec, overrides, terminal)
+    flags = place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile))
+    named = named_hosts(launcher, hosts, hostfile)
+    resolved = _load(spec, overrides, terminal, flags=flags, hosts=named)
     over_ssh = resolved is not None and resolved.job.launcher == "ssh"
     if (deep and not over_ssh) or (with_job and over_ssh):
         raise UsageError(
             "--job is for Slurm and this machine, --deep for a spec with launcher ssh",
-            hint="launcher: ssh, or launcher=ssh after the spec",
+            hint="clusterddp doctor SPEC --launcher ssh, or --hosts H,H",
         )
     if resolved is not None and over_ssh:
         from clusterddp.cli.doctor_hosts import look_at_hosts
 
-        return _show(look_at_hosts(resolved, runs_dir, terminal.environ, deep=deep, tell=say), output)
+        checks, ways = look_at_hosts(resolved, runs_dir, terminal.environ, deep=deep, tell=say)
+        return _show(checks, output, ways=ways)
     return _show(_look_from_here(resolved, runs_dir, with_job=with_job, timeout_s=timeout_s, terminal=terminal), output)
 
 
@@ -100,12 +110,12 @@ def _look_from_here(
     return checks
 
 
-def _show(checks: list[Check], output: str) -> int:
+def _show(checks: list[Check], output: str, **more: Any) -> int:
     """Print the checks, and return the exit code."""
     from clusterddp.facts.checks import is_healthy, to_json
 
     if output == "json":
-        put_json({"healthy": is_healthy(checks), "checks": to_json(checks)})
+        put_json({"healthy": is_healthy(checks), "checks": to_json(checks), **more})
     else:
         put("\n".join(check_lines(checks)))
     return 0 if is_healthy(checks) else PreflightError.exit_code
@@ -128,12 +138,16 @@ def check_lines(checks: list[Check]) -> list[str]:
     return result
 
 
-def _load(spec: str | None, overrides: tuple[str, ...], terminal: Terminal) -> ResolvedSpec | None:
+def _load(
+    spec: str | None, overrides: tuple[str, ...], terminal: Terminal, *, flags: dict[str, str], hosts: Override | None
+) -> ResolvedSpec | None:
     if spec is None:
+        if flags or hosts:
+            raise UsageError("these options are about a spec, and there is none", hint="clusterddp doctor SPEC ...")
         return None
     from clusterddp.spec.load import load_spec
 
-    return load_spec(Path(spec), overrides, environ=terminal.environ)
+    return load_spec(Path(spec), overrides, environ=terminal.environ, flags=flags, hosts=hosts)
 
 
 def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:

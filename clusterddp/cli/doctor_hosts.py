@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clusterddp.errors import ClusterddpError
 
@@ -20,27 +20,34 @@ _Told = TypeVar("_Told")
 
 def look_at_hosts(
     resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, tell: Callable[[str], None]
-) -> list[Check]:
-    """Plan the run, look at its hosts and at what is between them; `deep`: let them compute and talk, too."""
+) -> tuple[list[Check], list[dict[str, Any]]]:
+    """Plan the run, look at its hosts and at what is between them; `deep`: let them compute and talk, too.
+
+    Returns the checks, and all ways between the hosts that were tried.
+    """
     from clusterddp.doctor.hosts import judge_failures, merge
     from clusterddp.facts.checks import Check, ok, red
     from clusterddp.launch.plan import plan_run
     from clusterddp.launch.ssh_crew import try_crew
+    from clusterddp.launch.ssh_examine import examine_network
 
     try:
         plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
     except ClusterddpError as error:
-        return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})]
+        return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})], []
     ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
     checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
+    ways: list[dict[str, Any]] = []
     with try_crew(plan, environ) as crew:
         checks += judge_failures(crew.failed)
         if crew.sessions:
-            checks += _look(plan, crew, deep=deep, tell=tell)
-    return merge(checks)
+            network = examine_network(plan.gang, crew.sessions)
+            checks += _look(plan, crew, network, deep=deep, tell=tell)
+            ways = network.findings.rows() if network.findings else []
+    return merge(checks), ways
 
 
-def _look(plan: Plan, crew: Crew, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
+def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
     from clusterddp.doctor.hosts import (
         judge_failures,
         judge_locked_memory,
@@ -50,12 +57,11 @@ def _look(plan: Plan, crew: Crew, *, deep: bool, tell: Callable[[str], None]) ->
     )
     from clusterddp.facts.checks import Check
     from clusterddp.facts.judge_hosts import judge_hosts
-    from clusterddp.launch.ssh_examine import examine_network, look_for_runs, read_clocks
+    from clusterddp.launch.ssh_examine import look_for_runs, read_clocks
     from clusterddp.launch.ssh_preflight import ask_hosts, needs_of
 
     told = ask_hosts(plan, crew.sessions, thorough=True)
     clocks = read_clocks(crew.sessions)
-    network = examine_network(plan.gang, crew.sessions)
     runs = look_for_runs(crew.sessions)
     checks = [
         *judge_failures(told.failed),

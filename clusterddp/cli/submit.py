@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
-from clusterddp.cli.hosts import HostName
+from clusterddp.cli.place import named_hosts, place_flags, place_options
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
@@ -25,31 +25,18 @@ if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
     from clusterddp.launch.sweep_plan import SweepPlan
-    from clusterddp.spec.overrides import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
 
 
 def _plan_options(function: _F) -> _F:
     """Declare the options of commands that make a plan."""
     for option in (
         click.option("--attach", is_flag=True, help="ssh: stay; the run ends when this command does, by Ctrl-C, too."),
-        click.option(
-            "--hostfile",
-            metavar="FILE",
-            type=click.Path(allow_dash=True, path_type=Path),
-            help="Run over SSH on the hosts of FILE: a line `host slots=N` each.",
-        ),
-        click.option(
-            "--hosts", metavar="H,H", type=HostName(), help="Run over SSH on these hosts, such as gpu01,gpu[03-04]."
-        ),
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
-        click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
-        click.option("--launcher", type=_LAUNCHERS, help="What starts the ranks, whatever the spec says."),
     ):
         function = option(function)
-    return function
+    return place_options(function)
 
 
 def _stay_options(function: _F) -> _F:
@@ -111,8 +98,8 @@ def submit(
         sweep=sweep,
         profile=profile,
         environ=terminal.environ,
-        flags=_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
-        hosts=_named_hosts(launcher, hosts, hostfile),
+        flags=place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
+        hosts=named_hosts(launcher, hosts, hostfile),
     )
     if read.keys:
         from clusterddp.launch.sweep_plan import plan_sweep
@@ -159,8 +146,8 @@ def rerun(
         parent.spec,
         overrides,
         environ=terminal.environ,
-        flags=_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
-        hosts=_named_hosts(launcher, hosts, hostfile),
+        flags=place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
+        hosts=named_hosts(launcher, hosts, hostfile),
     )
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     plan = plan_run(
@@ -284,23 +271,3 @@ def _as_json(submitted: Submitted) -> dict[str, str | None]:
         "job_id": submitted.job_id,
         "run_dir": str(submitted.run_dir),
     }
-
-
-def _flags(launcher: str | None, *, cpu: bool, over_ssh: bool) -> dict[str, str]:
-    launcher = launcher or ("ssh" if over_ssh else None)
-    flags = {"launcher": launcher} if launcher else {}
-    return flags | ({"device": "cpu"} if cpu else {})
-
-
-def _named_hosts(launcher: str | None, hosts: str | None, hostfile: Path | None) -> Override | None:
-    """Return the hosts that the command line names."""
-    from clusterddp.spec.hostfile import parse_hosts, read_hostfile
-
-    if hosts is None and hostfile is None:
-        return None
-    option = "--hosts" if hosts is not None else "--hostfile"
-    if hosts is not None and hostfile is not None:
-        raise click.UsageError("--hosts and --hostfile both name the hosts, expected one of them")
-    if launcher not in (None, "ssh"):
-        raise click.UsageError(f"{option} names hosts for launcher ssh, and --launcher says {launcher}")
-    return read_hostfile(hostfile) if hostfile is not None else parse_hosts(hosts or "")

@@ -106,9 +106,8 @@ def judge_network(
         checks.append(Check(name="own name", results=names))
     if error is not None:
         fix = error.hint or "clusterddp submit -n shows the plan"
-        place = findings.hosts if findings else ()
-        host = ", ".join(each.host for each in place) or "all"
-        return [*checks, Check(name="network", results={host: red(error.message, fix)})]
+        hosts = [each.host for each in findings.hosts] if findings else ["here"]
+        return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(error.message, fix)))]
     if findings is None or not chosen:
         return checks
     used = {host.host: _describe(findings, host.host, chosen[host.host]) for host in findings.hosts}
