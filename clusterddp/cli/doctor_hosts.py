@@ -71,7 +71,7 @@ def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callabl
         Check(name="cores", results=_each(told.facts, judge_machine_size)),
         Check(name="locked memory", results=_each(told.facts, judge_locked_memory)),
         Check(name="left over", results={host: judge_runs(host, found) for host, found in runs.items()}),
-        *_judge_network(network),
+        *_judge_network(plan, network),
     ]
     if deep:
         from clusterddp.cli.doctor_deep import try_hosts
@@ -96,12 +96,12 @@ def _connections(crew: Crew, clocks: Mapping[str, Clock]) -> dict[str, Result]:
     return results
 
 
-def _judge_network(network: Network) -> list[Check]:
+def _judge_network(plan: Plan, network: Network) -> list[Check]:
     from clusterddp.dist.network_words import say_shared
     from clusterddp.doctor.hosts import judge_network
 
     settled, findings = network.settled, network.findings
     if settled is None or findings is None:
         return judge_network(findings, {}, error=network.error)
-    chosen = dict(zip([host.host for host in findings.hosts], settled.nodes.values(), strict=False))
+    chosen = {node.host: settled.nodes[node.node_rank] for node in plan.gang.nodes if node.node_rank in settled.nodes}
     return judge_network(findings, chosen, remarks=[*settled.notes, *say_shared(findings)])
