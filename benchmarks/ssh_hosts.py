@@ -1,0 +1,243 @@
+"""Many hosts at once: clusterddp against ssh in a loop, `xargs -P64 ssh` and parallel-ssh.
+
+    python benchmarks/ssh_hosts.py [HOSTS [ROUNDS]] [--run] [--peer PYTHON] [--json FILE]    (root: it starts a rack)
+
+The hosts are addresses of 127.0.0.0/8 in a network namespace of their own, behind one sshd that takes as many
+connections at once as separate machines would. They have one kernel, so the wall clock of 64 of them on a few cores
+measures sshd: `cpu` is what the launching side alone spent (itself and its children, ssh-agent none).
+
+    connect   connect to every host, check its key, run `true` there, leave
+    agents    clusterddp: start its agent on every host, which every command for a run does; the others: start Python
+    start     (--run) start a process on every host that outlives the connection. clusterddp: a real `submit`, so a
+              supervisor, a guard and a rank on each host, three Pythons and the agent; the others: one `sleep`
+    cancel    (--run) end it again. clusterddp: `cancel`, which is over when every supervisor has ended its rank and said
+              so; the others: `kill`
+
+`--peer` is a Python that can import parallel-ssh (`pip install parallel-ssh` into an environment of its own); it checks
+no host keys. Ways are run in turns; figures are medians, and medians of each round's ratio, clusterddp's to theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from rack.plan import HEAD, RackPlan
+from rack.rack import running_rack
+from ssh_person import Person
+from ssh_place import SshPlace
+
+CONNECT = """
+import json, os, resource, sys, threading
+from clusterddp.errors import SshError
+from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.fan import Fan
+hosts = sys.argv[1].split(",")
+made = connect_all(hosts, environ=os.environ)
+assert not [error for error in made.values() if isinstance(error, SshError)], made
+
+def run(host):
+    channel = made[host].execute("true")
+    return channel.recv_exit_status()
+
+assert set(Fan(hosts, run, lambda result: None).results(64).values()) == {0}
+threads = threading.active_count()
+for connection in made.values():
+    connection.close()
+print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+"""
+AGENTS = """
+import json, os, resource, sys, threading
+from clusterddp.launch.ssh_package import package
+from clusterddp.ssh.session import HostAccess, Session, open_sessions
+accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
+made = open_sessions(accesses, environ=os.environ, package=package())
+assert all(isinstance(session, Session) for session in made.values()), made
+threads = threading.active_count()
+for session in made.values():
+    session.close()
+print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+"""
+PARALLEL_SSH = """
+import json, os, resource, sys
+from pssh.clients import ParallelSSHClient
+hosts, port, key, command = sys.argv[1:]
+client = ParallelSSHClient(hosts.split(","), port=int(port), user="root", pkey=key, pool_size=64, allow_agent=False)
+answers = client.run_command(command)
+client.join(answers)
+assert {answer.exit_code for answer in answers} == {0}
+print(json.dumps({"threads": 1, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+"""
+SPEC = """\
+name: many
+launcher: ssh
+device: cpu
+resources: {{procs_per_node: 1}}
+entry: {{script: wait.py}}
+ssh:
+  python: {python}
+  hosts: [{hosts}]
+"""
+PID_FILE = "/tmp/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One measurement."""
+
+    wall_s: float
+    cpu_s: float
+    threads: int = 0
+    peak_mb: int = 0
+
+
+@dataclass(kw_only=True)
+class Table:
+    """What was measured: stage -> way -> a row per round."""
+
+    rows: dict[str, dict[str, list[Row]]] = field(default_factory=dict)
+
+    def add(self, stage: str, way: str, row: Row) -> None:
+        self.rows.setdefault(stage, {}).setdefault(way, []).append(row)
+        print(f"  {stage:8} {way:12} {row.wall_s:7.2f} s  cpu {row.cpu_s:6.2f} s", file=sys.stderr, flush=True)
+
+    def lines(self) -> Iterator[str]:
+        yield f"{'':8} {'':12} {'wall':>8} {'cpu':>8} {'threads':>8} {'peak':>7}  {'clusterddp to it: wall':25} cpu"
+        for stage, ways in self.rows.items():
+            ours = ways["clusterddp"]
+            for way, rows in ways.items():
+                wall_s, cpu_s = (statistics.median(getattr(row, name) for row in rows) for name in ("wall_s", "cpu_s"))
+                shown = "".join(f"{spell_ratio(ours, rows, name):26}" for name in ("wall_s", "cpu_s"))
+                self_told = f"{rows[0].threads:8} {rows[0].peak_mb:4} MB" if rows[0].threads else " " * 16
+                yield f"{stage:8} {way:12} {wall_s:6.2f} s {cpu_s:6.2f} s {self_told}  {shown if rows is not ours else ''}"
+
+
+def spell_ratio(ours: list[Row], theirs: list[Row], name: str) -> str:
+    ratios = [getattr(row, name) / getattr(other, name) for row, other in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Hosts and the ways to speak to them."""
+
+    person: Person
+    place: SshPlace
+    hosts: list[str]
+    port: int
+    peer: str | None
+
+    def measure(self, argv: list[str], stdin: str = "") -> Row:
+        """Run a command on the head; its time, and what the processor did for it there."""
+        import os
+
+        before, start = os.times(), time.monotonic()
+        done = self.person.rack.run(
+            HEAD, argv, env=self.person.variables, cwd=self.place.path, timeout_s=900, stdin=stdin
+        )
+        wall_s, after = time.monotonic() - start, os.times()
+        told = json.loads(done.stdout.splitlines()[-1]) if '"threads"' in done.stdout else {}
+        cpu_s = sum(after[2:4]) - sum(before[2:4])
+        return Row(wall_s=wall_s, cpu_s=cpu_s, **told)
+
+    def others(self, command: str) -> dict[str, Callable[[], Row]]:
+        """List the ways to run a command on all hosts."""
+        lines = "".join(f"{host}\n" for host in self.hosts)
+        quoted = shlex.quote(command)
+        ways: dict[str, Callable[[], Row]] = {
+            "ssh, a loop": lambda: self.measure(["sh", "-c", f"while read -r h; do ssh -n $h {quoted}; done"], lines),
+            "xargs -P64": lambda: self.measure(["xargs", "-P64", "-I@", "ssh", "-n", "@", command], lines),
+        }
+        peer = self.peer
+        if peer is not None:
+            words = [",".join(self.hosts), str(self.port), str(self.person.ssh / "id_ed25519"), command]
+            ways["parallel-ssh"] = lambda: self.measure([peer, "-c", PARALLEL_SSH, *words])
+        return ways
+
+    def program(self, text: str) -> Row:
+        return self.measure([sys.executable, "-c", text, ",".join(self.hosts)])
+
+    def submit(self) -> Row:
+        return self.measure(self.place.command("submit", "job.yaml"))
+
+    def cancel(self) -> Row:
+        run = self.place.run_dir()
+        row = self.measure(self.place.command("cancel", run.name))
+        self.place.await_gone()
+        return row
+
+
+def main() -> None:
+    arguments = parse()
+    table = Table()
+    with many_hosts(arguments.hosts, arguments.peer) as bench:
+        for number in range(arguments.rounds + 1):
+            taken = Table() if number == 0 else table  # the first round warms up: caches, and our package on the host
+            print(f"round {number}", file=sys.stderr)
+            in_turns(taken, "connect", number, {"clusterddp": lambda: bench.program(CONNECT), **bench.others("true")})
+            python = f"{sys.executable} -I -S -c pass"
+            in_turns(taken, "agents", number, {"clusterddp": lambda: bench.program(AGENTS), **bench.others(python)})
+            if arguments.run:
+                compare_runs(bench, taken, number)
+    print(f"{arguments.hosts} hosts, {arguments.rounds} rounds")
+    print("\n".join(table.lines()))
+    if arguments.json:
+        rows = {stage: {way: [asdict(row) for row in rows] for way, rows in ways.items()} for stage, ways in table.rows.items()}
+        arguments.json.write_text(json.dumps({"hosts": arguments.hosts, "rows": rows}, indent=1))
+
+
+def compare_runs(bench: Bench, table: Table, number: int) -> None:
+    """Start something on every host and end it, each way in its turn."""
+    start = f"setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{PID_FILE}"
+    starts, ends = bench.others(start), bench.others(f"kill $(cat {PID_FILE})")
+    ways = ["clusterddp", *starts]
+    for way in ways if number % 2 else reversed(ways):
+        table.add("start", way, bench.submit() if way == "clusterddp" else starts[way]())
+        table.add("cancel", way, bench.cancel() if way == "clusterddp" else ends[way]())
+
+
+def in_turns(table: Table, stage: str, number: int, ways: dict[str, Callable[[], Row]]) -> None:
+    for way in ways if number % 2 else reversed(ways):
+        table.add(stage, way, ways[way]())
+
+
+@contextmanager
+def many_hosts(count: int, peer: str | None) -> Iterator[Bench]:
+    """Have a rack whose head is also all the hosts."""
+    hosts = [f"127.0.{1 + number // 250}.{1 + number % 250}" for number in range(count)]
+    with running_rack(RackPlan(nodes=[], slurm=False, gpus_per_host=0)) as rack:
+        person = Person(rack=rack)
+        path = rack.dir / "home" / "root" / "place"
+        path.mkdir()
+        (path / "wait.py").write_text("import time\n\ntime.sleep(600)\n")
+        (path / "job.yaml").write_text(SPEC.format(python=sys.executable, hosts=", ".join(hosts)))
+        with person.sshd(HEAD, "MaxStartups=4096", "LogLevel=ERROR") as sshd:
+            person.configure(f"Host 127.*\n  Port {sshd.port}\nStrictHostKeyChecking yes\nBatchMode yes\n")
+            with person.known_hosts.open("a") as known:
+                known.write(f"[127.*]:{sshd.port} {person.host_key(HEAD)}\n")
+            place = SshPlace(rack=rack, path=path)
+            yield Bench(person=person, place=place, hosts=hosts, port=sshd.port, peer=peer)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("hosts", type=int, nargs="?", default=64)
+    parser.add_argument("rounds", type=int, nargs="?", default=3)
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--peer")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
