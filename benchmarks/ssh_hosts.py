@@ -192,7 +192,10 @@ def main() -> None:
     print(f"{arguments.hosts} hosts, {arguments.rounds} rounds")
     print("\n".join(table.lines()))
     if arguments.json:
-        rows = {stage: {way: [asdict(row) for row in rows] for way, rows in ways.items()} for stage, ways in table.rows.items()}
+        rows = {
+            stage: {way: [asdict(row) for row in rows] for way, rows in ways.items()}
+            for stage, ways in table.rows.items()
+        }
         arguments.json.write_text(json.dumps({"hosts": arguments.hosts, "rows": rows}, indent=1))
 
 

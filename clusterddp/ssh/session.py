@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BOOT_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 18
+_PACKET_BYTES = 32 * 1024 - 64
+"""What sshd takes in one packet, less paramiko's allowance."""
 _MAX_PREFACE = 256 * 1024
 """How much a login shell may print before the agent speaks."""
 _MARK = b"clusterddp-agent "
@@ -170,7 +172,8 @@ class Session:
     def _send(self, data: bytes, timeout_s: float) -> None:
         self.channel.settimeout(timeout_s)
         try:
-            self.channel.sendall(data)
+            for start in range(0, len(data), _PACKET_BYTES):  # paramiko copies what is left after each packet
+                self.channel.sendall(data[start : start + _PACKET_BYTES])
         except OSError as error:
             self._broken(error, timeout_s)
 

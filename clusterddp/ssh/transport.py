@@ -19,12 +19,18 @@ HANDSHAKE_TIMEOUT_S = 15.0
 AUTHENTICATION_TIMEOUT_S = 30.0
 _PROHIBITED = 1  # RFC 4254, 5.1
 _HUNG_UP = "the host hung up"
+_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
 
 
 class Transport(paramiko.Transport):
-    """A transport that asks the host for keys in an order of its own."""
+    """A transport that asks the host for keys in an order of its own, and for ciphers that cost little first."""
 
     algorithms: tuple[str, ...] = ()
+    # Half the processor time of paramiko's first choice, AES-CTR with a separate MAC: benchmarks/ssh_send.py.
+    _preferred_ciphers = (
+        *_CIPHERS,
+        *(name for name in paramiko.Transport._preferred_ciphers if name not in _CIPHERS),  # type: ignore[attr-defined]
+    )
 
     @property
     def preferred_keys(self) -> Sequence[str]:
