@@ -89,7 +89,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.slurm:
         facts.append(("variables", ", ".join(plan.slurm.variables) or "none"))
     if plan.ssh:
-        facts += ssh_facts(plan.ssh)
+        facts += ssh_facts(plan.ssh, with_code=plan.snapshot is not None)
     if plan.secrets:
         facts.append(("secrets", ", ".join(plan.secrets)))
     if plan.parent:

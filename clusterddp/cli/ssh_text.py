@@ -20,10 +20,11 @@ _COMMAND_SHOWN = 78
 """Characters of the constant command that are shown."""
 
 
-def ssh_facts(ssh: SshPlan) -> list[tuple[str, str]]:
+def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     """Name what holds for all hosts."""
-    data = f" and {size(sum(one.bytes for one in ssh.send))} of data" if ssh.send else ""
-    facts = [("sends", f"the code{data} to each host, but for what is there already")]
+    data = [f"{size(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
+    parts = " and ".join([*(["the code"] if with_code else []), *data])
+    facts = [("sends", f"{parts} to each host, but for what is there already" if parts else "nothing of yours")]
     facts.append(("variables", "those under env and secrets of the spec; none of this shell's go along"))
     facts.append(("fetches", ", ".join(ssh.fetch) or "nothing: all results stay on the hosts"))
     if any(node.gpus for node in ssh.hosts):
