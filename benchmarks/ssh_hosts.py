@@ -10,8 +10,8 @@ measures sshd: `cpu` is what the launching side alone spent (itself and its chil
     agents    clusterddp: start its agent on every host, which every command for a run does; the others: start Python
     start     (--run) start a process on every host that outlives the connection. clusterddp: a real `submit`, so a
               supervisor, a guard and a rank on each host, three Pythons and the agent; the others: one `sleep`
-    cancel    (--run) end it again. clusterddp: `cancel`, which is over when every supervisor has ended its rank and said
-              so; the others: `kill`
+    cancel    (--run) end it again. clusterddp: `cancel`, which is over when every supervisor has ended its rank and
+              said so; the others: `kill`
 
 `--peer` is a Python that can import parallel-ssh (`pip install parallel-ssh` into an environment of its own); it checks
 no host keys. Ways are run in turns; figures are medians, and medians of each round's ratio, clusterddp's to theirs.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -88,7 +89,7 @@ ssh:
   python: {python}
   hosts: [{hosts}]
 """
-PID_FILE = "/tmp/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
+PID_FILE = "/dev/shm/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
 
 
 @dataclass(kw_only=True)
@@ -119,7 +120,8 @@ class Table:
                 wall_s, cpu_s = (statistics.median(getattr(row, name) for row in rows) for name in ("wall_s", "cpu_s"))
                 shown = "".join(f"{spell_ratio(ours, rows, name):26}" for name in ("wall_s", "cpu_s"))
                 self_told = f"{rows[0].threads:8} {rows[0].peak_mb:4} MB" if rows[0].threads else " " * 16
-                yield f"{stage:8} {way:12} {wall_s:6.2f} s {cpu_s:6.2f} s {self_told}  {shown if rows is not ours else ''}"
+                figures = f"{wall_s:6.2f} s {cpu_s:6.2f} s {self_told}"
+                yield f"{stage:8} {way:12} {figures}  {shown if rows is not ours else ''}"
 
 
 def spell_ratio(ours: list[Row], theirs: list[Row], name: str) -> str:
@@ -139,8 +141,6 @@ class Bench:
 
     def measure(self, argv: list[str], stdin: str = "") -> Row:
         """Run a command on the head; its time, and what the processor did for it there."""
-        import os
-
         before, start = os.times(), time.monotonic()
         done = self.person.rack.run(
             HEAD, argv, env=self.person.variables, cwd=self.place.path, timeout_s=900, stdin=stdin

@@ -3,8 +3,8 @@
     python benchmarks/ssh_overhead.py [PAIRS [RANKS_PER_HOST]] [--phases]    (root: it starts a rack)
 
 Both start the same script: it imports torch, joins a gloo group, builds ResNet-18 in DistributedDataParallel, makes one
-step, and rank 0 prints the time. The hosts share nothing. By hand: the script lies on both hosts already, and two ssh at
-once start `torchrun --nnodes 2 --node-rank N --master-addr ... --master-port ...`, with GLOO_SOCKET_IFNAME set, since
+step, and rank 0 prints the time. The hosts share nothing. By hand: the script lies on both hosts already, two ssh at once
+start `torchrun --nnodes 2 --node-rank N --master-addr ... --master-port ...`, with GLOO_SOCKET_IFNAME set, since
 both hosts have a docker0 with the same address. clusterddp: `submit` in a directory with that script. The clock starts
 before the command; it is the same for all hosts of a rack. Pairs are run in turns, the order within a pair alternates;
 the figure is the median of the pairs' ratios.
@@ -34,6 +34,7 @@ from ssh_place import SshPlace, ssh_place_on
 
 from clusterddp.run.directory import RunDir
 
+ROOT = Path(__file__).resolve().parents[1]
 PYTHON = "/opt/bare/bin/python"
 STEP = """\
 import time
@@ -121,11 +122,10 @@ class Bench:
         began = time.time()
         if phases:
             command = [sys.executable, "-c", TRACED, "submit", "job.yaml"]
-            variables = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
-            done = self.rack.run(HEAD, command, cwd=self.place.path, env=variables)
+            done = self.rack.run(HEAD, command, cwd=self.place.path, env={"PYTHONPATH": str(ROOT)})
             self.rows = json.loads(done.stderr.splitlines()[-1])
         else:
-            self.place.clusterddp("submit", "job.yaml")
+            self.place.clusterddp("submit", "job.yaml", environ={"PYTHONDONTWRITEBYTECODE": ""})
         left = time.time() - began
         run = self.place.run_dir()
         there = self.place.host_run_dir("node1", run)
@@ -212,16 +212,16 @@ def told(bench: Bench) -> Iterator[tuple[float, float, str]]:
 
 @contextmanager
 def two_hosts(ranks: int) -> Iterator[Bench]:
-    resnet = Path(__file__).resolve().parents[1] / "clusterddp" / "train" / "models" / "resnet.py"
-    with running_rack(RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)) as rack:
-        with ssh_place_on(rack) as place:
-            (place.path / "job.yaml").write_text(SPEC.format(python=PYTHON, ranks=ranks))
-            there = [rack.outside(node, "/root/byhand") for node in rack.plan.nodes]
-            for directory in (place.path, *there):
-                directory.mkdir(exist_ok=True)
-                (directory / "step.py").write_text(STEP)
-                shutil.copy(resnet, directory / "resnet.py")
-            yield Bench(place=place, ranks=ranks)
+    resnet = ROOT / "clusterddp" / "train" / "models" / "resnet.py"
+    plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
+    with running_rack(plan) as rack, ssh_place_on(rack) as place:
+        (place.path / "job.yaml").write_text(SPEC.format(python=PYTHON, ranks=ranks))
+        there = [rack.outside(node, "/root/byhand") for node in plan.nodes]
+        for directory in (place.path, *there):
+            directory.mkdir(exist_ok=True)
+            (directory / "step.py").write_text(STEP)
+            shutil.copy(resnet, directory / "resnet.py")
+        yield Bench(place=place, ranks=ranks)
 
 
 if __name__ == "__main__":
