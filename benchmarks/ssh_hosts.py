@@ -89,7 +89,7 @@ ssh:
   python: {python}
   hosts: [{hosts}]
 """
-PID_FILE = "/dev/shm/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
+PID_FILE = "$HOME/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
 
 
 @dataclass(kw_only=True)
@@ -181,14 +181,8 @@ def main() -> None:
     arguments = parse()
     table = Table()
     with many_hosts(arguments.hosts, arguments.peer) as bench:
-        for number in range(arguments.rounds + 1):
-            taken = Table() if number == 0 else table  # the first round warms up: caches, and our package on the host
-            print(f"round {number}", file=sys.stderr)
-            in_turns(taken, "connect", number, {"clusterddp": lambda: bench.program(CONNECT), **bench.others("true")})
-            python = f"{sys.executable} -I -S -c pass"
-            in_turns(taken, "agents", number, {"clusterddp": lambda: bench.program(AGENTS), **bench.others(python)})
-            if arguments.run:
-                compare_runs(bench, taken, number)
+        for number in range(arguments.rounds + 1):  # the first round warms up: our package on the host, caches
+            compare(bench, table if number else Table(), number, with_run=arguments.run)
     print(f"{arguments.hosts} hosts, {arguments.rounds} rounds")
     print("\n".join(table.lines()))
     if arguments.json:
@@ -199,19 +193,23 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"hosts": arguments.hosts, "rows": rows}, indent=1))
 
 
-def compare_runs(bench: Bench, table: Table, number: int) -> None:
-    """Start something on every host and end it, each way in its turn."""
-    start = f"setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{PID_FILE}"
-    starts, ends = bench.others(start), bench.others(f"kill $(cat {PID_FILE})")
-    ways = ["clusterddp", *starts]
+def compare(bench: Bench, table: Table, number: int, *, with_run: bool) -> None:
+    """Measure each stage in each way once, in an order that changes from round to round."""
+    nothing = bench.others("true")
+    python = bench.others(f"{sys.executable} -I -S -c pass")
+    start = bench.others(f"setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{PID_FILE}")
+    end = bench.others(f"kill $(cat {PID_FILE})")
+    ours: dict[str, Callable[[], Row]] = {
+        "connect": lambda: bench.program(CONNECT),
+        "agents": lambda: bench.program(AGENTS),
+        "start": bench.submit,
+        "cancel": bench.cancel,
+    }
+    stages = {"connect": nothing, "agents": python} | ({"start": start, "cancel": end} if with_run else {})
+    ways = ["clusterddp", *(nothing if number else ())]
     for way in ways if number % 2 else reversed(ways):
-        table.add("start", way, bench.submit() if way == "clusterddp" else starts[way]())
-        table.add("cancel", way, bench.cancel() if way == "clusterddp" else ends[way]())
-
-
-def in_turns(table: Table, stage: str, number: int, ways: dict[str, Callable[[], Row]]) -> None:
-    for way in ways if number % 2 else reversed(ways):
-        table.add(stage, way, ways[way]())
+        for stage, others in stages.items():
+            table.add(stage, way, ours[stage]() if way == "clusterddp" else others[way]())
 
 
 @contextmanager
