@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bare_python import VERSION, find_packages
 from rack.plan import HEAD, USER, RackPlan
-from rack.rack import RackError, running_rack
+from rack.rack import RackError, running_rack, wait_until
 from rack_traces import find_traces, init_pids, own_interfaces
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -113,7 +113,7 @@ def test_nothing_is_left_of_private_hosts_after_the_end(needs_rack):
         ssh(rack, "node1", "trap '' TERM HUP; setsid sleep 1000 <&- >&- 2>&- &")
         find = find_traces(init_pids(rack.dir), rack.dir)
         assert find()
-    assert find() == []
+    wait_until(lambda: find() == [], 10)
     assert own_interfaces() == before
     assert all(path.exists() for path in find_packages(["torch"]))
 

@@ -221,3 +221,10 @@ def test_nasty_names_are_refused_unless_the_alphabet_has_them(text: str) -> None
         assert text.isascii()
         assert len(text) <= 64
         assert text[0].isalnum()
+
+
+def test_a_key_that_is_longer_than_yaml_looks_for_its_colon_is_written_so_that_it_can_be_read() -> None:
+    long = "a" * 300
+    data = {"name": "x", "ssh": {"hosts": ["a"], "send": {long: "~/x"}}, "env": {"B" * 200: "1"}}
+    job = JobSpec.model_validate(data)
+    assert load_spec(resolved_yaml(job), environ={}).job == job

@@ -20,6 +20,7 @@ _PATIENCE_S = 45.0
 """For how long a controller that does not answer is asked again."""
 _LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.25
+_NO_SUCH_JOB = "Invalid job id"
 
 
 def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
@@ -70,9 +71,15 @@ def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeou
 def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
     """Cancel a job if it still has this name: Slurm may have given its number to somebody else's meanwhile.
 
+    A job that has gone since it was found needs no cancelling; a busy controller can say so of one that is there, which
+    is found out by waiting for its end.
     Raises: SlurmError: it could not be asked.
     """
-    run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
+    try:
+        run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
+    except SlurmError as error:
+        if _NO_SUCH_JOB not in error.message:
+            raise
 
 
 def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:

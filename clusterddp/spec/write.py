@@ -11,6 +11,9 @@ from clusterddp.spec.tree import NULL_WORDS
 
 # Text that every YAML reader takes for text, so that it needs no quotes.
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_LONG_KEY = 120
+"""YAML looks no further than 128 characters for the colon behind a key."""
+_NEXT_LINE = "\n  "
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n"})
 # What JSON leaves as it is and YAML, or the strict reader, does not.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
@@ -24,7 +27,7 @@ def resolved_yaml(job: JobSpec) -> str:
             continue
         if isinstance(value, dict) and value:
             lines.append(f"{key}:")
-            lines += [f"  {_scalar(name)}: {_flow(inner)}" for name, inner in value.items()]
+            lines += [f"  {_pair(name, inner, after_key=_NEXT_LINE)}" for name, inner in value.items()]
         else:
             lines.append(f"{key}: {_flow(value)}")
     return "\n".join(lines) + "\n"
@@ -32,10 +35,16 @@ def resolved_yaml(job: JobSpec) -> str:
 
 def _flow(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(_pair(key, inner) for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
     return _scalar(value)
+
+
+def _pair(key: str, value: Any, after_key: str = " ") -> str:
+    """Write a key and its value; a long key has to be announced, and outside of braces it has a line of its own."""
+    text = _scalar(key)
+    return f"{text}: {_flow(value)}" if len(text) < _LONG_KEY else f"? {text}{after_key}: {_flow(value)}"
 
 
 def _scalar(value: Any) -> str:
