@@ -1,0 +1,60 @@
+"""Kill whatever carries runs over SSH, at random, and judge what became of each run from outside.
+
+    python benchmarks/ssh_kills.py [SEED [COUNT]]    (root: it starts a rack)
+
+Two private hosts with two ranks each; every rank has a child and an orphan that ignore SIGTERM. Killed are a rank, a
+supervisor, a guard, a supervisor with its guard, the command that submits (in the middle, or attached), an sshd session,
+the sshd itself, the power of a host, a cable for 60 s; on the first host or the other, during the start or later. Right
+is, within 20 s: no process of the run on any host that is on (a host whose cable is pulled included), or, where the run
+has to bear it, the same ranks as before; and `status` tells the right state and cause. One line of JSON per kill, a
+summary at the end; all logs of what was borne otherwise on standard error. tests/ssh_kills.py holds the rules.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from rack.rack import running_rack
+from ssh_kills import LAN, draw_kills, play_round
+
+
+def main() -> int:
+    seed, count = [int(argument) for argument in (sys.argv[1:] + ["1", "50"][len(sys.argv) - 1 :])]
+    began = time.monotonic()
+    lines = []
+    with running_rack(LAN) as rack:
+        for number, kill in enumerate(draw_kills(seed, count)):
+            line, logs = play_round(rack, kill, seed=seed, number=number)
+            print(json.dumps(line), flush=True)
+            if logs:
+                print(f"---- seed {seed} number {number}: {line['wrong']}\n{logs}", file=sys.stderr, flush=True)
+            lines.append(line)
+    print(json.dumps(summary(lines) | {"seed": seed, "minutes": round((time.monotonic() - began) / 60, 1)}))
+    return 0 if all(line["right"] for line in lines) else 1
+
+
+def summary(lines: list[dict[str, object]]) -> dict[str, object]:
+    """Count what was borne as it should be, by victim; the longest times."""
+    by_victim = collections.defaultdict(list)
+    for line in lines:
+        by_victim[str(line["victim"])].append(line)
+    return {
+        "right": sum(bool(line["right"]) for line in lines),
+        "of": len(lines),
+        "by_victim": {
+            victim: f"{sum(bool(each['right']) for each in some)}/{len(some)}"
+            for victim, some in sorted(by_victim.items())
+        },
+        "gone_s_max": max((line["gone_s"] for line in lines if "gone_s" in line), default=None),
+        "told_s_max": max((line["told_s"] for line in lines if "told_s" in line), default=None),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

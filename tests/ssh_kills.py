@@ -1,0 +1,424 @@
+"""Seeded kills of runs on a LAN of private hosts, and whether each was borne as it should be; seen from outside.
+
+A gang of two hosts with two ranks each; every rank has a child, and an orphan in a session of its own, which both ignore
+SIGTERM. Ranks speak to rank 0 all the time, so that the end of one is felt by the others. `benchmarks/ssh_kills.py`
+makes many rounds, `test_ssh_kills.py` a few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rack.plan import HEAD, RackPlan
+from rack.rack import Rack, RackError, wait_until
+from ssh_place import HostProcess, SshPlace, send, ssh_place_on
+
+from clusterddp.run.directory import RunDir, list_runs
+
+WITHIN_S = 20.0
+CABLE_S = 60.0
+NODES = ("node1", "node2")
+LAN = RackPlan(nodes=NODES, private_hosts=True, slurm=False)
+GOES_ON_S = 3.0
+START_S = 4.0
+"""A kill during the start comes within so many seconds of the command."""
+SPEC = """\
+name: kills
+launcher: ssh
+device: cpu
+resources: {procs_per_node: 2}
+ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+entry: {script: gang.py}
+"""
+CHILD, ORPHAN = "sleep 600", "sleep 601"
+GANG = f"""\
+import os, socket, subprocess, time
+rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+subprocess.Popen(["sh", "-c", "trap '' TERM; exec {CHILD}"])
+subprocess.run(["sh", "-c", "trap '' TERM; (setsid {ORPHAN} &)"])
+if rank == 0:
+    server = socket.create_server(address)
+    peers = [server.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
+else:
+    while True:
+        try:
+            peers = [socket.create_connection(address)]
+            break
+        except OSError:
+            time.sleep(0.05)
+while True:
+    for peer in peers:
+        if rank == 0:
+            peer.sendall(b".")
+        if not peer.recv(1):
+            raise ConnectionError("Connection closed by peer")
+        if rank:
+            peer.sendall(b".")
+    time.sleep(0.05)
+"""
+
+GUARD, LISTENER, LAUNCHER, SESSION = "guard", "sshd", "launcher", "session"
+RANK, SUPERVISOR, BOTH, POWER, CABLE = "rank", "supervisor", "supervisor and guard", "power", "cable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill: of what, on which node (0: the head's), and when."""
+
+    victim: str
+    node: int
+    moment: str
+    """`start`: while the command is at work; `later`: when all ranks are up; `attached`: likewise, of an attached run."""
+    delay_s: float
+
+    @property
+    def host(self) -> str:
+        return NODES[self.node]
+
+    @property
+    def goes_on(self) -> bool:
+        """True when a run that is up has to bear it."""
+        return self.victim == GUARD or (self.moment != "attached" and self.victim in {SESSION, LISTENER, LAUNCHER})
+
+
+KINDS = [
+    *((victim, node, "later") for victim in (RANK, SUPERVISOR, GUARD, BOTH, POWER, CABLE, SESSION) for node in (0, 1)),
+    *((victim, None, "start") for victim in (RANK, SUPERVISOR, GUARD, POWER, CABLE, SESSION, LISTENER)),
+    *((LAUNCHER, None, "start"), (LAUNCHER, None, "start"), (LAUNCHER, None, "attached")),
+    *((SESSION, None, "attached"), (LISTENER, None, "later"), (LISTENER, None, "attached")),
+]
+
+
+def draw_kills(seed: int, count: int, leave_out: tuple[str, ...] = ()) -> list[Kill]:
+    """Draw kills: every kind comes about equally often, in random order."""
+    chance = random.Random(seed)
+    kinds = [kind for kind in KINDS if kind[0] not in leave_out]
+    deck: list[tuple[str, int | None, str]] = []
+    while len(deck) < count:
+        deck += chance.sample(kinds, len(kinds))
+    kills = []
+    for victim, node, moment in deck[:count]:
+        delay_s = chance.uniform(0, START_S if moment == "start" else 3.0)
+        where = chance.choice((0, 1)) if node is None else node
+        kills.append(Kill(victim=victim, node=where, moment=moment, delay_s=delay_s))
+    return kills
+
+
+@dataclass(kw_only=True)
+class Round:
+    """What one kill brought about."""
+
+    place: SshPlace
+    kill: Kill
+    seed: int
+    run: RunDir | None = None
+    token: str = ""
+    killed_at: float = 0.0
+    victims: list[HostProcess] = field(default_factory=list)
+    rank: int | None = None
+    """The one that was killed."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    said: str = ""
+
+    @property
+    def rack(self) -> Rack:
+        return self.place.rack
+
+    def play(self) -> None:
+        """Submit, kill, look."""
+        (self.place.path / "gang.py").write_text(GANG)
+        (self.place.path / "job.yaml").write_text(SPEC)
+        attached = ["--attach"] if self.kill.moment == "attached" else []
+        command = self.place.start("submit", "job.yaml", *attached)
+        watcher: subprocess.Popen[str] | None = None
+        try:
+            if self.kill.moment == "start":
+                time.sleep(self.kill.delay_s)
+                wait_until(lambda: bool(self._find_run()), 30)
+            else:
+                wait_until(self.is_up, 60)
+                if self.kill.victim == SESSION and not attached:
+                    watcher = self.place.start("wait", self.run.name)
+                    wait_until(lambda: bool(sshd_sessions(self.rack, self.kill.host)), 20)
+                time.sleep(self.kill.delay_s)
+            before = self._ranks()
+            self.strike(command)
+            self._judge(command, before)
+            self._mend()
+            if watcher is not None:
+                self.said += watcher.communicate(timeout=40)[1]
+                self.expect(watcher.returncode == 6, f"the watching command left with {watcher.returncode}")
+        finally:
+            self._mend()
+            for process in (command, watcher):
+                if process is not None and process.poll() is None:
+                    send(process, signal.SIGKILL)
+            self.said += command.communicate()[1]
+
+    def is_up(self) -> bool:
+        if not self._find_run() or not self.place.host_run_dir(NODES[0], self.run).attempt(0).start.exists():
+            return False
+        commands = [each.command for host in NODES for each in self._living(host)]
+        return commands.count(CHILD) == commands.count(ORPHAN) == 4
+
+    def strike(self, command: subprocess.Popen[str]) -> None:
+        """Kill the victim as soon as it is there."""
+        kill = self.kill
+        if kill.victim in {RANK, SUPERVISOR, GUARD, BOTH}:
+            wait_until(lambda: self._choose() or command.poll() is not None, 60)
+            self.facts["killed"] = [f"{each.role} {each.pid}" for each in self.victims]
+            self._stamp()
+            for victim in self.victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+        elif kill.victim == LAUNCHER:
+            self._stamp()
+            send(command, signal.SIGKILL)
+        elif kill.victim in {SESSION, LISTENER}:
+            which = sshd_sessions if kill.victim == SESSION else sshd_listener
+            pids = which(self.rack, kill.host)
+            self.facts["killed"] = pids
+            self._stamp()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        elif kill.victim == POWER:
+            self._stamp()
+            self.rack.power_off(kill.host)
+        else:
+            self._stamp()
+            self.rack.pull_cable(kill.host)
+
+    def expect(self, right: object, words: str) -> None:
+        if not right:
+            self.wrong.append(words)
+
+    def _stamp(self) -> None:
+        self.killed_at = time.monotonic()
+
+    @property
+    def since(self) -> float:
+        return round(time.monotonic() - self.killed_at, 2)
+
+    def _choose(self) -> bool:
+        """Find the victims; False while they are not there."""
+        kill = self.kill
+        found = self._living(kill.host)
+        roles = {SUPERVISOR: "s", GUARD: "g", BOTH: "sg", RANK: "n"}[kill.victim]
+        victims = [each for each in found if each.role[:1] in roles]
+        if kill.victim == RANK:
+            supervisors = [each.pid for each in found if each.role.startswith("s")]
+            victims = [each for each in victims if parent_of(each.pid) in supervisors][:1]
+            self.rank = next((rank_of(each.pid) for each in victims), None)
+        if {each.role[:1] for each in victims} != set(roles):
+            return False
+        self.victims = sorted(victims, key=lambda each: each.role, reverse=self.kill.delay_s % 0.02 < 0.01)
+        return True
+
+    def _judge(self, command: subprocess.Popen[str], before: set[int]) -> None:
+        bears = self.kill.goes_on
+        if bears and self.kill.moment == "start":
+            # Whole or nothing: which of them shows when the command has ended and nothing moves any more.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command.wait(timeout=60)
+            before = set()
+            with contextlib.suppress(RackError):
+                wait_until(lambda: self.is_up() or not self._all(), WITHIN_S)
+            bears = self.is_up()
+            self.facts["whole"] = bears
+            if not bears:
+                self._judge_nothing()
+                return
+        if bears:
+            self._judge_going_on(before or self._ranks())
+        else:
+            self._judge_end()
+
+    def _judge_going_on(self, before: set[int]) -> None:
+        time.sleep(GOES_ON_S)
+        status = self._status()
+        self._note(status)
+        self.expect(status.get("state") == "RUNNING", "it does not go on")
+        self.expect(self._ranks() == before, "its ranks are not those of before")
+        if self.kill.victim == GUARD:
+            new = {each.pid for each in self._living(self.kill.host) if each.role.startswith("g")}
+            self.expect(new and not new & {each.pid for each in self.victims}, "there is no other guard")
+        self._mend()
+        self._stamp()
+        self.said += self.place.clusterddp("cancel", self.run.name, check=False).stderr
+        self._await_gone()
+        self.expect(self._status().get("state") == "CANCELLED", "it is not CANCELLED after that")
+
+    def _judge_nothing(self) -> None:
+        """Nothing is there: the launcher never came to a start, or took it back."""
+        self._await_gone()
+        states = ("FAILED", "LOST") if self.kill.victim == LAUNCHER else ("FAILED",)
+        names = "" if self.kill.victim == LAUNCHER else self.kill.host
+        self._await_status(lambda status: status.get("state") in states and names in words_of(status))
+
+    def _judge_end(self) -> None:
+        looking = threading.Thread(target=self._await_status, args=(self._is_told_right,))
+        looking.start()
+        self._await_gone()
+        looking.join()
+        if self.kill.victim == CABLE:
+            time.sleep(max(0.0, self.killed_at + CABLE_S - time.monotonic()))
+        if self.kill.victim in {POWER, CABLE}:
+            self._mend()
+            time.sleep(1.0)
+            self.expect(not self._all(), f"back on the network it has {self._all()}")
+            status = self._status()
+            self.facts["after"] = {"state": status.get("state"), "cause": status.get("root_cause")}
+            self.expect(self._is_told_right(status), "that is told otherwise now")
+
+    def _is_told_right(self, status: dict[str, Any]) -> bool:
+        kill, cause = self.kill, status.get("root_cause") or {}
+        if status.get("state") != "FAILED" or not cause:
+            return False
+        words = str(cause.get("error"))
+        early = kill.moment == "start" and kill.host in words
+        if kill.victim == RANK:
+            named = (cause["rank"], cause["host"]) == (self.rank, kill.host) and "SIGKILL" in words
+        elif kill.victim in {SUPERVISOR, BOTH}:
+            named = cause["host"] == kill.host and f"node {kill.node} " in words
+        elif kill.victim == LAUNCHER:
+            named = "command" in words
+        elif kill.victim == SESSION:
+            named = kill.host in words and "command" in words
+        else:
+            named = cause["host"] == kill.host and kill.host in words
+        return bool(named or early)
+
+    def _await_gone(self) -> None:
+        """Wait for the end of every process of the run on hosts that are on."""
+        try:
+            wait_until(lambda: not self._all(), WITHIN_S - self.since)
+            self.facts["gone_s"] = self.since
+        except RackError:
+            self.wrong.append(f"left after {self.since} s: {self._all()}")
+
+    def _await_status(self, is_right: Callable[[dict[str, Any]], bool]) -> None:
+        while True:
+            status = self._status()
+            if is_right(status):
+                self.facts["told_s"] = self.since
+            if "told_s" in self.facts or self.since > WITHIN_S:
+                break
+            time.sleep(0.3)
+        self._note(status)
+        self.expect(self.facts.get("told_s", WITHIN_S + 1) <= WITHIN_S, "that is not told")
+
+    def _note(self, status: dict[str, Any]) -> None:
+        self.facts |= {"state": status.get("state"), "cause": status.get("root_cause")}
+        if not status.get("root_cause"):
+            self.facts["reason"] = status.get("reason")
+
+    def _status(self) -> dict[str, Any]:
+        done = self.place.clusterddp("status", self.run.name, "-o", "json", check=False)
+        return dict(json.loads(done.stdout)) if done.stdout else {"state": None, "reason": done.stderr}
+
+    def _mend(self) -> None:
+        """Put the hosts in order again."""
+        if self.kill.victim == CABLE:
+            self.rack.plug_cable(self.kill.host)
+        if self.kill.victim == POWER and self.kill.host not in self.rack.powered:
+            self.rack.power_on(self.kill.host)
+        if self.kill.victim == LISTENER and not sshd_listener(self.rack, self.kill.host):
+            config, key = "/run/rack/sshd_config.private", f"/run/rack/hostkey.{self.kill.host}"
+            self.rack.run(self.kill.host, ["/usr/sbin/sshd", "-f", config, "-h", key])
+
+    def _find_run(self) -> RunDir | None:
+        runs = list_runs(self.place.runs_dir) if self.place.runs_dir.exists() else []
+        if runs and self.run is None:
+            self.token = self.place.record(runs[0]).token
+            self.run = runs[0]
+        return self.run
+
+    def _living(self, host: str) -> list[HostProcess]:
+        return self.place.processes(host, self.token) if host in self.rack.powered else []
+
+    def _all(self) -> list[HostProcess]:
+        return [each for host in NODES for each in self._living(host)]
+
+    def _ranks(self) -> set[int]:
+        return {each.pid for each in self._all() if each.role.startswith("n")} if self.run else set()
+
+    def logs(self) -> str:
+        """Read all that was written of the run, here and on its hosts."""
+        places = {HEAD: self.run, **{node: self.place.host_run_dir(node, self.run) for node in NODES}} if self.run else {}
+        texts = [f"== the command\n{self.said}"]
+        for host, run in places.items():
+            patterns = ("launcher/*.log", "launcher/hosts.json", "events.jsonl", "attempts/*/*.json", "attempts/*/logs/*")
+            for path in [path for pattern in patterns for path in sorted(run.path.glob(pattern))]:
+                if text := path.read_text(errors="replace"):
+                    texts.append(f"== {host} {path.relative_to(run.path)}\n{text[-6000:]}")
+        return "\n".join(texts)
+
+
+def play_round(rack: Rack, kill: Kill, *, seed: int = 0, number: int = 0) -> tuple[dict[str, Any], str]:
+    """Play one round; return its line, and the logs when it was borne otherwise than it should be."""
+    with ssh_place_on(rack) as place:
+        round_ = Round(place=place, kill=kill, seed=seed)
+        try:
+            round_.play()
+        except (AssertionError, RackError, subprocess.TimeoutExpired, OSError) as error:
+            round_.wrong.append(f"{type(error).__name__}: {error}")
+        line = {
+            "seed": seed,
+            "number": number,
+            "right": not round_.wrong,
+            "victim": kill.victim,
+            "host": kill.host,
+            "moment": kill.moment,
+            "delay_s": round(kill.delay_s, 2),
+            **round_.facts,
+        }
+        if round_.wrong:
+            line["wrong"] = round_.wrong
+        return line, round_.logs() if round_.wrong else ""
+
+
+def words_of(status: dict[str, Any]) -> str:
+    return json.dumps([status.get("reason"), status.get("root_cause")])
+
+
+def sshd_sessions(rack: Rack, host: str) -> list[int]:
+    """List the sshd processes that serve a connection."""
+    return [pid for pid in rack.pids(host) if command_of(pid).startswith(b"sshd: ") and b"listener" not in command_of(pid)]
+
+
+def sshd_listener(rack: Rack, host: str) -> list[int]:
+    return [pid for pid in rack.pids(host) if b"sshd" in command_of(pid) and b"[listener]" in command_of(pid)]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def rank_of(pid: int) -> int | None:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
