@@ -177,7 +177,7 @@ class Round:
         """Kill the victim as soon as it is there."""
         kill = self.kill
         if kill.victim in {RANK, SUPERVISOR, GUARD, BOTH}:
-            wait_until(lambda: self._choose() or command.poll() is not None, 60)
+            wait_until(lambda: self._choose() or command.poll() not in (None, 0), 60)
             self.facts["killed"] = [f"{each.role} {each.pid}" for each in self.victims]
             self._stamp()
             for victim in self.victims:

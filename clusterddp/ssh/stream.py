@@ -15,8 +15,9 @@ from clusterddp.errors import SshError
 from clusterddp.ssh.config import Destination
 
 CONNECT_TIMEOUT_S = 10.0
-_USER_TIMEOUT_MS = 60_000
+SILENCE_S = 12
 """For how long the kernel waits for a peer that acknowledges nothing."""
+_PROBE_S = 4
 _FAMILIES = {None: socket.AF_UNSPEC, 4: socket.AF_INET, 6: socket.AF_INET6}
 
 
@@ -91,9 +92,9 @@ def _watch(connection: socket.socket) -> None:
     """Let the kernel find out when the peer is gone: when it is silent, and when it acknowledges nothing."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
 def _unreachable(destination: Destination, error: OSError) -> SshError:
