@@ -3,11 +3,12 @@
     python benchmarks/ssh_kills.py [SEED [COUNT]]    (root: it starts a rack)
 
 Two private hosts with two ranks each; every rank has a child and an orphan that ignore SIGTERM. Killed are a rank, a
-supervisor, a guard, a supervisor with its guard, the command that submits (in the middle, or attached), an sshd session,
-the sshd itself, the power of a host, a cable for 60 s; on the first host or the other, during the start or later. Right
-is, within 20 s: no process of the run on any host that is on (a host whose cable is pulled included), or, where the run
-has to bear it, the same ranks as before; and `status` tells the right state and cause. One line of JSON per kill, a
-summary at the end; all logs of what was borne otherwise on standard error. tests/ssh_kills.py holds the rules.
+supervisor, a guard, a supervisor with its guard, the command that submits (in the middle, or attached), the sshd of a
+connection, the one that listens, the power of a host, a cable for 60 s; on the first host or the other, during the
+start or later. Right is, within 20 s: no process of the run on any host that is on, a host whose cable is pulled
+included, or, where the run has to bear it, the same ranks as before; and `status` tells the right state and cause. One
+line of JSON per kill, a summary at the end; on standard error all logs of what was borne otherwise. tests/ssh_kills.py
+holds the rules. A guard is two processes, of which one is killed.
 """
 
 from __future__ import annotations

@@ -80,6 +80,14 @@ def processes_with(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 @dataclass
 class GangRun:
     """A gang that was started, and what can be seen of it."""
@@ -110,6 +118,11 @@ class GangRun:
     def pids(self, role: str) -> list[int]:
         """List the live processes of a role, for example `g1`."""
         return [pid for pid, _ in processes_with(f"CLUSTERDDP_COOKIE={self.gang.token}.{role}\0")]
+
+    def guard(self, node: int) -> int:
+        """Return the guard of a node; not its second, which is the guard's child."""
+        (guard,) = [pid for pid in self.pids(f"g{node}") if parent_of(pid) == self.supervisors[node]]
+        return guard
 
     def await_up(self, number: int = 0) -> None:
         """Wait until the program of every rank says that it runs."""

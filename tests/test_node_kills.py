@@ -59,8 +59,7 @@ def test_all_supervisors_killed_at_once_leave_nothing(tmp_path):
 def test_a_supervisor_and_its_guard_killed_together_leave_nothing(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
-        (guard,) = gang.pids("g1")
-        killed = kill(guard, gang.supervisors[1])
+        killed = kill(gang.guard(1), gang.supervisors[1])
         gang.await_end(after_kill=True)
         assert time.monotonic() - killed < 5
         assert gang.end().root_cause.rank == 2
@@ -81,7 +80,7 @@ def test_everything_that_can_answer_for_the_gang_killed_at_once_leaves_no_rank(t
     with running(tmp_path, FOREVER) as gang:
         gang.await_up()
         guards = gang.pids("g0") + gang.pids("g1")
-        assert len(guards) == 2
+        assert len(guards) == 4
         kill(gang.starter.pid, *gang.supervisors, *guards)
         assert gang.await_nothing_left() < 5
 
@@ -108,12 +107,33 @@ def test_a_supervisor_killed_before_it_joined_is_named_at_once(tmp_path, monkeyp
 def test_a_killed_guard_is_replaced_and_the_gang_goes_on(tmp_path):
     with running(tmp_path, "until_stop()") as gang:
         gang.await_up()
-        (guard,) = gang.pids("g1")
-        kill(guard)
-        wait_until(lambda: gang.pids("g1") not in ([], [guard]), what="another guard")
+        guards = gang.pids("g1")
+        kill(*guards)
+        wait_until(lambda: set(gang.pids("g1")) - set(guards), what="another guard")
         kill(gang.supervisors[1])
         gang.await_end(after_kill=True)
         assert gang.end().root_cause.rank == 2
+
+
+@pytest.mark.parametrize("order", [("guard", "supervisor"), ("supervisor", "guard")])
+def test_the_second_of_a_guard_puts_a_node_in_order_on_which_both_were_killed(tmp_path, order):
+    with running(tmp_path, STUBBORN, nodes=1) as gang:
+        gang.await_up()
+        pids = {"guard": gang.guard(0), "supervisor": gang.supervisors[0]}
+        kill(*(pids[name] for name in order))
+        assert gang.await_nothing_left() < 5
+        cause = gang.end().root_cause
+        error = f"supervisor of node 0 on host0 (pid {pids['supervisor']}) was killed; its ranks 0-1 ended with it"
+        assert (cause.rank, cause.error) == (0, error)
+
+
+def test_a_run_goes_on_without_the_second_of_a_guard(tmp_path):
+    with running(tmp_path, "until_stop()", nodes=1) as gang:
+        gang.await_up()
+        (second,) = set(gang.pids("g0")) - {gang.guard(0)}
+        kill(second)
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [0]
 
 
 def test_a_supervisor_killed_while_ranks_start_leaves_nothing(tmp_path):

@@ -103,10 +103,13 @@ def look(token: str) -> RunHere | None:
 
 
 def kill_those_who_answer(gang: GangRun) -> None:
-    """Kill supervisor and guard so that neither can see to the other's end."""
-    (supervisor,), (guard,) = gang.pids("s0"), gang.pids("g0")
+    """Kill the supervisor, its guard and the guard's second so that none can see to the others' end."""
+    (supervisor,), guards = gang.pids("s0"), gang.pids("g0")
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(guard, signal.SIGKILL)
+    for guard in guards:
+        os.kill(guard, signal.SIGSTOP)
+    for guard in guards:
+        os.kill(guard, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
     wait_until(lambda: not gang.pids("s0") and not gang.pids("g0"), what="both are gone")
 

@@ -89,6 +89,14 @@ def read_links() -> tuple[Link, ...]:
     return tuple(_read_linux_links() if sys.platform == "linux" else _read_other_links())
 
 
+def is_cut_off(name: str | None) -> bool:
+    """Say whether an interface of this host is switched off, or its cable is out; False when that cannot be told."""
+    try:
+        return any(link.name == name and not link.up for link in read_links())
+    except OSError:
+        return False
+
+
 def loopback() -> Interface:
     """Return the interface of a gang that does not leave its host."""
     return Interface(name=loopback_interface(), address=LOOPBACK_ADDRESS, why="all ranks are on one host")

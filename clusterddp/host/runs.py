@@ -21,8 +21,8 @@ from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
 LINK_TIMEOUT_S = 60.0
 """How long the head may take to say where the others find it: it has only to start."""
-ATTACHED_PATIENCE_S = 10
-"""How long a launcher that the run is tied to may be silent."""
+PATIENCE_S = 10
+"""How long a launcher that a supervisor hangs on may be silent."""
 
 
 class Hold:
@@ -88,8 +88,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         os.close(descriptor)
     hold = host.hold(Hold(process, token))
     hold.tell(order)
-    if request.get("attached"):
-        host.patience_s = ATTACHED_PATIENCE_S
+    host.patience_s = PATIENCE_S
     link = _read_link(process) if is_head else None
     if is_head and link is None:
         raise ClusterddpError(f"the supervisor did not say where it listens: {_last_line(log)}")

@@ -23,7 +23,7 @@ from clusterddp.launch.ssh_interfaces import settle_network
 from clusterddp.launch.ssh_plan import directory_name
 from clusterddp.launch.ssh_preflight import preflight
 from clusterddp.launch.ssh_ship import ship
-from clusterddp.launch.ssh_tie import Tie
+from clusterddp.launch.ssh_tie import Tie, tied
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
 
@@ -46,7 +46,8 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = si
     plan = read_plan(run)
     crew = open_crew(plan, environ)
     try:
-        job_id = _start(run, attempt, crew, environ, tell)
+        with tied(crew):
+            job_id = _start(run, attempt, crew, environ, tell)
         if plan.ssh is not None and plan.ssh.attached:
             return Started(job_id, tie=Tie(crew))
         crew.ask_all("run.release", {"token": plan.token})
@@ -130,7 +131,7 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     secrets = {name: environ[name] for name in plan.secrets}
 
     def supervise(node_rank: int) -> dict[str, Any]:
-        facts = {"order": orders[node_rank], "variables": secrets, "attached": plan.ssh and plan.ssh.attached}
+        facts = {"order": orders[node_rank], "variables": secrets}
         return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=_START_TIMEOUT_S).facts
 
     head = supervise(0)
@@ -200,6 +201,7 @@ def _prepare(
             "link": None,
             "parent_bound": True,
             "hold": grants[node.node_rank].hold,
+            "over_ssh": True,
         }
         for node in plan.gang.nodes
     ]

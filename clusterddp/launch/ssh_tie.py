@@ -1,11 +1,17 @@
-"""What ties an attached run to its launcher: signs of life to every host, whose end is the end of the gang."""
+"""What ties a run to its launcher: signs of life to every host, whose end is the end of the gang.
+
+Every run is tied while it is being started, an attached one until it ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from clusterddp.errors import SshError
 from clusterddp.launch.ssh_crew import Crew
+from clusterddp.ssh.fan import Fan
 
 BEAT_S = 2.0
 
@@ -21,13 +27,36 @@ class Tie:
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Let the run end, if it has not ended already."""
+    def release(self) -> None:
+        """Give no more signs of life; the connections stay."""
         self._over.set()
         self._thread.join()
+
+    def close(self) -> None:
+        """Let the run end, if it has not ended already."""
+        self.release()
         self._crew.close()
 
     def _beat(self) -> None:
+        sessions = self._crew.sessions
+
+        def beat(host: str) -> SshError | None:
+            try:
+                sessions[host].beat(timeout_s=10.0)
+            except SshError as error:
+                return error
+            return None
+
         while not self._over.wait(BEAT_S) and self.lost is None:
-            self._crew.ask_willing("beat", timeout_s=10.0)
-            self.lost = next(iter(self._crew.failed.values()), None)
+            errors = Fan(sessions, beat, lambda result: None).results(len(sessions)).values()
+            self.lost = next((error for error in errors if error is not None), None)
+
+
+@contextlib.contextmanager
+def tied(crew: Crew) -> Iterator[None]:
+    """Tie what is started meanwhile to this process."""
+    tie = Tie(crew)
+    try:
+        yield
+    finally:
+        tie.release()

@@ -4,6 +4,10 @@
 the guard needs to know; "done" at the end. A pipe that ends without that means that the supervisor died: the guard ends
 everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their records,
 and, when it was the head that died, records how the attempt ended.
+
+Whatever kills a supervisor may kill its guard as well. So the guard has a second behind it, a fork of its own that is
+told the same: when the guard has gone without "done", the second waits for the end of the supervisor and does as the
+guard would. (A supervisor that lives has long started another guard; then there is nothing left to do.)
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -31,6 +36,7 @@ from clusterddp.run.sweep import find_processes, sweep
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
+_READY_TIMEOUT_S = 10.0
 _MAX_RESPAWNS = 20
 
 
@@ -76,9 +82,13 @@ class Guard:
         self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}
         self._log = log
         self._keep = keep
-        self._pipe = -1
+        self._pipe = self._ready = -1
         self._respawns = 0
         self._start()
+
+    def await_ready(self) -> None:
+        """Wait until the guard and its second are there, so that both can be killed without a rank being left."""
+        select.select([self._ready], [], [], _READY_TIMEOUT_S)
 
     def know(self, **news: Any) -> None:
         """Tell the guard what has changed."""
@@ -93,43 +103,73 @@ class Guard:
         if self.pid not in exits or self._respawns >= _MAX_RESPAWNS:
             return False
         self._respawns += 1
-        os.close(self._pipe)
+        self._close()
         self._start()
         return True
 
     def dismiss(self) -> None:
         """Let the guard go: everything is in order. Waits until it has gone."""
         self._say({"done": True})
-        os.close(self._pipe)
+        self._close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def _start(self) -> None:
-        self.pid, self._pipe = start_guard(environment=self._environment, log=self._log, keep=self._keep)
+        self.pid, self._pipe, self._ready = start_guard(environment=self._environment, log=self._log, keep=self._keep)
         self._say(dataclasses.asdict(self.facts))
+
+    def _close(self) -> None:
+        os.close(self._pipe)
+        os.close(self._ready)
 
     def _say(self, words: dict[str, Any]) -> None:
         # A guard that was killed is started again when its end is noticed, and is told then.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, json.dumps(words).encode() + b"\n")
+        _write(self._pipe, json.dumps(words).encode() + b"\n")
 
 
 def main() -> int:
     """Wait for the supervisor's end and put things in order."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends what it sends to every process of a step
+    supervisor, ready = os.getppid(), int(sys.argv[1])
+    reader, writer = os.pipe()
+    try:
+        supervisor_end = os.pidfd_open(supervisor)
+        second = os.fork()
+    except (OSError, AttributeError):  # no more processes, or not on Linux: it has to do without a second
+        second = None
+    os.close(ready)
+    if second == 0:
+        os.close(writer)
+        os.dup2(reader, sys.stdin.fileno())
+        facts = listen()
+        if facts is not None and facts.supervisor_pid == supervisor:
+            select.select([supervisor_end], [], [])
+    else:
+        os.close(reader)
+        facts = listen(pass_on=writer)
+    if facts is not None:
+        bury(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
+    if second:
+        _write(writer, b'{"done": true}\n')
+        os.waitpid(second, 0)
+    return 0
+
+
+def listen(pass_on: int | None = None) -> Facts | None:
+    """Take in, and pass on, what is said on standard input until its end; None: everything is in order."""
     facts = None
     for line in sys.stdin.buffer:
+        if pass_on is not None:
+            _write(pass_on, line)
         try:
             words = json.loads(line)
         except ValueError:
             continue
         if "done" in words:
-            return 0
+            return None
         facts = Facts(**words | {"ranks": tuple(words["ranks"]), "other_nodes": tuple(words["other_nodes"])})
-    if facts is not None:
-        bury(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
-    return 0
+    return facts
 
 
 def bury(facts: Facts, what_happened: str) -> None:
@@ -154,6 +194,11 @@ def bury(facts: Facts, what_happened: str) -> None:
     goes_on = facts.restarts_left and not RunDir(Path(facts.run_dir)).cancel_file.exists()
     end = AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
     record_end(facts.attempt_dir, end)
+
+
+def _write(pipe: int, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, line)
 
 
 def _complete_rank_records(facts: Facts) -> None:

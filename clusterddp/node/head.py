@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+from clusterddp.dist.interface import is_cut_off
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.ending import Ending
@@ -13,7 +14,7 @@ from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
 from clusterddp.node.job_watch import JobWatch, bring_home
-from clusterddp.node.link import Message, facts_of
+from clusterddp.node.link import HOST_SILENT, Message, facts_of
 from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
@@ -96,7 +97,9 @@ class Head:
             self._hear_trouble(node, report, now)
 
     def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
-        if report["kind"] == "parent_gone":
+        if report["kind"] == "parent_gone" and report["over_ssh"]:
+            self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
+        elif report["kind"] == "parent_gone":
             self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
         elif report["kind"] == "failed":
             error, weight = str(report["error"]), int(report["weight"])
@@ -109,7 +112,10 @@ class Head:
         if self.exit_code is not None or node_rank in self._lost:
             return
         self._lost.add(node_rank)
-        node = self._gang.nodes[node_rank]
+        node, own = self._gang.nodes[node_rank], self._gang.nodes[0]
+        interface = own.interface or self._gang.interface
+        if why == HOST_SILENT and is_cut_off(interface):
+            self._fail_nodes((own,), f"{own.host} is cut off, its {interface} is down", now)
         name = f"supervisor of node {node_rank} on {node.host} (pid {self._muster.pids[node_rank]})"
         # The kernel closes the connections of a killed process at once; anything else is told as it was seen.
         killed = "closed" in why or "reset" in why
@@ -219,14 +225,15 @@ class Head:
         for node_rank in self._muster.pids.keys() - self._lost:
             self._tell(node_rank, {"kind": "stop", "reason": reason})
 
-    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
-        """Note that all ranks of `nodes` end because of something that is no rank's fault."""
+    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
+        """Note that all ranks of `nodes` end because of something that is no rank's fault, seen on the first, or `place`."""
         ranks = [rank for node in nodes for rank in node.ranks]
         words = f"{what} before any rank was started"
         if self._attempt.begun is not None:
             whose = "its " if len(nodes) < len(self._gang.nodes) else ""
             words = f"{what}; {whose}{spell_ranks(ranks)} ended with it"
-        self._fail(Failure(rank=min(ranks), host=nodes[0].host, error=words, job_restartable=True), now)
+        rank, host = (min(place.ranks), place.host) if place else (min(ranks), nodes[0].host)
+        self._fail(Failure(rank=rank, host=host, error=words, job_restartable=True), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""

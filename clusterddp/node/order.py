@@ -44,6 +44,8 @@ class Order:
     slurm: SlurmOrder | None = None
     tasks: int | None = None
     """The descriptor of the socket that the node's tasks connect to; None: ranks are children of the supervisor."""
+    over_ssh: bool = False
+    """True when what started this is an agent at the end of the launcher's connection."""
     hold: tuple[int, ...] = ()
     """Descriptors that supervisor and guard have open until the node's processes are gone: the leases on its GPUs."""
 
@@ -64,6 +66,7 @@ class Order:
             parent_bound=data["parent_bound"],
             slurm=slurm,
             tasks=data.get("tasks"),
+            over_ssh=data.get("over_ssh", False),
             hold=tuple(data.get("hold", ())),
             **optional,
         )

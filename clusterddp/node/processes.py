@@ -36,28 +36,32 @@ def start_rank(run_dir: Path, *, environment: dict[str, str], stdout: Path, stde
     return _take_over(process)
 
 
-def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] = ()) -> tuple[int, int]:
-    """Start the guard in a session of its own; return its pid and the pipe whose end tells it that we are gone.
+def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] = ()) -> tuple[int, int, int]:
+    """Start the guard in a session of its own.
 
+    Return its pid, the pipe whose end tells it that we are gone, and one that ends when it is ready, or gone itself.
     The guard inherits `keep`, descriptors.
     """
     reader, writer = os.pipe()
+    ready, getting_ready = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.guard"],
+            [sys.executable, "-m", "clusterddp.node.guard", str(getting_ready)],
             stdin=reader,
             stdout=log,
             stderr=log,
             env=environment,
             start_new_session=True,
-            pass_fds=keep,
+            pass_fds=(getting_ready, *keep),
         )
     except OSError:
         os.close(writer)
+        os.close(ready)
         raise
     finally:
         os.close(reader)
-    return _take_over(process), writer
+        os.close(getting_ready)
+    return _take_over(process), writer, ready
 
 
 def signal_group(pid: int, number: int) -> None:

@@ -56,7 +56,8 @@ class KnownHead:
 
     def find(self, now: float) -> Found | None:
         try:
-            sock = connect(*self._link, timeout_s=max(0.0, self._until - time.monotonic()))
+            left_s = max(0.0, self._until - time.monotonic())
+            sock = connect(*self._link, timeout_s=min(left_s, self._host_silence_s or left_s))
         except OSError as error:
             host, port = self._link
             raise ClusterddpError(f"the head at {host}:{port} cannot be reached: {error}") from error

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.dist.interface import is_cut_off
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
@@ -138,10 +139,13 @@ class Witness:
 
 
 def _end_without_head(order: Order, attempt: AttemptDir, why: str, *, goes_on: bool) -> AttemptEnd:
-    head = order.gang.nodes[0]
+    lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {why}"
+    interface = order.node.interface or order.gang.interface
+    if why == HOST_SILENT and is_cut_off(interface):
+        lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-    words = f"node 0 on {head.host} is lost: {why}; its {spell_ranks(head.ranks)} ended with it"
-    rank = min(head.ranks) if started else None
+    words = f"{what}; its {spell_ranks(lost.ranks)} ended with it"
+    rank = min(lost.ranks) if started else None
     log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
-    cause = RootCause(rank=rank, host=head.host, exit_code=None, error=words, log=log)
+    cause = RootCause(rank=rank, host=lost.host, exit_code=None, error=words, log=log)
     return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)

@@ -14,6 +14,7 @@ The order is one line of JSON on standard input; the pipe stays open:
      "lease_s": 15,             optional: how long the head and a node may be silent before they count as lost
      "tasks": int,              on Slurm: the inherited socket that this node's tasks connect to (tasks.py); they start
                                 the ranks
+     "over_ssh": bool,          optional: who started us is an agent, and dies with the launcher's connection
      "hold": [int],             optional: inherited descriptors that this process and its guard have open until the
                                 node's processes are gone; no rank gets them (run/lease.py)
      "slurm": {"job_id": str, "restart_count": int, "used_restarts": int, "job_tag": str | null, "heads": [str]}}
@@ -34,8 +35,8 @@ SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract
 
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
 node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
-`rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid), `failed` (error,
-weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
+`rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
+(error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
 exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port), `stop` (reason), `kill`
 (whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
@@ -232,7 +233,8 @@ class Supervisor:
         self._selector.unregister(sys.stdin.fileno())
         if self._parent_bound:
             note(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
-            self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid})
+            over_ssh = self._order.over_ssh
+            self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
             self._member.begin_end(now)
 
     def _hear_line(self, line: bytes) -> None:
@@ -275,6 +277,7 @@ def main() -> int:
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard)
+        guard.await_ready()
         exit_code = supervisor.run()
     except Exception as error:
         # Whatever it is, our own mistake or the machine's: no rank outlives it, and it is the recorded cause.

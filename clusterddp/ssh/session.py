@@ -94,15 +94,19 @@ class Session:
         """
         upload = body if isinstance(body, Upload) else Upload(size=len(body), chunks=[body] if body else [])
         with self._lock:
-            self._send_line({"do": do, **(facts or {}), "size": upload.size}, timeout_s)
-            for chunk in upload.chunks:
-                self._send(chunk, timeout_s)
-            answer = self._read_json(timeout_s)
-            size = int(answer.pop("size", 0))
-            data = self._read_data(size, sink, timeout_s)
-        if not answer.pop("ok", False):
-            raise SshError(self.host, "ask", str(answer.get("error")), hint=answer.get("hint"))
-        return Reply(facts=answer, data=data)
+            return self._ask(do, facts or {}, upload, sink, timeout_s)
+
+    def beat(self, timeout_s: float) -> None:
+        """Give the agent a sign of life; whoever is speaking to it at this moment does so already.
+
+        Raises: SshError: the connection has broken.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._ask("beat", {}, Upload(size=0, chunks=[]), None, timeout_s)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the conversation; the agent leaves."""
@@ -135,6 +139,17 @@ class Session:
             self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
             self._send(package.data, BOOT_TIMEOUT_S)
             self._read_marked(BOOT_TIMEOUT_S)
+
+    def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, sink: BinaryIO | None, timeout_s: float) -> Reply:
+        self._send_line({"do": do, **facts, "size": upload.size}, timeout_s)
+        for chunk in upload.chunks:
+            self._send(chunk, timeout_s)
+        answer = self._read_json(timeout_s)
+        size = int(answer.pop("size", 0))
+        data = self._read_data(size, sink, timeout_s)
+        if not answer.pop("ok", False):
+            raise SshError(self.host, "ask", str(answer.get("error")), hint=answer.get("hint"))
+        return Reply(facts=answer, data=data)
 
     def _read_marked(self, timeout_s: float) -> dict[str, Any]:
         """Read a line of the boot; what a login shell prints before it is passed over."""
@@ -205,10 +220,16 @@ class Session:
         except OSError as error:
             self._broken(error, timeout_s)
         if not data:
-            last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
-            words = "its agent has left" + (f": {last}" if last else "")
-            raise SshError(self.host, "ask", words, dropped=True)
+            raise SshError(self.host, "ask", self._why_left(), dropped=True)
         return data
+
+    def _why_left(self) -> str:
+        if isinstance(why := self.connection.transport.get_exception(), TimeoutError):
+            return "the connection broke: the host does not answer any more"
+        last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
+        if last:
+            return f"its agent has left: {last}"
+        return f"the connection broke: {why}" if why and str(why) else "its agent has left"
 
     def _broken(self, error: OSError, timeout_s: float) -> NoReturn:
         words = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"

@@ -16,11 +16,14 @@ if [ -z "$port" ]; then
 else
     read -r pid _ <"$dir/proc/self/stat"
     umount "$dir/proc"
+    # A machine keeps its network card: nobody has to learn another address of it when it was off.
+    # shellcheck disable=SC2046,SC2086
+    card=$(printf '02:00:%02x:%02x:%02x:%02x' $(IFS=. && echo $address))
     # The head's processes are still to be seen here, PID 1 is its init: lay the cable from its side.
     nsenter --net=/proc/1/ns/net sh -euc '
         if ip link show "$0" >/dev/null 2>&1; then ip link del "$0"; fi
-        ip link add "$0" type veth peer name eth0 netns 1
-        ip link set "$0" master switch up' "$port"
+        ip link add "$0" type veth peer name eth0 address "$1" netns 1
+        ip link set "$0" master switch up' "$port" "$card"
 fi
 
 # Leave the file system of this machine for the host's own disk, with what the table says of the system in it.
