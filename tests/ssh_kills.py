@@ -119,7 +119,7 @@ class Round:
 
     place: SshPlace
     kill: Kill
-    seed: int
+    cable_s: float
     run: RunDir | None = None
     token: str = ""
     killed_at: float = 0.0
@@ -167,10 +167,8 @@ class Round:
             self.said += command.communicate()[1]
 
     def is_up(self) -> bool:
-        if not self._find_run() or not self.place.host_run_dir(NODES[0], self.run).attempt(0).start.exists():
-            return False
-        commands = [each.command for host in NODES for each in self._living(host)]
-        return commands.count(CHILD) == commands.count(ORPHAN) == 4
+        run = self._find_run()
+        return run is not None and is_up(self.place, run)
 
     def strike(self, command: subprocess.Popen[str]) -> None:
         """Kill the victim as soon as it is there."""
@@ -279,7 +277,7 @@ class Round:
         self._await_gone()
         self._await_status(self._is_told_right)
         if self.kill.victim == CABLE:
-            time.sleep(max(0.0, self.killed_at + CABLE_S - time.monotonic()))
+            time.sleep(max(0.0, self.killed_at + self.cable_s - time.monotonic()))
         if self.kill.victim in {POWER, CABLE}:
             self._mend()
             time.sleep(1.0)
@@ -380,10 +378,12 @@ class Round:
         return "\n".join(texts)
 
 
-def play_round(rack: Rack, kill: Kill, *, seed: int = 0, number: int = 0) -> tuple[dict[str, Any], str]:
+def play_round(
+    rack: Rack, kill: Kill, *, seed: int = 0, number: int = 0, cable_s: float = CABLE_S
+) -> tuple[dict[str, Any], str]:
     """Play one round; return its line, and the logs when it was borne otherwise than it should be."""
     with ssh_place_on(rack) as place:
-        round_ = Round(place=place, kill=kill, seed=seed)
+        round_ = Round(place=place, kill=kill, cable_s=cable_s)
         try:
             round_.play()
         except (AssertionError, RackError, subprocess.TimeoutExpired, OSError) as error:
@@ -401,6 +401,14 @@ def play_round(rack: Rack, kill: Kill, *, seed: int = 0, number: int = 0) -> tup
         if round_.wrong:
             line["wrong"] = round_.wrong
         return line, round_.logs() if round_.wrong else ""
+
+
+def is_up(place: SshPlace, run: RunDir) -> bool:
+    """Say whether all ranks of a run are there, with what they start."""
+    if not place.host_run_dir(NODES[0], run).attempt(0).start.exists():
+        return False
+    commands = [each.command for each in place.all_processes(place.record(run).token)]
+    return commands.count(CHILD) == commands.count(ORPHAN) == 4
 
 
 def words_of(status: dict[str, Any]) -> str:

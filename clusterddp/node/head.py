@@ -226,7 +226,7 @@ class Head:
             self._tell(node_rank, {"kind": "stop", "reason": reason})
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
-        """Note that all ranks of `nodes` end because of something that is no rank's fault, seen on the first, or `place`."""
+        """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
         ranks = [rank for node in nodes for rank in node.ranks]
         words = f"{what} before any rank was started"
         if self._attempt.begun is not None:
