@@ -346,6 +346,7 @@ def test_a_resumed_run_is_refused_when_its_gpus_are_taken(here: Here) -> None:
     run = here.submit(here.plan())
     wait_for_ranks(run, 1)
     cancel(run)
+    wait_until(lambda: not processes_of(run))
     other = here.submit(here.plan(resources="{nodes: 2, gpus_per_node: 1}"))
     with pytest.raises(PreflightError, match=f"GPUs 0 and 1: run {other.name}"):
         resume(run)

@@ -1,9 +1,13 @@
-"""Leases over SSH: real hosts, agents and launchers; the GPUs are those of a fake nvidia-smi in the hosts' venv."""
+"""Leases over SSH: real hosts, agents, launchers and runs; the GPUs are those of a fake nvidia-smi on the hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import select
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_python import lay_out
 from fake_gpus import FakeGpus
+from rack.gpus import fit_gpus, remove_gpus
 from rack.plan import HEAD
 from rack.rack import wait_until
 from ssh_person import Person
+from ssh_place import SshPlace
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -213,3 +220,65 @@ def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_oth
 def _readable(launchers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
     streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
     return [launcher for launcher in launchers if launcher.stdout in streams]
+
+
+SPEC = """
+name: lan
+launcher: ssh
+network: {backend: gloo}
+resources: {gpus_per_node: 1}
+ssh: {hosts: [node1, node2], python: ~/claims-cuda/bin/python, when_busy: WHEN}
+entry: {script: sleep.py}
+"""
+
+
+@pytest.fixture
+def place(ssh_place: SshPlace) -> Iterator[SshPlace]:
+    """Two hosts have one GPU each, and a torch that says it was built for CUDA."""
+    (ssh_place.path / "sleep.py").write_text(
+        "import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
+    )
+    for node in ("node1", "node2"):
+        fit_gpus(ssh_place.rack, node, 1)
+        home = ssh_place.rack.outside(node, ssh_place.rack.home(node)) / "claims-cuda"
+        lay_out(home, ())
+        (torch,) = (site / "torch" for site in home.glob("lib/*/site-packages"))
+        torch.mkdir()
+        (torch / "__init__.py").touch()
+        (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda = '12.8'\n")
+    yield ssh_place
+    for node in ("node1", "node2"):
+        remove_gpus(ssh_place.rack, node)
+        shutil.rmtree(ssh_place.rack.outside(node, ssh_place.rack.home(node)) / "claims-cuda")
+
+
+def test_a_detached_run_keeps_its_gpus_and_another_submit_is_refused_with_its_name(place: SshPlace) -> None:
+    spec = SPEC.replace("WHEN", "refuse")
+    first = place.submit(spec)
+    stdout = place.host_run_dir("node2", first).attempt(0).stdout(1)
+    wait_until(lambda: stdout.exists() and stdout.read_text() == "0\n", 40)
+    refused = place.clusterddp("submit", "job.yaml", check=False)
+    assert refused.returncode == 3
+    assert f"node1: GPU 0: run {first.name}" in refused.stderr
+    assert f"node2: GPU 0: run {first.name}" in refused.stderr
+
+
+def test_a_run_in_line_starts_when_the_one_before_it_has_ended(place: SshPlace) -> None:
+    first = place.submit(SPEC.replace("WHEN", "refuse"))
+    (place.path / "job.yaml").write_text(SPEC.replace("WHEN", "wait"))
+    waiting = place.start("submit", "job.yaml")
+    wait_until(lambda: f"GPU 0: run {first.name}" in waiting.stderr.readline(), 60)
+    place.clusterddp("cancel", first.name)
+    _, said = waiting.communicate(timeout=90)
+    assert (waiting.returncode, place.run_dir().name != first.name) == (0, True), said
+    place.await_state("RUNNING")
+
+
+def test_the_gpus_of_a_run_whose_every_process_was_killed_are_free(place: SshPlace) -> None:
+    spec = SPEC.replace("WHEN", "refuse")
+    first = place.submit(spec)
+    for process in place.all_processes():
+        with contextlib.suppress(ProcessLookupError):  # it dies with one that was killed before it
+            os.kill(process.pid, signal.SIGKILL)
+    place.await_gone()
+    assert place.submit(spec).name != first.name
