@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FIRST_LOOK_S = 12.0
 """How long the first answers are waited for: hosts may have to be connected to."""
 _LOOK_S = 3.0
+_EACH_S = 0.15
+"""How much longer for each host: a connection costs the laptop that much, too."""
 _PAUSE_S = 0.2
 _LEAVE_S = 5.0
 """How long the last of a run may take to leave after its end, and still write what is fetched."""
@@ -100,7 +102,9 @@ class Mirror:
         is_first = self._looked_at is None
         if not is_first and not self._behind and now - (self._looked_at or 0.0) < self._interval_s:
             return
-        self._look_once(self._works(self._wants), timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S), anew=False)
+        works = self._works(self._wants)
+        patience_s = (timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S)) + _EACH_S * len(works)
+        self._look_once(works, patience_s, anew=False)
 
     def catch_up(self) -> None:
         """Bring home all that there is at this moment of the logs that are wanted, however long that takes."""
