@@ -13,8 +13,9 @@ measures sshd: `cpu` is what the launching side alone spent (itself and its chil
     cancel    (--run) end it again. clusterddp: `cancel`, which is over when every supervisor has ended its rank and
               said so; the others: `kill`
 
-`--peer` is a Python that can import parallel-ssh (`pip install parallel-ssh` into an environment of its own); it checks
-no host keys. Ways are run in turns; figures are medians, and medians of each round's ratio, clusterddp's to theirs.
+`--peer` is the Python of an environment of its own with `pip install parallel-ssh clustershell`. parallel-ssh checks no
+host keys and reads no ssh_config; clush, like pdsh, starts an ssh for each host. Ways are run in turns; figures are
+medians, and medians of each round's ratio, clusterddp's to theirs.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ ssh:
   python: {python}
   hosts: [{hosts}]
 """
-PID_FILE = "$HOME/many.$(echo $SSH_CONNECTION | cut -d' ' -f3).pid"
+OWN_HOME = 'set -- $SSH_CONNECTION; export HOME=$HOME/hosts/$3; exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"'
+"""Gives each host a home of its own, by the address at which it was reached."""
 
 
 @dataclass(kw_only=True)
@@ -142,9 +144,8 @@ class Bench:
     def measure(self, argv: list[str], stdin: str = "") -> Row:
         """Run a command on the head; its time, and what the processor did for it there."""
         before, start = os.times(), time.monotonic()
-        done = self.person.rack.run(
-            HEAD, argv, env=self.person.variables, cwd=self.place.path, timeout_s=900, stdin=stdin
-        )
+        variables = self.person.variables | {"PYTHONDONTWRITEBYTECODE": ""}
+        done = self.person.rack.run(HEAD, argv, env=variables, cwd=self.place.path, timeout_s=900, stdin=stdin)
         wall_s, after = time.monotonic() - start, os.times()
         told = json.loads(done.stdout.splitlines()[-1]) if '"threads"' in done.stdout else {}
         cpu_s = sum(after[2:4]) - sum(before[2:4])
@@ -162,6 +163,8 @@ class Bench:
         if peer is not None:
             words = [",".join(self.hosts), str(self.port), str(self.person.ssh / "id_ed25519"), command]
             ways["parallel-ssh"] = lambda: self.measure([peer, "-c", PARALLEL_SSH, *words])
+            clush = [str(Path(peer).with_name("clush")), "-S", "-f", "64", "-w", ",".join(self.hosts), command]
+            ways["clush"] = lambda: self.measure(clush)
         return ways
 
     def program(self, text: str) -> Row:
@@ -197,8 +200,8 @@ def compare(bench: Bench, table: Table, number: int, *, with_run: bool) -> None:
     """Measure each stage in each way once, in an order that changes from round to round."""
     nothing = bench.others("true")
     python = bench.others(f"{sys.executable} -I -S -c pass")
-    start = bench.others(f"setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{PID_FILE}")
-    end = bench.others(f"kill $(cat {PID_FILE})")
+    start = bench.others("setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >~/many.pid")
+    end = bench.others("kill $(cat ~/many.pid)")
     ours: dict[str, Callable[[], Row]] = {
         "connect": lambda: bench.program(CONNECT),
         "agents": lambda: bench.program(AGENTS),
@@ -217,15 +220,17 @@ def many_hosts(count: int, peer: str | None) -> Iterator[Bench]:
     """Have a rack whose head is also all the hosts."""
     hosts = [f"127.0.{1 + number // 250}.{1 + number % 250}" for number in range(count)]
     with running_rack(RackPlan(nodes=[], slurm=False, gpus_per_host=0)) as rack:
-        person = Person(rack=rack)
+        person = Person(rack=rack, ports=iter([22]))
+        rack.run(HEAD, ["pkill", "-x", "sshd"])
         path = rack.dir / "home" / "root" / "place"
         path.mkdir()
         (path / "wait.py").write_text("import time\n\ntime.sleep(600)\n")
         (path / "job.yaml").write_text(SPEC.format(python=sys.executable, hosts=", ".join(hosts)))
-        with person.sshd(HEAD, "MaxStartups=4096", "LogLevel=ERROR") as sshd:
-            person.configure(f"Host 127.*\n  Port {sshd.port}\nStrictHostKeyChecking yes\nBatchMode yes\n")
-            with person.known_hosts.open("a") as known:
-                known.write(f"[127.*]:{sshd.port} {person.host_key(HEAD)}\n")
+        for host in hosts:
+            (rack.home(HEAD) / "hosts" / host).mkdir(parents=True)
+        with person.sshd(HEAD, "MaxStartups=4096", "LogLevel=ERROR", f"ForceCommand={OWN_HOME}") as sshd:
+            person.configure("StrictHostKeyChecking yes\nBatchMode yes\n")
+            person.known_hosts.write_text(f"127.0.* {person.host_key(HEAD)}\n")
             place = SshPlace(rack=rack, path=path)
             yield Bench(person=person, place=place, hosts=hosts, port=sshd.port, peer=peer)
 

@@ -3,8 +3,8 @@
     python benchmarks/ssh_overhead.py [PAIRS [RANKS_PER_HOST]] [--phases]    (root: it starts a rack)
 
 Both start the same script: it imports torch, joins a gloo group, builds ResNet-18 in DistributedDataParallel, makes one
-step, and rank 0 prints the time. The hosts share nothing. By hand: the script lies on both hosts already, two ssh start at
-once `torchrun --nnodes 2 --node-rank N --master-addr ... --master-port ...`, with GLOO_SOCKET_IFNAME set, since
+step, and rank 0 prints the time. The hosts share nothing. By hand: the script lies on both hosts already, two ssh start
+`torchrun --nnodes 2 --node-rank N --master-addr ... --master-port ...`, with GLOO_SOCKET_IFNAME set, since
 both hosts have a docker0 with the same address. clusterddp: `submit` in a directory with that script. The clock starts
 before the command; it is the same for all hosts of a rack. Pairs are run in turns, the order within a pair alternates;
 the figure is the median of the pairs' ratios.
