@@ -32,7 +32,9 @@ class Opener:
         except SshError:
             self._forget(network)
             raise
-        session = start_session(connection, access, package())
+        with self._lock:  # it is made once, and not by every thread for itself
+            sent = package()
+        session = start_session(connection, access, sent)
         if isinstance(session, SshError):
             raise session
         return session
