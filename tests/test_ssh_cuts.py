@@ -18,6 +18,7 @@ from ssh_place import HostProcess, SshPlace, send, ssh_place_on
 
 from clusterddp.host.runs import PATIENCE_S
 from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import read_end
 from clusterddp.ssh.stream import SILENCE_S
 
@@ -78,7 +79,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
     run = place.submit(SPEC)
     wait_until(place.host_run_dir("node1", run).attempt(0).start.exists, 40)
     waiting = place.start("wait", run.name)
-    wait_until(lambda: bool(sshd_sessions(place.rack, "node1")), 20)
+    wait_until(lambda: any(report.reached for report in read_reports(run).values()), 20)
     with cut_off(place.rack):
         time.sleep(max(SILENCE_S, PATIENCE_S) + 4)
         for node in NODES:
