@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, RunRecord, write_end, write_run
-from clusterddp.run.stored import Storage, find_stored, remove_stored
+from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
 
 DAY_S = 86_400.0
 MONTH_S = 30 * DAY_S
@@ -192,3 +192,9 @@ def test_nothing_is_removed_that_was_not_found(root, tmp_path):
 def test_what_somebody_removed_meanwhile_is_no_error(root):
     (removed,) = remove_stored(root, [f"runs/{RUN}"], older_than_s=MONTH_S)
     assert (removed.size, removed.error) == (0, None)
+
+
+def test_a_package_stays_that_jobs_may_import_when_they_start(root: Path) -> None:
+    keep_package(make_shared(root, "packages/aa11"))
+    make_shared(root, "packages/bb22")
+    assert places(find_stored(root, older_than_s=MONTH_S)) == ["packages/bb22"]

@@ -30,6 +30,7 @@ class RunName(click.types.StringParamType):
             names = sorted(entry.name for entry in os.scandir(runs_dir) if not entry.name.startswith("."))
         except OSError:
             return []
+        names += [path.stem for path in Path(runs_dir, ".login").glob("*.json")]  # those on clusters
         sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
         names += sweep.run_names() if sweep.tasks.is_file() else []
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]

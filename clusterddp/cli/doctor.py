@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.login import find_node, profile_option, start_at_login
 from clusterddp.cli.place import named_hosts, place_flags, place_options
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
@@ -41,6 +42,7 @@ _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
 )
 @place_options
 @output_option
+@profile_option
 @runs_option
 @click.pass_obj
 def doctor(
@@ -48,6 +50,7 @@ def doctor(
     *,
     spec: str | None,
     overrides: tuple[str, ...],
+    profile: str | None,
     with_job: bool,
     timeout_s: float,
     deep: bool,
@@ -71,13 +74,15 @@ def doctor(
     """
     flags = place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile))
     named = named_hosts(launcher, hosts, hostfile)
-    resolved = _load(spec, overrides, terminal, flags=flags, hosts=named)
+    resolved = _load(spec, overrides, profile, terminal, flags=flags, hosts=named)
     over_ssh = resolved is not None and resolved.job.launcher == "ssh"
     if (deep and not over_ssh) or (with_job and over_ssh):
         raise UsageError(
             "--job is for Slurm and this machine, --deep for a spec with launcher ssh",
             hint="clusterddp doctor SPEC --launcher ssh, or --hosts H,H",
         )
+    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal)):
+        return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
     if resolved is not None and over_ssh:
         from clusterddp.cli.doctor_hosts import look_at_hosts
 
@@ -139,7 +144,13 @@ def check_lines(checks: list[Check]) -> list[str]:
 
 
 def _load(
-    spec: str | None, overrides: tuple[str, ...], terminal: Terminal, *, flags: dict[str, str], hosts: Override | None
+    spec: str | None,
+    overrides: tuple[str, ...],
+    profile: str | None,
+    terminal: Terminal,
+    *,
+    flags: dict[str, str],
+    hosts: Override | None,
 ) -> ResolvedSpec | None:
     if spec is None:
         if flags or hosts:
@@ -147,7 +158,7 @@ def _load(
         return None
     from clusterddp.spec.load import load_spec
 
-    return load_spec(Path(spec), overrides, environ=terminal.environ, flags=flags, hosts=hosts)
+    return load_spec(Path(spec), overrides, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
 
 
 def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
+from clusterddp.cli.login import works_at_login
 from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
@@ -38,6 +39,7 @@ _RUNS_AT_ONCE = 1000
 
 
 @command("status")
+@works_at_login
 @run_argument()
 @click.option("-a", "--all-ranks", is_flag=True, help="One line per rank, however many there are.")
 @click.option("-w", "--watch", is_flag=True, help="Go on showing it until the run has ended.")
@@ -73,6 +75,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
 
 
 @command("logs")
+@works_at_login
 @run_argument()
 @click.option("--rank", "ranks", metavar="RANKS", default="0", help="0 (default), 0,3-5, all, or failed.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
@@ -109,6 +112,7 @@ def logs(
 
 
 @command("wait")
+@works_at_login
 @run_argument()
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="S", help="Give up after S seconds.")
 @runs_option
@@ -128,6 +132,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 
 
 @command("cancel")
+@works_at_login
 @click.argument("names", metavar="RUN...", nargs=-1, required=True, type=RunName())
 @click.option("--save", is_flag=True, help="Let the ranks write a checkpoint first.")
 @runs_option
@@ -153,6 +158,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
 
 
 @command("list")
+@works_at_login
 @click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; may be repeated.")
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many; 20, or all runs of SWEEP.")

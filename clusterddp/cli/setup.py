@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.arguments import command
+from clusterddp.cli.login import ask_login, find_node, profile_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
@@ -31,13 +32,17 @@ _ACTIVATION = {
     help="What starts the ranks.",
 )
 @click.option("--partition", metavar="NAME", help="With launcher slurm: for this partition, not the usual one.")
+@profile_option
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
 @click.pass_obj
-def init(terminal: Terminal, *, path: Path, launcher: str, partition: str | None, force: bool) -> None:
+def init(
+    terminal: Terminal, *, path: Path, launcher: str, partition: str | None, profile: str | None, force: bool
+) -> None:
     """Write a commented spec to PATH (job.yaml) to start from.
 
-    With --launcher slurm, on a machine of the cluster, its values are the cluster's: partition, GPUs, cores, memory,
-    time limit, account; and what follows from how the cluster is set up is said.
+    With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
+    cluster's: partition, GPUs, cores, memory, time limit, account; and what follows from how the cluster is set up is
+    said. A PATH of - is standard output.
     """
     from clusterddp.cli.starter_spec import slurm_spec
     from clusterddp.run.directory import write_text
@@ -47,8 +52,16 @@ def init(terminal: Terminal, *, path: Path, launcher: str, partition: str | None
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no directory {path.parent}")
     text, notes = read_template(f"init_{launcher}.yaml"), list[str]()
-    if launcher == "slurm":
+    if launcher == "slurm" and (node := find_node(profile, terminal)):
+        more = ["--partition", partition] if partition else []
+        text = ask_login(node, ["init", "--launcher", "slurm", *more, "-"]).decode()
+    elif launcher == "slurm":
         text, notes = slurm_spec(text, terminal.environ, partition)
+    if str(path) == "-":
+        put(text.rstrip("\n"))
+        for note in notes:
+            say(f"note: {printable(note)}")
+        return
     if force:
         write_text(path, text)
     elif not write_text(path, text, exclusive=True):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, runs_option
+from clusterddp.cli.login import find_node, profile_option, start_at_login, works_at_login
 from clusterddp.cli.place import named_hosts, place_flags, place_options
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_ended, write_logs
@@ -56,7 +57,7 @@ def _stay_options(function: _F) -> _F:
 @_plan_options
 @_stay_options
 @click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
-@click.option("--profile", metavar="NAME", help="Where to run: a profile of ~/.config/clusterddp/config.yaml.")
+@profile_option
 @runs_option
 @click.pass_obj
 def submit(
@@ -101,17 +102,20 @@ def submit(
         flags=place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
         hosts=named_hosts(launcher, hosts, hostfile),
     )
+    resolved = read.variants[0].resolved
+    if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal)):
+        return start_at_login(node, resolved, runs_dir=runs_dir, discard=dry_run)
     if read.keys:
         from clusterddp.launch.sweep_plan import plan_sweep
 
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
-    resolved = read.variants[0].resolved
     plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ, attached=attach)
     return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
 
 
 @command("rerun")
+@works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @_plan_options
@@ -162,6 +166,7 @@ def rerun(
 
 
 @command("resume")
+@works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
 @_stay_options
 @runs_option

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.host import facts, gpus, mirror, network, runs, store, table, trial
+from clusterddp.host import facts, gpus, login, mirror, network, runs, store, table, trial
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 
 OPERATIONS: dict[str, Operation] = {
     **facts.OPERATIONS,
     **gpus.OPERATIONS,
+    **login.OPERATIONS,
     **mirror.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,

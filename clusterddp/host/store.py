@@ -28,12 +28,11 @@ _MARK = ".clusterddp-mark-"
 
 def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
-    gone = [name for name in request["sums"] if not _holds(_code(host.root, name), name)]
+    gone = [name for name in request["sums"] if not _holds(find_code(host.root, name), name)]
     for name in set(request["sums"]) - set(gone):
         with contextlib.suppress(OSError):
-            os.utime(
-                _code(host.root, name)
-            )  # it is not an old one then, which gc would remove before it is checked out
+            # It is not an old one then, which gc would remove before it is checked out.
+            os.utime(find_code(host.root, name))
     return {"missing": gone}
 
 
@@ -42,7 +41,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     if request["kind"] == "data":
         return data.put(host, request, body)
     wanted = request["sum"]
-    target = _code(host.root, wanted)
+    target = find_code(host.root, wanted)
     with refusing_disk(target.parent, body.size), staging(target.parent) as tree:
         receive_tree(body.read, tree, read_only=True)
         found = tree_sum(tree)
@@ -59,7 +58,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Give a run its code: a copy of a snapshot whose files are hard links; a run that has it keeps it."""
-    source, run = _code(host.root, request["sum"]), host.run_dir(request["name"])
+    source, run = find_code(host.root, request["sum"]), host.run_dir(request["name"])
     code = run / "code"
     with refusing_disk(run, 0):
         run.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         with staging(run) as tree:
             if not source.is_dir():
                 raise ClusterddpError(f"{source}: the snapshot of the code is gone from this host", hint="submit again")
-            shutil.copytree(source, tree, symlinks=True, copy_function=_link_or_copy, dirs_exist_ok=True)
+            shutil.copytree(source, tree, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
             tree.chmod(0o700)
             with contextlib.suppress(FileExistsError):
                 _rename_new(tree, code)
@@ -138,7 +137,8 @@ def _remove_old_marks(folder: Path) -> None:
                 Path(entry.path).unlink()
 
 
-def _code(root: Path, name: str) -> Path:
+def find_code(root: Path, name: str) -> Path:
+    """Say where the snapshot with this sum lies, or would."""
     if not _SUM.fullmatch(name):
         raise ValueError(f"not a sum: {name!r}")
     return root / "code" / name
@@ -172,7 +172,8 @@ def _rename_new(tree: Path, target: Path) -> None:
         raise
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
+    """Give a file a second name, or make a copy where that cannot be."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import clusterddp
-from clusterddp.run.templates import read_template
+from clusterddp.run.templates import list_templates, read_template
 from clusterddp.ssh.session import Package
 
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
@@ -21,8 +21,10 @@ def package() -> Package:
     home = Path(clusterddp.__file__).parent
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(home.rglob("*.py")):
-            info = zipfile.ZipInfo(f"clusterddp/{path.relative_to(home).as_posix()}", date_time=_LONG_AGO)
+        names = {path: path.relative_to(home).as_posix() for path in sorted(home.rglob("*.py"))}
+        names |= {path: f"templates/{path.name}" for path in list_templates()}  # a login node submits jobs
+        for path, name in names.items():
+            info = zipfile.ZipInfo(f"clusterddp/{name}", date_time=_LONG_AGO)
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, path.read_bytes())
     data = buffer.getvalue()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.sent import find_sent
 
 TIMEOUT_S = 60.0
 
@@ -34,8 +35,11 @@ def list_files(root: Path, environ: Mapping[str, str]) -> list[str]:
 def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
     """Say which commit the work tree around `start` is at, and whether it was changed since; None without a repository.
 
-    A commit of None means that there is none yet. The remote is left out: its URL may hold a password.
+    A commit of None means that there is none yet. The remote is left out: its URL may hold a password. Of code that was
+    sent here it is what git said where it came from.
     """
+    if sent := find_sent(start):
+        return sent.git
     try:
         root = find_root(start, environ)
         if root is None:

@@ -12,13 +12,14 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import STAGING_PREFIX, list_places, sync_directory
 from clusterddp.run.git import find_root, list_files
+from clusterddp.run.sent import find_sent
 
 STORE_NAME = ".code"
 MAX_BYTES = 200 * 1000 * 1000
@@ -42,8 +43,11 @@ class SnapshotPlan:
 def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan | None:
     """Choose the files of the git repository around `start`; None when there is none.
 
+    Code that was sent here counts for one: the files that were sent.
     Raises: ClusterddpError: git does not answer, or the files are larger than `MAX_BYTES`.
     """
+    if sent := find_sent(start):
+        return _measure("git", sent.root, list(sent.files))
     root = find_root(start, environ)
     if root is None:
         return None
@@ -102,8 +106,13 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
 
 def tree_sum(root: Path) -> str:
     """Sum up a directory: sha256 over the sorted names, modes and contents of what is below."""
+    return files_sum(root, _names_below(root))
+
+
+def files_sum(root: Path, names: Iterable[str]) -> str:
+    """Sum up files of a directory, as `tree_sum` sums up a directory that has no others."""
     total = hashlib.sha256()
-    for name in sorted(_names_below(root)):
+    for name in sorted(names):
         kind, content = _content_sum(root / name)
         total.update(os.fsencode(name) + f"\0{kind}\0{content}\n".encode())
     return total.hexdigest()

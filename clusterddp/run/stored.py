@@ -24,6 +24,7 @@ from clusterddp.run.record import read_end
 Kind = Literal["run", "code", "package", "remnant"]
 _SLOWEST_TRANSFER_S = 86_400.0
 """What lies hidden for so long belongs to no transfer that is still under way."""
+_KEEP = ".keep"
 _SHARED: dict[str, Kind] = {"code": "code", "packages": "package"}
 
 
@@ -78,7 +79,7 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
         _stored(root, path, kind, size=_weigh(path, every_link=True))
         for folder, kind in _SHARED.items()
         for path in _directories(root / folder)
-        if _age_s(path) >= older_than_s and path.name not in kept and not (kind == "code" and _is_linked(path, links))
+        if _age_s(path) >= older_than_s and not _stays(path, kept) and not (kind == "code" and _is_linked(path, links))
     ]
     remnants = [
         _stored(root, path, "remnant", size=_weigh(path))
@@ -103,6 +104,15 @@ def remove_stored(
         else:  # another host that shares this storage was quicker
             removed.append(Removed(place=place, size=0))
     return removed
+
+
+def keep_package(package: Path) -> None:
+    """Have a package stay whatever its age: jobs of Slurm import it on other hosts, whenever they start."""
+    package.with_name(f"{package.name}{_KEEP}").touch(mode=0o600)
+
+
+def _stays(path: Path, kept: Collection[str]) -> bool:
+    return path.name in kept or path.with_name(f"{path.name}{_KEEP}").exists()
 
 
 def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]) -> tuple[list[Stored], list[str]]:

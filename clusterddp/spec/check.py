@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
 from clusterddp.spec.conflict import Conflict
-from clusterddp.spec.keys import without_nulls
+from clusterddp.spec.keys import with_one_spelling, without_nulls
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.problems import did_you_mean, problem_at
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, to_data
@@ -21,6 +22,7 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
+_Model = TypeVar("_Model", bound=BaseModel)
 _KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "list_type": "a list"}
 
 
@@ -40,6 +42,18 @@ def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
     # The rules between fields are only asked once every field is right: ask them about the fields that are.
     problems += [_conflict_problem(tree, conflict) for conflict in _conflicts_among_the_rest(data, details)]
     return None, problems
+
+
+def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model | None, list[Problem]]:
+    """Type a mapping that is no part of a spec, as it was written; `key`: where it lies."""
+    known, problems = with_one_spelling(tree, model, tuple(key.split(".")))
+    known = without_nulls(known, model)
+    try:
+        typed = model.model_validate(to_data(known))
+    except ValidationError as error:
+        found = [_field_problem(known, detail) for detail in error.errors(include_url=False)]
+        return None, problems + [dataclasses.replace(each, key=f"{key}.{each.key}") for each in found]
+    return (None, problems) if problems else (typed, [])
 
 
 def _conflicts_among_the_rest(data: dict[str, Any], details: list[ErrorDetails]) -> list[Conflict]:

@@ -41,18 +41,22 @@ _SYNONYMS = {
 _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
-def with_one_spelling(tree: Mapping) -> tuple[Mapping, list[Problem]]:
+def with_one_spelling(
+    tree: Mapping, model: type[BaseModel] = JobSpec, path: tuple[str, ...] = ()
+) -> tuple[Mapping, list[Problem]]:
     """Give every key of a spec's tree its one spelling, and report and drop the keys that a spec does not have.
+
+    `model`, `path`: the tree is that of a section which lies there.
 
     Sections with nothing in them are left as they are: `merge` knows what they mean.
     """
     problems: list[Problem] = []
-    return _section(tree, JobSpec, (), problems), problems
+    return _section(tree, model, path, problems), problems
 
 
-def without_nulls(tree: Mapping) -> Mapping:
+def without_nulls(tree: Mapping, model: type[BaseModel] = JobSpec) -> Mapping:
     """Drop sections and lists with nothing in them: they have their defaults then."""
-    return _drop_nulls(tree, JobSpec)
+    return _drop_nulls(tree, model)
 
 
 def model_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -2,6 +2,7 @@
 
 profiles:
   lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
+  hpc: {launcher: slurm, login: hpc-login}       # jobs are submitted there (spec/login.py)
 default_profile: lab
 """
 
@@ -9,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping as Map
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.problems import did_you_mean, problem_at
 from clusterddp.spec.textfile import decode, read_bytes
-from clusterddp.spec.tree import Mapping, Place, Scalar, describe
+from clusterddp.spec.tree import Mapping, Place, Scalar, describe, without
 from clusterddp.spec.yamlfile import parse
+
+if TYPE_CHECKING:
+    from clusterddp.spec.login import Login
 
 CONFIG_VARIABLE = "CLUSTERDDP_CONFIG"
 _KEYS = ("profiles", "default_profile")
+_LOGIN = "login"
 
 
 def config_path(environ: Map[str, str]) -> Path | None:
@@ -32,27 +38,46 @@ def config_path(environ: Map[str, str]) -> Path | None:
 
 
 def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
-    """Read the profile `name`, or the default one; None when none is asked for.
+    """Read what the profile `name`, or the default one, says of specs; None when none is asked for.
 
     Raises: SpecError: no such profile, or the configuration is wrong.
     """
+    _, profile = _find(environ, name)
+    return without(profile, (_LOGIN,)) if profile else None
+
+
+def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, Login] | None:
+    """Read the name and the login node of the profile `name`, or of the default one; None when it has none.
+
+    Raises: SpecError: no such profile, or the configuration is wrong.
+    """
+    chosen, profile = _find(environ, name)
+    if profile is None or _LOGIN not in profile.entries:
+        return None
+    from clusterddp.spec.login import read_login
+
+    return chosen, read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
+
+
+def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:
+    """Find the profile `name`, or the default one, and its name."""
     path = config_path(environ)
     if path is None or not (path.exists() or CONFIG_VARIABLE in environ):
         if name is not None:
             raise _unknown(Place(source=f"--profile {name}", origin=""), name, [], path)
-        return None
+        return "", None
     text = decode(read_bytes(path), str(path))
     profiles, default = _read_config(parse(text, str(path), may_be_empty=True))
     place = Place(source=f"--profile {name}", origin="")
     if name is None:
         if default is None:
-            return None
+            return "", None
         name, place = default.text, default.place
     if name not in profiles:
         raise _unknown(place, name, sorted(profiles), path)
     labelled = parse(text, str(path), origin=f"profile {name}").entries["profiles"]
     chosen = labelled.entries[name] if isinstance(labelled, Mapping) else None
-    return chosen if isinstance(chosen, Mapping) else None
+    return name, chosen if isinstance(chosen, Mapping) else None
 
 
 def _read_config(config: Mapping) -> tuple[dict[str, Place], Scalar | None]:
