@@ -8,7 +8,8 @@ connection, the one that listens, the power of a host, a cable for 60 s; on the 
 start or later. Right is, within 20 s: no process of the run on any host that is on, a host whose cable is pulled
 included, or, where the run has to bear it, the same ranks as before; and a `status` asked for in that time tells
 the right state and cause (it waits 5 s for a host that is silent). One line of JSON per kill, a summary at the end; on
-standard error all logs of what was borne otherwise. tests/ssh_kills.py holds the rules. A guard is two processes, of which one is killed.
+standard error all logs of what was borne otherwise. tests/ssh_kills.py holds the rules. A guard is two processes, of
+which one is killed.
 """
 
 from __future__ import annotations
