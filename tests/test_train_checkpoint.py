@@ -235,7 +235,9 @@ def test_kill_9_while_writing_never_leaves_an_invalid_newest(tmp_path: Path) -> 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writers:
         assert writers.stdin is not None
         assert writers.stdout is not None
-        for _ in range(40):
+        for number in range(400):
+            if number >= 40 and committed > 40:  # on a slow disk few kills come after a commit
+                break
             writers.stdin.write(f"{committed + 1} {delays.random() * 0.05}\n")
             writers.stdin.flush()
             while (line := writers.stdout.readline()) != "killed\n":
