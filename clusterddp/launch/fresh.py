@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.view import RunState, RunView
 
@@ -26,6 +26,9 @@ class Home(Protocol):
     def fetch(self) -> bool:
         """Fetch what the specs of these runs say, all of which have ended; False when not all of it could be."""
 
+    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+        """Ask the hosts of a run something, over the connections that are there already; none: nobody to ask."""
+
 
 class _AllHere:
     """The files are written where they are read."""
@@ -41,6 +44,9 @@ class _AllHere:
 
     def fetch(self) -> bool:
         return True
+
+    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+        return {}
 
 
 ALL_HERE: Home = _AllHere()

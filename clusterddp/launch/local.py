@@ -24,6 +24,7 @@ from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
 if TYPE_CHECKING:
+    from clusterddp.launch.fresh import Home
     from clusterddp.launch.plan import Plan
     from clusterddp.slurm.queue import Slurm
 
@@ -79,12 +80,12 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return None
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
     """Leave it to the supervisors, which look for the CANCEL file four times a second and do answer."""
     return True
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
     """Leave it to the supervisors, which look for the STOP file likewise."""
 
 

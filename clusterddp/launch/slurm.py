@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.environment import travelling_variables
+from clusterddp.launch.fresh import Home
 from clusterddp.launch.plan import Plan, move_plan
 from clusterddp.launch.slurm_after import find_dependency
 from clusterddp.launch.slurm_container import IMPORT_PATH
@@ -95,7 +96,7 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return Slurm(environ, max_age_s=0.5)
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
     """Have Slurm cancel the run's job, if it has one; True when it may be running, so that it records the end itself.
 
     Raises: SlurmError: Slurm refuses.
@@ -112,7 +113,7 @@ def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> b
     return job.phase is not Phase.WAITING
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
     """Tell the job's batch process of the stop file, which it may see late over a slow file system.
 
     Raises: SlurmError: Slurm could not be asked.

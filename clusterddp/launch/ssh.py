@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.launch.attempts import Started, Tell, silence
+from clusterddp.launch.fresh import Home
 from clusterddp.launch.plan import Plan, move_plan
 from clusterddp.launch.ssh_cargo import Progress
 from clusterddp.launch.ssh_crew import Crew, each, open_crew
@@ -76,20 +77,20 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return None
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
     """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
 
     Raises: SshError: no host can be reached.
     """
-    return _ask(run, "cancel", environ)
+    return _ask(run, "cancel", environ, home)
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
     """Ask the run, on all hosts that answer, to checkpoint and end.
 
     Raises: SshError: no host can be reached.
     """
-    _ask(run, "stop", environ)
+    _ask(run, "stop", environ, home)
 
 
 def end_by_force(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
@@ -212,14 +213,14 @@ def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
     return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
 
 
-def _ask(run: RunDir, what: str, environ: Mapping[str, str]) -> bool:
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], home: Home) -> bool:
     plan = read_plan(run)
+    reason = f"clusterddp cancel{' --save' * (what == 'stop')}"
+    facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
+    replies = [reply for reply in home.ask(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+    if replies:
+        return any(reply["found"] for reply in replies)
     with open_crew(plan, environ, all_needed=False) as crew:
-        facts = {
-            "name": directory_name(plan.run, plan.token),
-            "what": what,
-            "reason": f"clusterddp cancel{' --save' * (what == 'stop')}",
-        }
         return any(reply.facts["found"] for reply in crew.ask_willing("run.ask", facts).values())
 
 

@@ -123,6 +123,17 @@ class Mirror:
             time.sleep(_PAUSE_S)
         return True
 
+    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+        """Ask the hosts of a run something, over the connections that are there already; none: nobody to ask."""
+
+        def put(session: Asks) -> dict[str, Any]:
+            return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
+
+        asked = [access for access, targets in self._targets.items() if any(each.run == run for each in targets)]
+        results = self._links.run(dict.fromkeys(asked, put), FIRST_LOOK_S, anew=True)
+        silent = f"no answer within {FIRST_LOOK_S:g} s"
+        return {each.host: results.get(each, SshError(each.host, "ask", silent)) for each in asked}
+
     def close(self) -> None:
         self._links.close()
 

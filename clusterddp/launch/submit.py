@@ -228,7 +228,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
     gang = Gang.from_json((read_json(run.plan) or {})["gang"])
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, environ)
+    launcher.request_stop(run, record, environ, home)
     view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), home=home)
     if not view.finished:
         raise ClusterddpError(
@@ -246,7 +246,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
-    answers = launcher.request_end(run, record, environ)
+    answers = launcher.request_end(run, record, environ, home)
     slurm = launcher.observer(environ)
     view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
     # Nobody answers, or nobody is there who could: it is ended from here.
