@@ -190,14 +190,14 @@ def main() -> None:
     with many_hosts(arguments.hosts, arguments.peer) as bench:
         for number in range(arguments.rounds + 1):  # the first round warms up: our package on the host, caches
             compare(bench, table if number else Table(), number, with_run=arguments.run)
-    print(f"{arguments.hosts} hosts, {arguments.rounds} rounds")
-    print("\n".join(table.lines()))
-    if arguments.json:
-        rows = {
-            stage: {way: [asdict(row) for row in rows] for way, rows in ways.items()}
-            for stage, ways in table.rows.items()
-        }
-        arguments.json.write_text(json.dumps({"hosts": arguments.hosts, "rows": rows}, indent=1))
+        print(f"{arguments.hosts} hosts, {arguments.rounds} rounds")
+        print("\n".join(table.lines()))
+        if arguments.json:
+            rows = {
+                stage: {way: [asdict(row) for row in rows] for way, rows in ways.items()}
+                for stage, ways in table.rows.items()
+            }
+            arguments.json.write_text(json.dumps({"hosts": arguments.hosts, "rows": rows}, indent=1))
 
 
 def compare(bench: Bench, table: Table, number: int, *, with_run: bool) -> None:
