@@ -7,7 +7,6 @@ asks here runs isolated, without PYTHONPATH and the user's own site-packages.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -106,6 +105,8 @@ def _read_values(path: Path) -> dict[str, str]:
 
 
 def _version(name: str) -> str | None:
+    import importlib.metadata  # takes longer than all else here, which every host imports
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

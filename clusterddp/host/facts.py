@@ -8,13 +8,14 @@ import time
 from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.facts.host import read_host
 from clusterddp.host.agent_types import Body, Host, Operation
 from clusterddp.host.place import find_place
 
 
 def machine(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Tell of this machine; `data_dir`: of that directory too, `variables`: what the run sets for its ranks."""
+    from clusterddp.facts.host import read_host  # most agents are never asked for it
+
     data_dir = request.get("data_dir")
     environ = inherited_environment() | request.get("variables", {})
     python_path = os.pathsep.join(filter(None, (str(host.package), environ.get("PYTHONPATH"))))
