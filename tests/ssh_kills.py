@@ -193,7 +193,8 @@ class Round:
             self.facts["killed"] = pids
             self._stamp()
             for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         elif kill.victim == POWER:
             self._stamp()
             self.rack.power_off(kill.host)
