@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from rack.rack import running_rack
-from ssh_kills import LAN, draw_kills, play_round
+from ssh_kill_kinds import LAN, draw_kills
+from ssh_kills import play_round
 
 
 def main() -> int:

@@ -1,7 +1,5 @@
-"""Seeded kills of runs on a LAN of private hosts, and whether each was borne as it should be; seen from outside.
+"""Kills of runs on a LAN of private hosts, and whether each was borne as it should be; seen from outside.
 
-A gang of two hosts with two ranks each; every rank has a child, and an orphan in a session of its own, which both
-ignore SIGTERM. Ranks speak to rank 0 all the time, so that the end of one is felt by the others.
 `benchmarks/ssh_kills.py` makes many rounds, `test_ssh_kills.py` a few.
 """
 
@@ -10,107 +8,38 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rack.plan import HEAD, RackPlan
+from rack.plan import HEAD
 from rack.rack import Rack, RackError, wait_until
+from ssh_kill_kinds import (
+    BOTH,
+    CABLE,
+    GANG,
+    GUARD,
+    LAUNCHER,
+    LISTENER,
+    NODES,
+    POWER,
+    RANK,
+    SESSION,
+    SPEC,
+    SUPERVISOR,
+    Kill,
+)
 from ssh_place import HostProcess, SshPlace, send, ssh_place_on
+from ssh_traces import is_up, parent_of, rank_of, sshd_listener, sshd_sessions
 
 from clusterddp.run.directory import RunDir, list_runs
 
-GUARD, LISTENER, LAUNCHER, SESSION = "guard", "sshd", "launcher", "session"
-RANK, SUPERVISOR, BOTH, POWER, CABLE = "rank", "supervisor", "supervisor and guard", "power", "cable"
 WITHIN_S = 20.0
 CABLE_S = 60.0
-NODES = ("node1", "node2")
-LAN = RackPlan(nodes=NODES, private_hosts=True, slurm=False)
 GOES_ON_S = 3.0
-START_S = {LAUNCHER: 5.0}
-"""A kill during the start comes within so many seconds of the command, else within 2.5, once its victim is there."""
-SPEC = """\
-name: kills
-launcher: ssh
-device: cpu
-resources: {procs_per_node: 2}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
-entry: {script: gang.py}
-"""
-CHILD, ORPHAN = "sleep 600", "sleep 601"
-GANG = f"""\
-import os, socket, subprocess, time
-rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-subprocess.Popen(["sh", "-c", "trap '' TERM; exec {CHILD}"])
-subprocess.run(["sh", "-c", "trap '' TERM; (setsid {ORPHAN} &)"])
-if rank == 0:
-    server = socket.create_server(address)
-    peers = [server.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
-else:
-    while True:
-        try:
-            peers = [socket.create_connection(address)]
-            break
-        except OSError:
-            time.sleep(0.05)
-while True:
-    for peer in peers:
-        if rank == 0:
-            peer.sendall(b".")
-        if not peer.recv(1):
-            raise ConnectionError("Connection closed by peer")
-        if rank:
-            peer.sendall(b".")
-    time.sleep(0.05)
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """One kill: of what, on which node (0: the head's), and when."""
-
-    victim: str
-    node: int
-    moment: str
-    """`start`: while the command is at work; `later`: all ranks are up; `attached`: likewise, in an attached run."""
-    delay_s: float
-
-    @property
-    def host(self) -> str:
-        return NODES[self.node]
-
-    @property
-    def goes_on(self) -> bool:
-        """True when a run that is up has to bear it."""
-        return self.victim in {GUARD, LISTENER} or (self.moment != "attached" and self.victim in {SESSION, LAUNCHER})
-
-
-KINDS = [
-    *((victim, node, "later") for victim in (RANK, SUPERVISOR, GUARD, BOTH, POWER, CABLE, SESSION) for node in (0, 1)),
-    *((victim, None, "start") for victim in (RANK, SUPERVISOR, GUARD, POWER, CABLE, SESSION, LISTENER)),
-    *((LAUNCHER, None, "start"), (LAUNCHER, None, "start"), (LAUNCHER, None, "attached")),
-    *((SESSION, None, "attached"), (LISTENER, None, "later"), (LISTENER, None, "attached")),
-]
-
-
-def draw_kills(seed: int, count: int, leave_out: tuple[str, ...] = ()) -> list[Kill]:
-    """Draw kills: every kind comes about equally often, in random order."""
-    chance = random.Random(seed)
-    kinds = [kind for kind in KINDS if kind[0] not in leave_out]
-    deck: list[tuple[str, int | None, str]] = []
-    while len(deck) < count:
-        deck += chance.sample(kinds, len(kinds))
-    kills = []
-    for victim, node, moment in deck[:count]:
-        delay_s = chance.uniform(0, START_S.get(victim, 2.5) if moment == "start" else 3.0)
-        where = chance.choice((0, 1)) if node is None else node
-        kills.append(Kill(victim=victim, node=where, moment=moment, delay_s=delay_s))
-    return kills
 
 
 @dataclass(kw_only=True)
@@ -405,46 +334,5 @@ def play_round(
         return line, round_.logs() if round_.wrong else ""
 
 
-def is_up(place: SshPlace, run: RunDir) -> bool:
-    """Say whether all ranks of a run are there, with what they start."""
-    if not place.host_run_dir(NODES[0], run).attempt(0).start.exists():
-        return False
-    commands = [each.command for each in place.all_processes(place.record(run).token)]
-    return commands.count(CHILD) == commands.count(ORPHAN) == 4
-
-
 def words_of(status: dict[str, Any]) -> str:
     return json.dumps([status.get("reason"), status.get("root_cause")])
-
-
-def sshd_sessions(rack: Rack, host: str) -> list[int]:
-    """List the sshd processes that serve a connection."""
-    return [
-        pid for pid in rack.pids(host) if command_of(pid).startswith(b"sshd: ") and b"listener" not in command_of(pid)
-    ]
-
-
-def sshd_listener(rack: Rack, host: str) -> list[int]:
-    return [pid for pid in rack.pids(host) if b"sshd" in command_of(pid) and b"[listener]" in command_of(pid)]
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""
-
-
-def parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def rank_of(pid: int) -> int | None:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rack.plan import HEAD
 from rack.rack import Rack, running_rack, wait_until
-from ssh_kills import CHILD, GANG, LAN, NODES, SPEC, is_up, sshd_sessions
+from ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from ssh_place import HostProcess, SshPlace, send, ssh_place_on
+from ssh_traces import is_up, sshd_sessions
 
 from clusterddp.host.runs import PATIENCE_S
 from clusterddp.run.directory import RunDir, list_runs
@@ -200,4 +201,4 @@ def leave_over(place: SshPlace, run: RunDir) -> None:
     for word in (signal.SIGSTOP, signal.SIGKILL):
         for process in answering:
             os.kill(process.pid, word)
-    wait_until(lambda: {each.command for each in place.all_processes(token)} == {CHILD, "sleep 601"}, 20)
+    wait_until(lambda: {each.command for each in place.all_processes(token)} == {CHILD, ORPHAN}, 20)

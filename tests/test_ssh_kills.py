@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from rack.rack import Rack, running_rack
-from ssh_kills import BOTH, CABLE, GUARD, LAN, LAUNCHER, LISTENER, POWER, RANK, SESSION, SUPERVISOR, Kill, play_round
+from ssh_kill_kinds import BOTH, CABLE, GUARD, LAN, LAUNCHER, LISTENER, POWER, RANK, SESSION, SUPERVISOR, Kill
+from ssh_kills import play_round
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(200)]
 
