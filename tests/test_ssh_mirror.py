@@ -245,3 +245,20 @@ def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_p
     mirror.catch_up()
     mirror.close()
     assert [path.read_bytes() for path in (moved / "attempts/0/logs").iterdir()] == [b"one\ntwo\n"]
+
+
+def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts: Hosts) -> None:
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look()
+    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    mirror.close()
+    assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
+
+
+def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None:
+    hosts.down.add("gpu02")
+    mirror = hosts.mirror()
+    told = mirror.ask(hosts.run, "beat", {})
+    mirror.close()
+    assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
