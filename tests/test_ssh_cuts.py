@@ -70,6 +70,11 @@ def start(place: SshPlace, *options: str) -> tuple[subprocess.Popen[str], RunDir
     return command, run
 
 
+def is_seen(run: RunDir) -> bool:
+    """Say whether a command has heard of a run from its hosts."""
+    return any(report.reached for report in read_reports(run).values())
+
+
 def ranks_of(place: SshPlace, run: RunDir) -> set[int]:
     found = place.all_processes(place.record(run).token)
     return {each.pid for each in found if each.role.startswith("n")}
@@ -80,7 +85,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
     run = place.submit(SPEC)
     wait_until(place.host_run_dir("node1", run).attempt(0).start.exists, 40)
     waiting = place.start("wait", run.name)
-    wait_until(lambda: any(report.reached for report in read_reports(run).values()), 20)
+    wait_until(lambda: is_seen(run), 20)
     with cut_off(place.rack):
         time.sleep(max(SILENCE_S, PATIENCE_S) + 4)
         for node in NODES:
@@ -92,6 +97,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
 
 def test_an_attached_run_ends_on_every_host_that_the_laptop_is_cut_off_from(place: SshPlace) -> None:
     command, run = start(place, "--attach")
+    wait_until(lambda: is_seen(run), 20)
     with cut_off(place.rack):
         wait_until(lambda: not place.all_processes(place.record(run).token), 20)
     command.communicate(timeout=60)

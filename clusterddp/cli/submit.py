@@ -230,6 +230,15 @@ def _carry_out_sweep(
 
 
 def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:
+    if submitted.tie:
+        with _ending(RunDir(Path(submitted.run_dir)), submitted.tie):
+            return _tell_and_stay(submitted, terminal, verb=verb, stay=True, follow=follow, output=output)
+    return _tell_and_stay(submitted, terminal, verb=verb, stay=wait or follow, follow=follow, output=output)
+
+
+def _tell_and_stay(
+    submitted: Submitted, terminal: Terminal, *, verb: str, stay: bool, follow: bool, output: str
+) -> int:
     run = RunDir(Path(submitted.run_dir))
     where = address(run, terminal)
     say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
@@ -237,14 +246,13 @@ def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: boo
         put_json(_as_json(submitted), indent=None)
     elif not sys.stdout.isatty():  # the person at the terminal has just read it
         put(submitted.run)
-    tie = submitted.tie
-    if not (wait or follow or tie):
+    if not stay:
         say(f"  follow  clusterddp logs -f {where}")
         say(f"  status  clusterddp status {where}")
         say(f"  cancel  clusterddp cancel {where}")
         return 0
     with kept_fresh([run], terminal.environ, say=say_note) as home:
-        with _ending(run, tie) if tie else detaching(run, terminal):
+        with contextlib.nullcontext() if submitted.tie else detaching(run, terminal):
             if follow:
                 write_logs(run, "0", home, follow=True, stream=sys.stderr if output == "json" else sys.stdout)
             view = watch_until_ended(run, terminal, home)

@@ -19,8 +19,8 @@ from clusterddp.run.directory import RunDir, read_tail, write_json, write_text
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
-LINK_TIMEOUT_S = 60.0
-"""How long the head may take to say where the others find it: it has only to start."""
+ANSWER_TIMEOUT_S = 60.0
+"""How long a supervisor may take until it listens, or has joined: it has only to start."""
 PATIENCE_S = 10
 """How long a launcher that a supervisor hangs on may be silent."""
 
@@ -60,7 +60,9 @@ def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Start the supervisor of a node; it hangs on this connection until it is released. The head says where it listens.
+    """Start the supervisor of a node; it hangs on this connection until it is released.
+
+    The head says where it listens; the others are there when the head has taken them in.
 
     `order` is the supervisor's (its form is in node/supervisor.py); `variables` are added to its environment, the
     values of the run's secrets among them.
@@ -74,7 +76,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         process = subprocess.Popen(
             [sys.executable, "-m", "clusterddp.node.supervisor"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if is_head else descriptor,
+            stdout=subprocess.PIPE,
             stderr=descriptor,
             cwd=run.launcher_dir,
             env=inherited_environment()
@@ -89,10 +91,12 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
     hold = host.hold(Hold(process, token))
     hold.tell(order)
     host.patience_s = PATIENCE_S
-    link = _read_link(process) if is_head else None
-    if is_head and link is None:
-        raise ClusterddpError(f"the supervisor did not say where it listens: {_last_line(log)}")
-    return {"pid": process.pid, "link": link}
+    answer = _read_answer(process)
+    if answer is None:
+        head = order["gang"]["nodes"][0]["host"]
+        what = "did not say where it listens" if is_head else f"did not reach node 0 on {head}"
+        raise ClusterddpError(f"the supervisor {what}: {_last_line(log)}")
+    return {"pid": process.pid, **answer}
 
 
 def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -148,12 +152,12 @@ def _python_path(package: Path) -> str:
     return os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
 
 
-def _read_link(head: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    assert head.stdout is not None
-    readable, _, _ = select.select([head.stdout], [], [], LINK_TIMEOUT_S)
+def _read_answer(supervisor: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    assert supervisor.stdout is not None
+    readable, _, _ = select.select([supervisor.stdout], [], [], ANSWER_TIMEOUT_S)
     try:
-        return dict(json.loads(head.stdout.readline())["link"]) if readable else None
-    except (ValueError, KeyError, TypeError):
+        return dict(json.loads(supervisor.stdout.readline())) if readable else None
+    except (ValueError, TypeError):
         return None
 
 

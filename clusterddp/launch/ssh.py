@@ -52,9 +52,9 @@ def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = si
         if plan.ssh is not None and plan.ssh.attached:
             return Started(job_id, tie=Tie(crew))
         crew.ask_all("run.release", {"token": plan.token})
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(ClusterddpError):
-            crew.ask_willing("run.end", {"token": plan.token})
+            _take_back(crew, interrupted=isinstance(error, KeyboardInterrupt))
         crew.close()
         raise
     crew.close()
@@ -159,6 +159,15 @@ class _Telling:
         done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._told_at else ""
         self._told_at = now
         self._tell(f"{progress}{done}")
+
+
+def _take_back(crew: Crew, *, interrupted: bool) -> None:
+    """End what was started; when somebody has interrupted it, the hosts' own record says so, too."""
+    plan = crew.plan
+    if interrupted:
+        name = directory_name(plan.run, plan.token)
+        crew.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
+    crew.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
 def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:

@@ -30,11 +30,11 @@ class Tie:
     def release(self) -> None:
         """Give no more signs of life; the connections stay."""
         self._over.set()
-        self._thread.join()
 
     def close(self) -> None:
         """Let the run end, if it has not ended already."""
         self.release()
+        self._thread.join()
         self._crew.close()
 
     def _beat(self) -> None:

@@ -247,7 +247,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_connection((host, port), timeout=5.0)
+            return socket.create_connection((host, port), timeout=min(5.0, max(0.5, deadline - time.monotonic())))
         except ConnectionRefusedError:
             raise
         except OSError:

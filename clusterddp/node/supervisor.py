@@ -27,7 +27,8 @@ rank, "exit_code": int}` (negative: a signal): if it had not joined yet, nobody 
 time-out.
 
 Node 0 answers with one line of JSON on standard output, `{"link": {"host": str, "port": int}}`: the link that the
-orders of the other nodes must name. Nothing else is ever said there. Each supervisor logs to
+orders of the other nodes must name. With "over_ssh" the others say `{"joined": true}` when the head has taken them in.
+Nothing else is ever said there. Each supervisor logs to
 `launcher/supervisor-<node>.log` in its run directory. It exits with 0 when the run was completed, stopped or cancelled,
 with 1 when it failed; how it ended is in the last attempt's `end.json`, written by the head before it exits.
 
@@ -136,6 +137,7 @@ class Supervisor:
         self._selector.register(signals.reader, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         self._stdin_open = True
+        self._joined = False
         environment = inherited_environment()
         self._children = Children(environment, os.getpid()) if order.tasks is None else None
         self._tasks = open_tasks(order, self._selector)
@@ -182,6 +184,7 @@ class Supervisor:
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._member.obey(order, now)
+            self._say_joined()
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
@@ -214,6 +217,12 @@ class Supervisor:
         if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
             self._missing = self._tasks.missing
             self.uplink.report({"kind": "missing", "ranks": self._missing})
+
+    def _say_joined(self) -> None:
+        if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
+            self._joined = True
+            with contextlib.suppress(BrokenPipeError):
+                print(json.dumps({"joined": True}), flush=True)
 
     def _hear_signals(self) -> None:
         for number in self._signals.take() & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}:

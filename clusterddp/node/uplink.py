@@ -33,6 +33,10 @@ class Uplink(Protocol):
         """Why the head is lost, when it is."""
 
     @property
+    def joined(self) -> bool:
+        """True once the head has taken this node in."""
+
+    @property
     def hurried(self) -> bool:
         """True while there is something to do at once, or things change within milliseconds."""
 
@@ -50,6 +54,7 @@ class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are at the end of channels."""
 
     head_lost = None
+    joined = True
 
     def __init__(
         self,
@@ -181,6 +186,10 @@ class HeadElsewhere:
         self._heard: list[Message] = []
         self._channel: Channel | None = None
         self._find_head(time.monotonic())
+
+    @property
+    def joined(self) -> bool:
+        return self._channel is not None and self._channel.proven
 
     @property
     def hurried(self) -> bool:

@@ -224,12 +224,9 @@ class Session:
         return data
 
     def _why_left(self) -> str:
-        if isinstance(why := self.connection.transport.get_exception(), TimeoutError):
-            return "the connection broke: the host does not answer any more"
         last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
-        if last:
-            return f"its agent has left: {last}"
-        return f"the connection broke: {why}" if why and str(why) else "its agent has left"
+        left = "its agent has left" if self.connection.transport.is_active() else "the connection broke"
+        return f"{left}: {last}" if last else left
 
     def _broken(self, error: OSError, timeout_s: float) -> NoReturn:
         words = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
