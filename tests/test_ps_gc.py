@@ -27,7 +27,9 @@ from clusterddp.run.sweep import find_processes
 HOST = socket.gethostname()
 SLEEPER = ["sleep", "600"]
 OVERWRITES_ITS_ENVIRONMENT = """
-import ctypes, time
+import ctypes, os, sys, time
+while sys.argv[1:] and not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
 start, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
 ctypes.memset(start, 0, end - start)
 print("up", flush=True)
@@ -225,8 +227,9 @@ def test_a_process_of_another_user_is_not_shown_as_ours(start, token):
     assert look(token) is None
 
 
-def test_a_process_that_has_overwritten_its_environment_is_out_of_reach(run, start, token):
-    process = start("n0", [sys.executable, "-c", OVERWRITES_ITS_ENVIRONMENT])
+def test_a_process_that_has_overwritten_its_environment_is_out_of_reach(run, start, token, tmp_path):
+    process = start("n0", [sys.executable, "-c", OVERWRITES_ITS_ENVIRONMENT, str(tmp_path / "go")])
+    (tmp_path / "go").touch()
     wait_until(lambda: not find_processes(f"{token}."), what="it has overwritten its environment")
     gc(run)
     assert process.poll() is None

@@ -142,7 +142,8 @@ def test_status_names_a_host_that_is_off_and_shows_the_others(own_place: SshPlac
     assert status(own_place, run)["state"] == "RUNNING"
     own_place.rack.power_off("node1")
     text = own_place.clusterddp("status", run.name).stdout
-    assert "node1 cannot be reached (" in text
+    # On a slow machine node2 has told before we could ask.
+    assert "node1 cannot be reached (" in text or "node 0 on node1 is lost" in text
     ranks = {rank["rank"]: rank["state"] for rank in own_place.await_state("FAILED", run=run)["ranks"]}
     assert ranks[2] == "KILLED"
 

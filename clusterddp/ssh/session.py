@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -126,14 +127,15 @@ class Session:
         """
         lines = (access.python, access.venv, access.conda, " ".join(access.modules))
         order = {"package": package.sha256, "root": access.root}
-        self._send(
-            b"".join(f"{line or ''}\n".encode() for line in lines)
-            + f"{len(package.boot)}\n".encode()
-            + package.boot
-            + json.dumps(order).encode()
-            + b"\n",
-            BOOT_TIMEOUT_S,
-        )
+        with contextlib.suppress(SshError):  # a shell that has left already may have said why
+            self._send(
+                b"".join(f"{line or ''}\n".encode() for line in lines)
+                + f"{len(package.boot)}\n".encode()
+                + package.boot
+                + json.dumps(order).encode()
+                + b"\n",
+                BOOT_TIMEOUT_S,
+            )
         self.hello = self._read_marked(BOOT_TIMEOUT_S)
         if not self.hello["have"]:
             self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
