@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.run.tree_stream import Sending
 from clusterddp.ssh.fan import Fan
-from clusterddp.ssh.session import Session, Upload, ask_all
+from clusterddp.ssh.session import Session, Upload, ask_all, raise_for
 
 _AT_ONCE = 8
 """To so many hosts files go at the same time."""
@@ -147,11 +147,7 @@ def results_of(results: Mapping[str, Any]) -> dict[str, Any]:
     Raises: ClusterddpError: one error for all of them.
     """
     errors = [result for result in results.values() if isinstance(result, ClusterddpError)]
-    if len({error.message for error in errors}) == 1:
-        raise errors[0]
-    if errors:
-        lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
-        raise PreflightError("\n  ".join([f"{len(errors)} hosts cannot be sent what the run needs:", *lines]))
+    raise_for(errors, "cannot be sent what the run needs")
     return dict(results)
 
 

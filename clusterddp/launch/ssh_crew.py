@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.launch.plan import Plan
 from clusterddp.launch.ssh_package import package
 from clusterddp.ssh.fan import Fan
-from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions
+from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions, raise_for
 
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
@@ -38,7 +38,7 @@ class Crew:
         Raises: SshError, PreflightError: what the hosts say that refuse, or cannot be asked any more.
         """
         replies = ask_all(self.sessions, do, facts, timeout_s=timeout_s)
-        raise_for(errors_of(replies))
+        raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
@@ -66,7 +66,7 @@ def open_crew(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True
     crew = try_crew(plan, environ)
     if crew.failed and (all_needed or not crew.sessions):
         crew.close()
-        raise_for(crew.failed)
+        raise_for(crew.failed.values())
     return crew
 
 
@@ -85,17 +85,6 @@ def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:
     return {host: result for host, result in results.items() if isinstance(result, SshError)}
 
 
-def raise_for(errors: Mapping[str, SshError]) -> None:
-    """Raise one error for all hosts that failed, if any did."""
-    first = next(iter(errors.values()), None)
-    if first is None:
-        return
-    if len(errors) == 1:
-        raise first
-    lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors.values()]
-    raise PreflightError("\n  ".join([f"{len(errors)} hosts cannot be used:", *lines])) from first
-
-
 def each(items: list[int], function: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Call a function for all items at once.
 
@@ -109,5 +98,5 @@ def each(items: list[int], function: Callable[[int], dict[str, Any]]) -> dict[in
             return error
 
     results = Fan(items, call, lambda result: None).results(64)
-    raise_for({str(item): error for item, error in results.items() if isinstance(error, SshError)})
+    raise_for([error for error in results.values() if isinstance(error, SshError)])
     return {item: result for item, result in results.items() if isinstance(result, dict)}

@@ -13,9 +13,9 @@ from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes
 from clusterddp.dist.network_choice import choose_network
 from clusterddp.dist.network_trouble import explain_trouble
 from clusterddp.dist.network_words import say_notes, say_oddities, say_strange_names, say_why
-from clusterddp.errors import NetworkError, PreflightError, SshError
+from clusterddp.errors import NetworkError, SshError
 from clusterddp.run.gang import Gang
-from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.ssh.session import Reply, Session, ask_all, raise_for
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough for one packet that is lost."""
@@ -119,10 +119,5 @@ def probe_network(gang: Gang, sessions: Mapping[int, Session], *, within_s: floa
 
 
 def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
-    errors = [result for result in results.values() if isinstance(result, SshError)]
-    if len(errors) > 1:
-        lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
-        raise PreflightError("\n  ".join([f"{len(errors)} hosts cannot tell of their network:", *lines]))
-    if errors:
-        raise errors[0]
+    raise_for([each for each in results.values() if isinstance(each, SshError)], "cannot tell of their network")
     return {host: result for host, result in results.items() if isinstance(result, Reply)}

@@ -6,11 +6,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from clusterddp.errors import SshError
+from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.ssh.connect import connect_all
 from clusterddp.ssh.connection import Connection
 from clusterddp.ssh.fan import Fan
@@ -280,6 +280,17 @@ def ask_all(
             return error
 
     return Fan(sessions, ask, lambda result: None).results(len(sessions))
+
+
+def raise_for(errors: Collection[ClusterddpError], trouble: str = "cannot be used") -> None:
+    """Raise one error for all hosts that failed, if any did; `trouble` says of several what they have in common."""
+    first = next(iter(errors), None)
+    if first is None:
+        return
+    if len({error.message for error in errors}) == 1:
+        raise first
+    lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
+    raise PreflightError("\n  ".join([f"{len(errors)} hosts {trouble}:", *lines])) from first
 
 
 def close_if_open(result: Session | SshError) -> None:
