@@ -9,8 +9,8 @@ import pytest
 
 from clusterddp.errors import SpecError
 from clusterddp.spec.load import Change, ResolvedSpec, load_spec
-from clusterddp.spec.model import TrainSpec
 from clusterddp.spec.profiles import config_path
+from clusterddp.spec.train_section import TrainSpec
 
 NO_ASSIGNMENT = "expected key=value, for example train.lr=0.2, or ~key for the default"
 

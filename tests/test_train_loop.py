@@ -12,7 +12,7 @@ import torch
 from train_gang import Gang, make_run, metrics_rows, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.comm import Group, StopAgreement
+from clusterddp.train.group import Group, StopAgreement
 from clusterddp.train.loop import train
 
 

@@ -19,8 +19,8 @@ import torch
 
 from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.comm import Group, Place, join_group, leave_group
 from clusterddp.train.data import load_dataset
+from clusterddp.train.group import Group, Place, join_group, leave_group
 from clusterddp.train.loop import Setting, prepare, train
 from clusterddp.train.metrics import Reporter
 from clusterddp.train.spec import TrainSpec

@@ -36,6 +36,7 @@ MODULE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$"
 
 MOUNT = r"^[^:,\x00-\x1f\x7f]+(:[^:,\x00-\x1f\x7f]+){0,2}$"
+COMM = r"^(exact|bf16|powersgd:[1-9][0-9]{0,2}|local:[1-9][0-9]{0,4}|auto)$"
 AFTER = r"^((afterok|afterany|afternotok):)?[A-Za-z0-9@/._-]+$"
 
 _LOOSE: dict[str, Any] = {"type": ["string", "number", "boolean"]}
@@ -45,6 +46,7 @@ RankCount = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(read_int)]
 GpuCount = Annotated[int, Field(ge=0, le=128), BeforeValidator(read_int)]
 CpuCount = Annotated[int, Field(ge=1, le=4_096), BeforeValidator(read_int)]
 Restarts = Annotated[int, Field(ge=0, le=100), BeforeValidator(read_int)]
+Pixels = Annotated[int, Field(ge=0, le=32), BeforeValidator(read_int)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(read_int)]
 Gigabytes = Annotated[float, Field(gt=0, le=1_000_000), BeforeValidator(read_float)]
 Positive = Annotated[float, Field(gt=0, le=1e6), BeforeValidator(read_float)]
@@ -90,6 +92,11 @@ After = Annotated[
     str,
     Field(pattern=AFTER),
     BeforeValidator(matching(AFTER, "a run or a job id, with afterok:, afterany: or afternotok: before it")),
+]
+Comm = Annotated[
+    str,
+    Field(pattern=COMM),
+    BeforeValidator(matching(COMM, "exact, bf16, powersgd:R (such as powersgd:4), local:H (such as local:8) or auto")),
 ]
 SlurmKey = Annotated[
     str,

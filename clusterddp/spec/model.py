@@ -16,6 +16,7 @@ from clusterddp.spec.hosts import nodes_as_hosts
 from clusterddp.spec.rules import check_rules
 from clusterddp.spec.section import Section
 from clusterddp.spec.ssh_section import Ssh
+from clusterddp.spec.train_section import TrainSpec
 
 
 class Resources(Section):
@@ -79,74 +80,6 @@ class EntrySpec(Section):
     args: tuple[fields.LooseText, ...] = Field(
         default=(), description="Arguments of the program, each passed on unchanged."
     )
-
-
-class TrainSpec(Section):
-    """The built-in trainer: an image classifier on CIFAR-10 and its kin."""
-
-    model: Annotated[Literal["resnet18", "fastnet"], Word] = Field(
-        default="resnet18",
-        description="resnet18 (11.2 million parameters, 3x3 stem for 32x32 images) or fastnet (small, quick).",
-    )
-    dataset: Annotated[Literal["shapes", "cifar10", "fashion_mnist", "random"], Word] = Field(
-        default="shapes",
-        description="shapes (generated, learnable, needs no file), cifar10, fashion_mnist, or random (generated noise: "
-        "its accuracy means nothing).",
-    )
-    data_dir: fields.Text | None = Field(
-        default=None, description="Directory of the data set on every node; default: the user's cache directory."
-    )
-    download: fields.Switch = Field(
-        default=True, description="Download the data set where it is missing, once per host."
-    )
-    samples: Count | None = Field(
-        default=None,
-        description="Training images that are used or generated; default: all, or 10000 where they are generated. "
-        "Generated sets have a fifth of it as test images.",
-    )
-    epochs: Count = Field(default=10, description="Passes over the training images.")
-    batch_size: Count = Field(default=128, description="Images per rank and step.")
-    accumulate: Count = Field(default=1, description="Batches whose gradients are summed before one optimizer step.")
-    max_steps: Count | None = Field(
-        default=None, description="Optimizer steps in all, after which training ends; default: none."
-    )
-    precision: Annotated[Literal["auto", "fp32", "bf16"], Word] = Field(
-        default="auto", description="Arithmetic of the model; auto: bf16 on GPUs that have it, else fp32."
-    )
-    seed: fields.Seed = Field(default=0, description="Seed of weights, order and augmentation, 0 to 2^32-1.")
-    deterministic: fields.Switch = Field(
-        default=False, description="Bit-equal results from run to run; slower on GPUs."
-    )
-    lr: fields.Positive = Field(
-        default=0.1, description="Peak learning rate, meant for a global batch of lr_batch images."
-    )
-    lr_scaling: Annotated[Literal["linear", "none"], Word] = Field(
-        default="linear",
-        description="linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is.",
-    )
-    lr_batch: Count = Field(default=128, description="Global batch that lr is meant for.")
-    warmup: fields.Fraction = Field(
-        default=0.2, description="Fraction of all steps over which the learning rate rises."
-    )
-    schedule: Annotated[Literal["onecycle", "triangle", "constant"], Word] = Field(
-        default="onecycle",
-        description="Learning rate after the warm-up: down by a cosine, down by a straight line, or constant.",
-    )
-    momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
-    nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")
-    weight_decay: fields.NotNegative = Field(default=5e-4, description="Weight decay of SGD.")
-    label_smoothing: fields.BelowOne = Field(
-        default=0.1, description="Share of each label that is spread over all classes."
-    )
-    augment: Annotated[Literal["none", "flip", "flip_translate"], Word] = Field(
-        default="flip_translate",
-        description="Random changes to training images: none, mirrored, or mirrored and moved.",
-    )
-    width: fields.Positive = Field(default=1.0, description="Multiplier of fastnet's channels.")
-    eval_every: Count = Field(default=1, description="Epochs between evaluations on the test images.")
-    checkpoint_every: Count = Field(default=1, description="Epochs between checkpoints.")
-    keep_checkpoints: Count = Field(default=2, description="Checkpoints that are kept; older ones are deleted.")
-    log_every: Count = Field(default=20, description="Steps between lines of metrics.")
 
 
 class Container(Section):

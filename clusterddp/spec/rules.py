@@ -10,9 +10,10 @@ from pydantic_core import PydanticCustomError
 from clusterddp.spec.conflict import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_rules import ssh_conflicts
+from clusterddp.spec.train_rules import train_conflicts
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import EntrySpec, JobSpec, TrainSpec
+    from clusterddp.spec.model import EntrySpec, JobSpec
 
 
 def check_rules(job: JobSpec) -> None:
@@ -33,7 +34,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     if job.entry is not None:
         yield from _entry_conflicts(job.entry)
     if job.train is not None:
-        yield from _train_conflicts(job.train)
+        yield from train_conflicts(job.train, job)
     yield from _size_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
@@ -47,20 +48,6 @@ def _entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
     if entry.script is not None and entry.module is not None:
         yield Conflict(
             keys=("entry.module", "entry.script"), message="has both script and module, expected one of them"
-        )
-
-
-def _train_conflicts(train: TrainSpec) -> Iterator[Conflict]:
-    if train.nesterov and train.momentum == 0:
-        yield Conflict(
-            keys=("train.momentum", "train.nesterov"),
-            message="nesterov needs a momentum above 0",
-            hint="train.nesterov: false is plain SGD",
-        )
-    if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
-        yield Conflict(
-            keys=("train.samples", "train.dataset"),
-            message=f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
         )
 
 

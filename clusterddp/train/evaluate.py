@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.augment import normalize
-from clusterddp.train.comm import Group, averaged_buffers, sum_over_ranks
 from clusterddp.train.data import Dataset
+from clusterddp.train.group import Group, averaged_buffers, sum_over_ranks
 
 _BATCH = {"cpu": 250, "cuda": 2000}  # samples; on a CPU larger batches are slower (they leave the cache)
 

@@ -14,15 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.train.augment import augment
 from clusterddp.train.checkpoint import Store, decode, read_newest, write_checkpoint
-from clusterddp.train.comm import (
-    Group,
-    StopAgreement,
-    broadcast_bytes,
-    exchange_gradients,
-    wrap_exact,
-)
+from clusterddp.train.comm import exchange_gradients, wrap_exact
 from clusterddp.train.data import Dataset, batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
+from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
 from clusterddp.train.metrics import Reporter
 from clusterddp.train.models import build_model
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate

@@ -22,8 +22,8 @@ from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.comm import Place, averaged_buffers, join_group, leave_group
 from clusterddp.train.data import load_dataset
+from clusterddp.train.group import Place, averaged_buffers, join_group, leave_group
 from clusterddp.train.loop import Setting, prepare, train
 from clusterddp.train.metrics import Reporter
 from clusterddp.train.spec import TrainSpec

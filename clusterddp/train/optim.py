@@ -54,6 +54,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     Raises: ClusterddpError: the train set is smaller than one step.
     """
     global_batch = world_size * spec.batch_size * spec.accumulate
+    grows = spec.lr_scaling == "linear" or (spec.lr_scaling == "auto" and spec.optimizer == "sgd")
     per_epoch = steps_per_epoch(num_samples, world=world_size, batch_size=spec.batch_size, accumulate=spec.accumulate)
     total_steps = spec.epochs * per_epoch
     return Schedule(
@@ -61,7 +62,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
         steps_per_epoch=per_epoch,
         total_steps=total_steps if spec.max_steps is None else min(total_steps, spec.max_steps),
         global_batch=global_batch,
-        peak_lr=spec.lr * (global_batch / spec.lr_batch if spec.lr_scaling == "linear" else 1.0),
+        peak_lr=spec.lr * (global_batch / spec.lr_batch if grows else 1.0),
         warmup=spec.warmup,
         shape=spec.schedule,
     )

@@ -29,15 +29,25 @@ class TrainSpec:
     seed: int = 0
     deterministic: bool = False
     lr: float = 0.1
-    lr_scaling: str = "linear"
+    lr_scaling: str = "auto"
     lr_batch: int = 128
     warmup: float = 0.2
     schedule: str = "onecycle"
+    optimizer: str = "sgd"
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 5e-4
+    ema: float = 0.0
     label_smoothing: float = 0.1
     augment: str = "flip_translate"
+    translate: int = 2
+    cutout: int = 0
+    tta: str = "none"
+    comm: str = "exact"
+    comm_allow: tuple[str, ...] = ()
+    strategy: str = "ddp"
+    sync_bn: bool = False
+    compile: str = "auto"
     width: float = 1.0
     eval_every: int = 1
     checkpoint_every: int = 1
@@ -56,7 +66,7 @@ class TrainSpec:
                 f"the plan has train.{', train.'.join(unknown)}, which this version does not know",
                 hint="submit the run again, or resume it with the version that submitted it",
             )
-        return cls(**section)
+        return cls(**section | {"comm_allow": tuple(section.get("comm_allow", ()))})
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

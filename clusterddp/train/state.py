@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.comm import Group, averaged_buffers, gather_on_first
 from clusterddp.train.evaluate import Evaluation
+from clusterddp.train.group import Group, averaged_buffers, gather_on_first
 from clusterddp.train.optim import Schedule
 
 if TYPE_CHECKING:

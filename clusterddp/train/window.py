@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.comm import Group, sum_over_ranks
+from clusterddp.train.group import Group, sum_over_ranks
 from clusterddp.train.state import TrainState
 
 

@@ -1,0 +1,83 @@
+"""The rules between the keys of the `train` section, and between them and the rest of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from clusterddp.spec.conflict import Conflict
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.train_section import TrainSpec
+
+
+def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
+    """Yield what does not go together."""
+    yield from _optimizer_conflicts(train)
+    yield from _comm_conflicts(train)
+    yield from _strategy_conflicts(train, job)
+    if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
+        yield Conflict(
+            keys=("train.samples", "train.dataset"),
+            message=f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
+        )
+    if train.sync_bn and (job.device == "cpu" or job.resources.gpus_per_node == 0):
+        why = "device is cpu" if job.device == "cpu" else "resources.gpus_per_node is 0"
+        yield Conflict(
+            keys=("train.sync_bn", "device", "resources.gpus_per_node"),
+            message=f"torch's SyncBatchNorm works on GPUs only, and {why}",
+            hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
+        )
+
+
+def _optimizer_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.optimizer == "adam" and train.lr_scaling == "linear":
+        yield Conflict(
+            keys=("train.lr_scaling", "train.optimizer"),
+            message="adam's steps do not grow with the batch, so its learning rate must not either",
+            hint="leave lr_scaling out; to follow a published recipe, write the scaled rate into train.lr",
+        )
+    if train.optimizer == "sgd" and train.nesterov and train.momentum == 0:
+        yield Conflict(
+            keys=("train.momentum", "train.nesterov"),
+            message="nesterov needs a momentum above 0",
+            hint="train.nesterov: false is plain SGD",
+        )
+
+
+def _comm_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.comm == "auto" and not train.comm_allow:
+        yield Conflict(
+            keys=("train.comm_allow", "train.comm"),
+            message="auto has nothing to choose from",
+            hint="comm_allow: [bf16, local:8] allows it those two besides exact",
+        )
+    if train.comm != "auto" and train.comm_allow:
+        yield Conflict(
+            keys=("train.comm_allow", "train.comm"), message=f"is for comm: auto only, and comm is {train.comm}"
+        )
+    if "auto" in train.comm_allow:
+        yield Conflict(
+            keys=("train.comm_allow",), message="auto is no mode, expected exact, bf16, powersgd:R or local:H"
+        )
+
+
+def _strategy_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
+    if train.strategy == "ddp":
+        return
+    if job.resources.world_size > 1:
+        hint = (
+            "resources.procs_per_node: 1, and gpus_per_node as many as it shall drive"
+            if train.strategy == "dp"
+            else None
+        )
+        yield Conflict(
+            keys=("train.strategy", "resources.procs_per_node", "resources.nodes"),
+            message=f"{train.strategy} is one process, and the run has {job.resources.world_size} ranks",
+            hint=hint,
+        )
+    if train.comm != "exact":
+        yield Conflict(
+            keys=("train.comm", "train.strategy"), message=f"{train.comm} is between ranks, and {train.strategy} is one"
+        )

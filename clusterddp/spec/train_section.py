@@ -1,0 +1,119 @@
+"""The spec's `train` section: what the built-in trainer trains, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from clusterddp.spec import fields
+from clusterddp.spec.fields import Comm, Count, Pixels, Word
+from clusterddp.spec.section import Section
+
+
+class TrainSpec(Section):
+    """The built-in trainer: an image classifier on CIFAR-10 and its kin."""
+
+    model: Annotated[Literal["resnet18", "fastnet"], Word] = Field(
+        default="resnet18",
+        description="resnet18 (11.2 million parameters, 3x3 stem for 32x32 images) or fastnet (small, quick).",
+    )
+    dataset: Annotated[Literal["shapes", "cifar10", "fashion_mnist", "random"], Word] = Field(
+        default="shapes",
+        description="shapes (generated, learnable, needs no file), cifar10, fashion_mnist, or random (generated noise: "
+        "its accuracy means nothing).",
+    )
+    data_dir: fields.Text | None = Field(
+        default=None, description="Directory of the data set on every node; default: the user's cache directory."
+    )
+    download: fields.Switch = Field(
+        default=True, description="Download the data set where it is missing, once per host."
+    )
+    samples: Count | None = Field(
+        default=None,
+        description="Training images that are used or generated; default: all, or 10000 where they are generated. "
+        "Generated sets have a fifth of it as test images.",
+    )
+    epochs: Count = Field(default=10, description="Passes over the training images.")
+    batch_size: Count = Field(default=128, description="Images per rank and step.")
+    accumulate: Count = Field(default=1, description="Batches whose gradients are summed before one optimizer step.")
+    max_steps: Count | None = Field(
+        default=None, description="Optimizer steps in all, after which training ends; default: none."
+    )
+    precision: Annotated[Literal["auto", "fp32", "bf16"], Word] = Field(
+        default="auto",
+        description="Arithmetic of the model; auto: bf16 where it is faster: GPUs that have it, CPUs on which two "
+        "trial steps say so.",
+    )
+    seed: fields.Seed = Field(default=0, description="Seed of weights, order and augmentation, 0 to 2^32-1.")
+    deterministic: fields.Switch = Field(
+        default=False, description="Bit-equal results from run to run; slower on GPUs."
+    )
+    lr: fields.Positive = Field(
+        default=0.1, description="Peak learning rate, meant for a global batch of lr_batch images."
+    )
+    lr_scaling: Annotated[Literal["auto", "linear", "none"], Word] = Field(
+        default="auto",
+        description="linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is; auto: "
+        "linear for sgd, none for adam, whose steps do not grow with the batch.",
+    )
+    lr_batch: Count = Field(default=128, description="Global batch that lr is meant for.")
+    warmup: fields.Fraction = Field(
+        default=0.2, description="Fraction of all steps over which the learning rate rises."
+    )
+    schedule: Annotated[Literal["onecycle", "triangle", "constant"], Word] = Field(
+        default="onecycle",
+        description="Learning rate after the warm-up: down by a cosine, down by a straight line, or constant.",
+    )
+    optimizer: Annotated[Literal["sgd", "adam"], Word] = Field(
+        default="sgd", description="How weights move; momentum and nesterov are sgd's."
+    )
+    momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
+    nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")
+    weight_decay: fields.NotNegative = Field(
+        default=5e-4, description="Weight decay; biases and batch norm's parameters do not decay."
+    )
+    ema: fields.BelowOne = Field(
+        default=0.0,
+        description="Share that a running mean of the weights keeps in each step, such as 0.999; it is evaluated "
+        "beside the weights. 0: none.",
+    )
+    label_smoothing: fields.BelowOne = Field(
+        default=0.1, description="Share of each label that is spread over all classes."
+    )
+    augment: Annotated[Literal["none", "flip", "flip_translate"], Word] = Field(
+        default="flip_translate",
+        description="Random changes to training images: none, mirrored, or mirrored and moved.",
+    )
+    translate: Pixels = Field(default=2, description="Pixels by which flip_translate moves images at most, each way.")
+    cutout: Pixels = Field(default=0, description="Side of a square that is blanked in each training image; 0: none.")
+    tta: Annotated[Literal["none", "mirror", "mirror_translate"], Word] = Field(
+        default="none",
+        description="Test-time augmentation: the mean over mirrored (and moved) copies, told apart as accuracy_tta.",
+    )
+    comm: Comm = Field(
+        default="exact",
+        description="How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
+        "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (H steps of its own on each rank, then "
+        "the mean of the weights), or auto (the fastest of exact and comm_allow, by measuring). All but exact change "
+        "results.",
+    )
+    comm_allow: tuple[Comm, ...] = Field(
+        default=(), description="What comm: auto may choose besides exact, such as [bf16, local:8]."
+    )
+    strategy: Annotated[Literal["ddp", "dp", "none"], Word] = Field(
+        default="ddp",
+        description="ddp: a process for each rank. For comparison: dp, one process that drives all GPUs of its node by "
+        "torch's DataParallel, and none, one process and one device.",
+    )
+    sync_bn: fields.Switch = Field(
+        default=False, description="Batch norm over the batches of all ranks (SyncBatchNorm); on GPUs only."
+    )
+    compile: Annotated[Literal["auto", "always", "never"], Word] = Field(
+        default="auto", description="torch.compile; auto: on GPUs, where it pays."
+    )
+    width: fields.Positive = Field(default=1.0, description="Multiplier of fastnet's channels.")
+    eval_every: Count = Field(default=1, description="Epochs between evaluations on the test images.")
+    checkpoint_every: Count = Field(default=1, description="Epochs between checkpoints.")
+    keep_checkpoints: Count = Field(default=2, description="Checkpoints that are kept; older ones are deleted.")
+    log_every: Count = Field(default=20, description="Steps between lines of metrics.")

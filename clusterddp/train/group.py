@@ -1,0 +1,210 @@
+"""The group of ranks: joining it, adding up over it, collecting from it, agreeing on a stop.
+
+Every helper also works for a single rank, which joins no group and sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clusterddp.dist.environment import GPU
+from clusterddp.errors import ClusterddpError
+
+GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process stands among the ranks, as torchrun's variables tell it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    backend: str
+    gpu: int | None = None
+    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+        """Read the variables; without them the process is the only rank."""
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+            gpu=int(environ[GPU]) if environ.get(GPU) else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks that train together, seen from one of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+    """A gloo group over the CPU for small talk beside the gradients; None for a single rank."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join_group(place: Place) -> Group:
+    """Choose this rank's device and meet the other ranks at MASTER_ADDR:MASTER_PORT.
+
+    Raises: ClusterddpError: the rank has no GPU of its own.
+    """
+    device = _choose_device(place)
+    if place.world_size == 1:
+        return Group(rank=0, world_size=1, device=device)
+    dist.init_process_group(
+        place.backend,
+        init_method="env://",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=GROUP_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    assert control is not None
+    return Group(rank=place.rank, world_size=place.world_size, device=device, control=control)
+
+
+def leave_group(group: Group) -> None:
+    """Leave in good order; after an exception a rank must not come here but end at once."""
+    if group.world_size > 1:
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
+    """Add up `values` over the ranks, in place."""
+    if group.world_size > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+@contextlib.contextmanager
+def averaged_buffers(model: nn.Module, group: Group) -> Iterator[None]:
+    """Let every rank's floating-point buffers be their mean over the ranks, inside the `with` only.
+
+    Outside each rank keeps its own, so that looking at a model (evaluation, a checkpoint) never changes what follows:
+    a run that was stopped between two steps goes on exactly like one that was not.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if group.world_size == 1 or not buffers:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    mean = sum_over_ranks(torch.cat([buffer.flatten().double() for buffer in buffers]), group) / group.world_size
+    for buffer, values in zip(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, own, strict=True):
+            buffer.copy_(values)
+
+
+def gather_on_first(value: _T, group: Group) -> list[_T] | None:
+    """Collect one value of each rank (tensors and plain values), by rank, on rank 0; None elsewhere.
+
+    torch's own gather_object cannot do without numpy.
+    """
+    if group.world_size == 1:
+        return [value]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    sizes = torch.zeros(group.world_size, dtype=torch.int64)
+    sizes[group.rank] = buffer.tell()
+    dist.all_reduce(sizes, group=group.control)
+    longest = int(sizes.max())
+    own = torch.frombuffer(bytearray(buffer.getvalue().ljust(longest, b"\0")), dtype=torch.uint8)
+    received = [bytearray(longest) for _ in sizes] if group.is_first else []
+    slots = [torch.frombuffer(each, dtype=torch.uint8) for each in received]
+    dist.gather(own, slots or None, dst=0, group=group.control)
+    if not group.is_first:
+        return None
+    pairs = zip(received, sizes.tolist(), strict=True)
+    return [torch.load(io.BytesIO(data[:size]), weights_only=True) for data, size in pairs]
+
+
+def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
+    """Give rank 0's bytes, or its None, to every rank."""
+    if group.world_size == 1:
+        return data
+    size = torch.tensor([-1 if data is None else len(data)])
+    dist.broadcast(size, src=0, group=group.control)
+    if size.item() < 0:
+        return None
+    content = bytearray(int(size)) if data is None else bytearray(data)
+    if content:
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0, group=group.control)
+    return bytes(content)
+
+
+class StopAgreement:
+    """Lets all ranks learn of a stop at the same step, without a step that waits for it.
+
+    `requested` asks this rank's own sources. Its answer travels beside a step's computation and is read one step
+    later, so a rank is as early as the others and nobody waits for a round trip.
+    """
+
+    def __init__(self, requested: Callable[[], bool], group: Group) -> None:
+        self._requested = requested
+        self._group = group
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._pending: dist.Work | None = None
+        self.told = False
+        """True from the moment on that all ranks know of the stop."""
+
+    def agreed(self) -> bool:
+        """Say whether all ranks stop here; every rank must ask equally often."""
+        if self._group.world_size == 1:
+            self.told = self.told or self._requested()
+            return self.told
+        self.settle()
+        if not self.told:
+            self._flag[0] = self._requested()
+            self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True)
+        return self.told
+
+    def agreed_now(self) -> bool:
+        """Like `agreed`, but wait for the answer to the question asked now."""
+        self.agreed()
+        self.settle()
+        return self.told
+
+    def settle(self) -> None:
+        """Wait for the answer that is under way, if one is."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self.told = bool(self._flag.item())
+
+
+def _choose_device(place: Place) -> torch.device:
+    if place.backend != "nccl":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    index = place.local_rank if place.gpu is None else place.gpu
+    if index >= gpus:
+        raise ClusterddpError(
+            f"rank {place.rank} is number {place.local_rank} on its node, which shows it {gpus} GPUs",
+            hint="ask for at most one rank per GPU, or run on the CPU with --cpu",
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
