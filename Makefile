@@ -19,7 +19,7 @@ demo: $(VENV)/.train
 
 test: check
 	tests/rack/install
-	$(BIN)/pytest -n 6 --dist loadfile
+	tests/run_all $(BIN)/pytest
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow"

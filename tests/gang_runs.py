@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import AttemptEnd, RankRecord, read_end, read_ranks
@@ -57,7 +59,7 @@ def wait_until(
     """Wait until `condition` is true; return how long it took in seconds."""
     start = time.monotonic()
     while not condition():
-        if time.monotonic() - start > timeout_s:
+        if time.monotonic() - start > PATIENCE * timeout_s:
             raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}")
         time.sleep(0.01)
     return time.monotonic() - start
@@ -135,7 +137,7 @@ class GangRun:
 
         `after_kill`: a supervisor was killed, whose guard may need another moment to put things in order.
         """
-        out, _ = self.starter.communicate(timeout=timeout_s)
+        out, _ = self.starter.communicate(timeout=PATIENCE * timeout_s)
         if after_kill:
             self.await_nothing_left(5.0)
         left = self.left()

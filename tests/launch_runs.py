@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from clusterddp.launch.plan import Plan, plan_run
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.process_table import Process
@@ -48,7 +50,7 @@ def plan_text(text: str, directory: Path, *, environ: Mapping[str, str] | None =
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     """Wait until `condition` gives something true, and return that."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not (result := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from rack.plan import HEAD
 from rack.rack import SYSTEM_PATH, Rack
 
@@ -99,7 +100,7 @@ class Person:
 
 def await_true(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
     """Wait until `condition` gives something true, and return that."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE * within_s
     while not (result := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)

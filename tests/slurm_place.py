@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from patience import PATIENCE
 from rack.rack import Rack
 
 from clusterddp.run.directory import RunDir
@@ -76,7 +77,7 @@ class Place:
         self, run: RunDir, wanted: Callable[[dict[str, Any]], bool], within_s: float = 120
     ) -> dict[str, Any]:
         """Ask until the status is as wanted; return it."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + PATIENCE * within_s
         while not wanted(status := self.status(run)):
             assert time.monotonic() < deadline, status
             time.sleep(0.3)

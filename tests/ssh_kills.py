@@ -86,7 +86,7 @@ class Round:
             self._judge(command, before)
             self._mend()
             if watcher is not None:
-                self.said += watcher.communicate(timeout=40)[1]
+                self.said += watcher.communicate(timeout=240)[1]
                 self.expect(watcher.returncode == 6, f"the watching command left with {watcher.returncode}")
         finally:
             self._mend()
@@ -165,7 +165,7 @@ class Round:
         if bears and self.kill.moment == "start":
             # Whole or nothing: which of them shows when the command has ended and nothing moves any more.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                command.wait(timeout=60)
+                command.wait(timeout=240)
             before = set()
             with contextlib.suppress(RackError):
                 wait_until(lambda: self.is_up() or not self._all(), WITHIN_S)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from rack.plan import HEAD
 from rack.rack import Rack, wait_until
 
@@ -61,7 +62,13 @@ class SshPlace:
         """Run the command on the laptop."""
         variables = self._variables(environ)
         return self.rack.run(
-            HEAD, self.command(*arguments), cwd=self.path, env=variables, check=check, timeout_s=timeout_s, stdin=stdin
+            HEAD,
+            self.command(*arguments),
+            cwd=self.path,
+            env=variables,
+            check=check,
+            timeout_s=PATIENCE * timeout_s,
+            stdin=stdin,
         )
 
     def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -109,7 +116,7 @@ class SshPlace:
 
     def await_state(self, *states: str, run: RunDir | None = None, within_s: float = 90) -> dict[str, Any]:
         """Ask until a run is in one of these states; return its status."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + PATIENCE * within_s
         while (status := self.status(run))["state"] not in states:
             assert time.monotonic() < deadline, status
             time.sleep(0.2)

@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-m", "clusterddp"]
 
 
 def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False, **options)
 
 
 def completing(words: str) -> dict[str, str]:
@@ -37,7 +37,7 @@ def loaded_by(code: str, **environ: str) -> set[str]:
     """Run Python code in a fresh interpreter; return which heavy modules it has loaded."""
     code += f"\nimport sys; print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=os.environ | environ
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True, env=os.environ | environ
     )
     return set(done.stdout.rpartition("LOADED")[2].split())
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pexpect
 import pytest
+from patience import PATIENCE
 
 from clusterddp.run.directory import RunDir, list_runs, read_json
 from clusterddp.run.record import read_run
@@ -36,8 +37,6 @@ entry: {script: train.py, args: ["0", none]}
 FAILS = 'entry.args=["0", "3"]'
 LASTS = 'entry.args=["60", none]'
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
@@ -55,7 +54,7 @@ def clusterddp(place: Path, *arguments: str, timeout_s: float = 60, **options: A
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=PATIENCE * timeout_s,
         check=False,
         **options,
     )
@@ -67,7 +66,7 @@ def newest(place: Path) -> RunDir:
 
 def gone_soon(run: RunDir) -> bool:
     """Say whether no process of the run is left, or will be within a moment."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + PATIENCE * 3
     while time.monotonic() < deadline:
         if not find_processes(f"{read_run(run).token}."):
             return True
@@ -77,7 +76,7 @@ def gone_soon(run: RunDir) -> bool:
 
 def wait_for_ranks(place: Path) -> str:
     """Wait until every rank has said something; return the run's name."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE * 30
     while time.monotonic() < deadline:
         for run in list_runs(place / "runs"):
             logs = [run.attempt(0).stderr(rank) for rank in range(4)]
@@ -267,7 +266,6 @@ def test_the_run_keeps_the_spec_as_resolved(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_the_demo_learns_and_says_what_is_next(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = clusterddp(tmp_path, "demo", timeout_s=160)

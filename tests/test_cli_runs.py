@@ -95,7 +95,6 @@ def test_an_ambiguous_beginning_is_refused(runs_dir: Path, capfd: pytest.Capture
     assert command(capfd, "status", "brisk")[0] == 2
 
 
-@pytest.mark.timeout(30)
 def test_watch_as_json_prints_a_line_per_change_and_ends_with_the_run(
     runs_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +159,6 @@ def test_logs_that_are_empty_say_so(runs_dir: Path, capfd: pytest.CaptureFixture
     assert err == "rank 0 of brisk-otter-3 has written nothing\n"
 
 
-@pytest.mark.timeout(30)
 def test_following_logs_ends_with_the_run_and_exit_code_zero(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(runs_dir)
 

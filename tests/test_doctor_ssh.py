@@ -236,7 +236,7 @@ def test_a_trial_ends_with_the_doctor(doctor: Doctor) -> None:
         for pid in doctor.place.rack.pids("head"):
             if b"doctor\0job.yaml" in command_line(pid):
                 os.kill(pid, 9)
-        asking.communicate(timeout=30)
+        asking.communicate(timeout=240)
     wait_until(lambda: trials() == [], 20)
 
 

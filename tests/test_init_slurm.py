@@ -27,7 +27,7 @@ INIT = [sys.executable, "-m", "clusterddp", "init", "--launcher", "slurm"]
 
 def init(directory: Path, environ: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*INIT, *more], check=False, cwd=directory, env=environ, capture_output=True, text=True, timeout=60
+        [*INIT, *more], check=False, cwd=directory, env=environ, capture_output=True, text=True, timeout=240
     )
 
 

@@ -160,7 +160,6 @@ def test_failed_is_refused_while_none_has_failed(tmp_path: Path) -> None:
         choose_ranks(run, "failed", attempt=None, follow=False)
 
 
-@pytest.mark.timeout(30)
 def test_following_goes_on_over_a_restart_and_ends_with_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 

@@ -33,7 +33,7 @@ def start_rank(run_dir, entry, **environment):
 
 def run_rank(run_dir, entry, **environment):
     process = start_rank(run_dir, entry, **environment)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 

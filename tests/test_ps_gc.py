@@ -92,7 +92,7 @@ def make_record(path: Path, token: str) -> RunDir:
 def clusterddp(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "clusterddp", *map(str, arguments)]
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, cwd="/"
+        command, check=False, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL, cwd="/"
     )
 
 
@@ -276,7 +276,7 @@ def test_the_exit_code_tells_that_something_would_not_end(token):
         wait_until(lambda: look(token), what="the first process is up")
         (first,) = (found.pid for found in look(token).processes)
         gc_inside = ["nsenter", "-t", str(first), "-p", "-m", sys.executable, "-m", "clusterddp", "gc", "--yes"]
-        done = subprocess.run(gc_inside, check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(gc_inside, check=False, capture_output=True, text=True, timeout=240)
         assert (done.returncode, "brisk-otter-3 cannot be ended: 1 (sleep 600)" in done.stderr) == (1, True)
     finally:
         process.kill()
@@ -285,7 +285,7 @@ def test_the_exit_code_tells_that_something_would_not_end(token):
 
 def while_gc_asks(what: str) -> dict[str, object]:
     command = [*ALONE, sys.executable, str(WHILE_GC_ASKS), what]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     return dict(json.loads(done.stdout))
 
 

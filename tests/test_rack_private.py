@@ -133,4 +133,4 @@ def test_a_gang_of_torch_meets_across_private_hosts(lan):
         rendezvous = {"MASTER_ADDR": lan.plan.address("node1"), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
         argv = lan.argv(node, ["python", "-c", program], env={**rendezvous, "RANK": str(rank), "WORLD_SIZE": "3"})
         processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
-    assert [process.communicate(timeout=60)[0] for process in processes] == ["3\n"] * 3
+    assert [process.communicate(timeout=240)[0] for process in processes] == ["3\n"] * 3

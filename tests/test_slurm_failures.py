@@ -157,7 +157,6 @@ def test_a_host_that_loses_power_ends_the_gang_and_is_named(own_rack, node):
     await_nothing_left(run, 15)
 
 
-@pytest.mark.timeout(300)  # Slurm itself takes a minute to believe that the host is gone
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_gang_that_loses_a_host_goes_on_with_others(own_rack, node):
     run = start(own_rack, "goes-on", ONCE, more="restarts: 1")

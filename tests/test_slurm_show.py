@@ -15,7 +15,7 @@ from slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
 
 from clusterddp.run.directory import RunDir, read_jsonl
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 TWO_NODES = ["node1", "node2"]
 ENDS_WITHIN_S = 15.0

@@ -67,7 +67,7 @@ def test_an_interrupted_submit_leaves_no_job_and_says_so(person: Person) -> None
     process = person.start("submit", "job.yaml", environ=wrapper)
     await_true((person.place / "queued").exists)
     interrupt(person)
-    _, talk = process.communicate(timeout=60)
+    _, talk = process.communicate(timeout=240)
     assert process.returncode == 130
     [(job_id, state)] = person.jobs()
     assert state == "CANCELLED"
@@ -83,7 +83,7 @@ def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(pe
     process = person.start("submit", "job.yaml", environ=wrapper)
     await_true((person.place / "queued").exists)
     person.slurm("pkill", "-KILL", "-f", "clusterddp submit job.yaml")  # the head's own processes
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert person.record().job_id is None
     assert person.status()["state"] == "PENDING"
     assert person.clusterddp("cancel", "@last").returncode == 0

@@ -269,7 +269,7 @@ def test_a_run_in_line_starts_when_the_one_before_it_has_ended(place: SshPlace) 
     waiting = place.start("submit", "job.yaml")
     wait_until(lambda: f"GPU 0: run {first.name}" in waiting.stderr.readline(), 60)
     place.clusterddp("cancel", first.name)
-    _, said = waiting.communicate(timeout=90)
+    _, said = waiting.communicate(timeout=240)
     assert (waiting.returncode, place.run_dir().name != first.name) == (0, True), said
     place.await_state("RUNNING")
 

@@ -74,7 +74,7 @@ def test_an_attached_run_ends_with_the_command(ssh_place: SshPlace, word: signal
     process = place.start("submit", "job.yaml", "--hosts", "node1,node2", "--attach")
     wait_until(lambda: (place.path / "runs").exists() and len(ranks_of(place)) == 4, 60)
     send(process, word)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     wait_until(lambda: not place.all_processes(), 30)
     if word == signal.SIGINT:
         assert process.returncode == 130, said

@@ -9,7 +9,7 @@ from rack.rack import Rack, running_rack
 from ssh_kill_kinds import BOTH, CABLE, GUARD, LAN, LAUNCHER, LISTENER, POWER, RANK, SESSION, SUPERVISOR, Kill
 from ssh_kills import play_round
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 KILLS = [
     Kill(victim=RANK, node=1, moment="later", delay_s=0.2),

@@ -210,7 +210,7 @@ def test_ctrl_c_ends_an_attached_run_as_cancelled(place: SshPlace) -> None:
     run = place.run_dir()
     await_started(place, run)
     send(process, signal.SIGINT)
-    process.communicate(timeout=40)
+    process.communicate(timeout=240)
     place.await_gone(within_s=20)
     assert head_end(place, run).outcome == "CANCELLED"
 

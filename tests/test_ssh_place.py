@@ -40,7 +40,7 @@ def test_ctrl_c_reaches_a_command_that_was_started(ssh_place):
         knocks = ["ss", "--no-header", "--tcp", "state", "syn-sent"]
         wait_until(lambda: ssh_place.rack.run(HEAD, knocks).stdout, 30)
         send(process)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=240) == 130
     finally:
         open_ports(ssh_place.rack, "node1")
 

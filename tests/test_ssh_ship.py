@@ -262,4 +262,4 @@ def end_program(process: subprocess.Popen[str], how: signal.Signals) -> None:
     """Signal what was started on the head: it is a child of the command that entered there."""
     (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(pid), how)
-    process.communicate(timeout=20)
+    process.communicate(timeout=240)

@@ -26,7 +26,7 @@ from clusterddp.train.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
-TIMEOUT_S = 120  # a machine that is shared may take its time
+TIMEOUT_S = 400  # a machine that is shared may take its time
 TINY: dict[str, Any] = {
     "model": "fastnet",
     "width": 0.125,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from patience import PATIENCE
+
 from rack.files import write_rack_files
 from rack.plan import HEAD, SYSTEM_PATH, RackPlan
 from rack.private import HOMES, outside
@@ -123,7 +125,9 @@ class Rack:
         Raises: RackError when it fails and `check` is set; subprocess.TimeoutExpired.
         """
         argv = self.argv(host, command, user=user, cwd=cwd, env=env)
-        done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=timeout_s, input=stdin)
+        done = subprocess.run(
+            argv, check=False, capture_output=True, text=True, timeout=PATIENCE * timeout_s, input=stdin
+        )
         if check and done.returncode:
             raise RackError(f"{host}: {command} left with {done.returncode}\n{done.stdout}{done.stderr}")
         return done
@@ -193,7 +197,7 @@ class Rack:
         try:
             wait_until(all_idle, within_s)
         except RackError as error:
-            raise RackError(f"nodes did not become idle in {within_s} s\n{self.log_tails()}") from error
+            raise RackError(f"nodes did not become idle in {PATIENCE * within_s} s\n{self.log_tails()}") from error
 
     def log_tails(self) -> str:
         """Read the last lines of every daemon's log."""
@@ -205,7 +209,7 @@ class Rack:
         assert self.keeper.stdin is not None
         self.keeper.stdin.close()
         for process in (self.keeper, *self.inits.values()):
-            process.wait(timeout=30)
+            process.wait(timeout=240)
         for pidfd in self.powered.values():
             os.close(pidfd)
         shutil.rmtree(self.dir, ignore_errors=True)
@@ -277,8 +281,8 @@ def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
 
     Raises: RackError when it is not true in time.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE * within_s
     while not is_true():
         if time.monotonic() > deadline:
-            raise RackError(f"not within {within_s} s")
+            raise RackError(f"not within {PATIENCE * within_s} s")
         time.sleep(0.05)
