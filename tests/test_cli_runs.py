@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from handmade_runs import complete, fail, make_run, start_attempt, train
+from patience import PATIENCE
 
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
@@ -253,4 +254,4 @@ def test_a_thousand_runs_are_listed_in_seconds(runs_dir: Path, capfd: pytest.Cap
     before = time.monotonic()
     code, out, _ = command(capfd, "list", "-n", "1000")
     assert (code, len(out.splitlines())) == (0, 1001)
-    assert time.monotonic() - before < 10  # about one on an idle machine; this is no benchmark
+    assert time.monotonic() - before < PATIENCE * 10  # about one on an idle machine; this is no benchmark
