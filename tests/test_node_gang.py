@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from gang_runs import make_gang, running, started
+from patience import PATIENCE
 
 DUMP = """
-from patience import PATIENCE
 import json
 (run_dir / f"env-{rank}.json").write_text(json.dumps({"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd()}))
 print(f"out of {rank}"); print(f"err of {rank}", file=sys.stderr)

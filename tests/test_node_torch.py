@@ -4,6 +4,7 @@ import time
 
 import pytest
 from gang_runs import running
+from patience import PATIENCE
 
 pytest.importorskip("torch")
 
@@ -41,7 +42,6 @@ def test_the_cause_is_found_among_the_connection_losses_that_follow_from_it(tmp_
 @pytest.mark.slow
 def test_torch_ranks_find_each_other_by_the_variables_alone(tmp_path):
     program = """
-from patience import PATIENCE
 import torch, torch.distributed
 torch.distributed.init_process_group()
 total = torch.tensor(float(rank))
