@@ -1,43 +1,33 @@
-"""How gradients meet: what each rank's backward pass has found becomes one step of all of them."""
+"""Which way ranks exchange: the mode that the spec names, made ready for a model."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from contextlib import AbstractContextManager
-from typing import Any
-
+import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.train.comm_ddp import Bf16Exchange, DdpExchange
+from clusterddp.train.comm_local import LocalSteps
+from clusterddp.train.comm_powersgd import PowerSgd
+from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group
 
 
-def wrap_exact(model: nn.Module, group: Group) -> nn.Module:
-    """Make the backward pass average the gradients over the ranks, exactly; a single rank's model stays as it is.
+def build_exchange(
+    comm: str, model: nn.Module, group: Group, *, optimizer: torch.optim.Optimizer, total_steps: int, seed: int
+) -> Exchange:
+    """Make the exchange of mode `comm` (exact, bf16, powersgd:R, local:H); rank 0's weights become everybody's.
 
-    Rank 0's parameters become everybody's. Batch norm's running statistics are left to each rank: nothing reads them
-    while training, and `averaged_buffers` makes them equal where somebody does. That saves a broadcast in every step.
+    The docstring of each class says what it costs; docs/trainer.md, when it pays.
     """
     if group.world_size == 1:
-        return model
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers, which torch 2.11 does not have.
-    options: dict[str, Any] = {
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-    }
-    if "batched_grad_copy" in known:
-        options["batched_grad_copy"] = True  # bucket views alone save no copy once gradients are set to None
-    return DistributedDataParallel(
-        model,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **options,
-    )
-
-
-def exchange_gradients(wrapped: nn.Module, *, now: bool) -> AbstractContextManager[None]:
-    """Say, around a micro-batch's forward and backward pass, whether its backward pass talks to the other ranks."""
-    if now or not isinstance(wrapped, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return wrapped.no_sync()
+        return Exchange(model, group)
+    mode, _, number = comm.partition(":")
+    if mode == "exact":
+        return DdpExchange(model, group)
+    if mode == "bf16":
+        return Bf16Exchange(model, group)
+    if mode == "powersgd":
+        return PowerSgd(model, group, rank=int(number), total_steps=total_steps, seed=seed)
+    if mode == "local":
+        return LocalSteps(model, group, every=int(number), optimizer=optimizer)
+    raise ValueError(f"comm: {comm!r} is none of exact, bf16, powersgd:R, local:H")

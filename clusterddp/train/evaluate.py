@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.augment import normalize
 from clusterddp.train.data import Dataset
-from clusterddp.train.group import Group, averaged_buffers, sum_over_ranks
+from clusterddp.train.group import Group, sum_over_ranks
 
 _BATCH = {"cpu": 250, "cuda": 2000}  # samples; on a CPU larger batches are slower (they leave the cache)
 
@@ -46,6 +46,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate the inner (unwrapped) `model`, shared out over the ranks; None when `stop` said so before the end.
 
+    It must be the same on all ranks: `Exchange.averaged` sees to that.
+
     Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by
     one; the forward pass has no collectives and does not mind. `stop` is asked equally often on every rank.
     """
@@ -55,7 +57,7 @@ def evaluate(
     counts = torch.zeros(2, dtype=torch.int64, device=group.device)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=group.device)
     model.eval()
-    with torch.no_grad(), averaged_buffers(model, group):
+    with torch.no_grad():
         for start in range(0, math.ceil(num_samples / group.world_size), batch):
             if stop():
                 model.train()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -96,26 +97,62 @@ def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
     return values
 
 
+def start_mean(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
+    """Begin to average `tensors` over the ranks, in one message; call the answer to have the mean in `tensors`.
+
+    `dtype` is what they travel in; None: their own.
+    """
+    if group.world_size == 1 or not tensors:
+        return lambda: None
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(group.world_size).to(dtype)
+    under_way = dist.all_reduce(flat, async_op=True)
+    assert under_way is not None
+
+    def arrive() -> None:
+        under_way.wait()
+        for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+
+    return arrive
+
+
+def mean_over_ranks(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> None:
+    """Average `tensors` over the ranks, in place and in one message; see `start_mean`."""
+    start_mean(tensors, group, dtype=dtype)()
+
+
+def broadcast_model(model: nn.Module, group: Group) -> None:
+    """Give rank 0's parameters and buffers to every rank."""
+    if group.world_size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
 @contextlib.contextmanager
-def averaged_buffers(model: nn.Module, group: Group) -> Iterator[None]:
-    """Let every rank's floating-point buffers be their mean over the ranks, inside the `with` only.
+def averaged_tensors(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
+    """Let every rank's floating-point `tensors` be their mean over the ranks, inside the `with` only.
 
     Outside each rank keeps its own, so that looking at a model (evaluation, a checkpoint) never changes what follows:
-    a run that was stopped between two steps goes on exactly like one that was not.
+    a run that was stopped between two steps goes on exactly like one that was not. What is equal stays so to the bit.
     """
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if group.world_size == 1 or not buffers:
+    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    if group.world_size == 1 or not floats:
         yield
         return
-    own = [buffer.clone() for buffer in buffers]
-    mean = sum_over_ranks(torch.cat([buffer.flatten().double() for buffer in buffers]), group) / group.world_size
-    for buffer, values in zip(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))
+    own = [tensor.clone() for tensor in floats]
+    mean = sum_over_ranks(torch.cat([tensor.flatten().double() for tensor in floats]), group) / group.world_size
+    for tensor, values in zip(floats, torch.split(mean, [tensor.numel() for tensor in floats]), strict=True):
+        tensor.copy_(values.view_as(tensor))
     try:
         yield
     finally:
-        for buffer, values in zip(buffers, own, strict=True):
-            buffer.copy_(values)
+        for tensor, values in zip(floats, own, strict=True):
+            tensor.copy_(values)
+
+
+def averaged_buffers(model: nn.Module, group: Group) -> AbstractContextManager[None]:
+    """Let every rank's floating-point buffers be their mean over the ranks, inside the `with` only."""
+    return averaged_tensors(model.buffers(), group)
 
 
 def gather_on_first(value: _T, group: Group) -> list[_T] | None:

@@ -3,70 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from clusterddp.train.augment import augment
-from clusterddp.train.checkpoint import Store, decode, read_newest, write_checkpoint
-from clusterddp.train.comm import exchange_gradients, wrap_exact
-from clusterddp.train.data import Dataset, batch_indices, epoch_order
+from clusterddp.train.begin import Setting, begin, introduce
+from clusterddp.train.checkpoint import write_checkpoint
+from clusterddp.train.data import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
-from clusterddp.train.metrics import Reporter
-from clusterddp.train.models import build_model
-from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
-from clusterddp.train.state import TrainState, gather_state, restore_state, spec_changes
+from clusterddp.train.optim import set_learning_rate
+from clusterddp.train.state import TrainState, gather_state
 from clusterddp.train.window import TrainReport, Window, read_window
-
-if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What stays the same while training."""
-
-    spec: TrainSpec
-    dataset: Dataset
-    group: Group
-    schedule: Schedule
-    precision: str
-    """What the model computes in: fp32 or bf16."""
-    store: Store
-    reporter: Reporter
-    stop: StopAgreement
-
-    def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
-
-
-def prepare(
-    spec: TrainSpec,
-    dataset: Dataset,
-    group: Group,
-    *,
-    store: Store,
-    reporter: Reporter,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> Setting:
-    """Settle everything about a training before it begins."""
-    schedule = plan_schedule(spec, num_samples=len(dataset.train_labels), world_size=group.world_size)
-    return Setting(
-        spec=spec,
-        dataset=dataset,
-        group=group,
-        schedule=schedule,
-        precision=choose_precision(spec.precision, group.device),
-        store=store,
-        reporter=reporter,
-        stop=StopAgreement(stop_requested, group),
-    )
 
 
 def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) -> TrainState:
@@ -74,15 +23,11 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
 
     Return where training stands; unless that is `finished`, it was told to stop, and a checkpoint of it is written.
     """
-    model = build_model(setting.spec, setting.dataset).to(setting.group.device)
-    # Before DDP sees it, as ranks must agree on strides (torch's stubs do not know this form of `to`).
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    wrapped = wrap_exact(model, setting.group)
-    state = TrainState(model=model, optimizer=build_optimizer(model, setting.spec, setting.group.device))
-    resume(state, setting)
+    state = begin(setting)
+    introduce(state, setting)
     go_on = not setting.stop.agreed_now()
     while go_on and not state.finished(setting.schedule):
-        go_on = train_epoch(wrapped, state, setting, after_step) and evaluate_if_due(state, setting)
+        go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
         if go_on:
             end_epoch(state, setting)
     setting.stop.settle()
@@ -91,7 +36,7 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
     return state
 
 
-def train_epoch(wrapped: nn.Module, state: TrainState, setting: Setting, after_step: Callable[[], None]) -> bool:
+def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], None]) -> bool:
     """Take the steps that are left of the epoch; False when all ranks agreed to stop before its end."""
     spec, schedule = setting.spec, setting.schedule
     order = epoch_order(len(setting.dataset.train_labels), spec.seed, state.epoch).to(setting.group.device)
@@ -100,7 +45,7 @@ def train_epoch(wrapped: nn.Module, state: TrainState, setting: Setting, after_s
         if setting.stop.agreed():
             break
         set_learning_rate(state.optimizer, schedule.learning_rate(state.step))
-        train_step(wrapped, state, setting, order, window)
+        train_step(state, setting, order, window)
         after_step()
         if state.step % spec.log_every == 0:
             report(window, state, setting)
@@ -109,9 +54,9 @@ def train_epoch(wrapped: nn.Module, state: TrainState, setting: Setting, after_s
     return not setting.stop.told
 
 
-def train_step(wrapped: nn.Module, state: TrainState, setting: Setting, order: Tensor, window: Window) -> None:
+def train_step(state: TrainState, setting: Setting, order: Tensor, window: Window) -> None:
     """Take one optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
-    spec, data, group = setting.spec, setting.dataset, setting.group
+    spec, data, group, schedule = setting.spec, setting.dataset, setting.group, setting.schedule
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
     look = partial(augment, mode=spec.augment, seed=spec.seed, mean=data.mean, std=data.std, channels_last=True)
     state.optimizer.zero_grad(set_to_none=True)
@@ -119,17 +64,20 @@ def train_step(wrapped: nn.Module, state: TrainState, setting: Setting, order: T
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
         images = look(data.train_images[indices], indices, epoch=state.epoch)
         labels = data.train_labels[indices]
-        with exchange_gradients(wrapped, now=micro == spec.accumulate - 1):
-            with setting.autocast():
-                logits = wrapped(images)
+        with state.exchange.scope(now=micro == spec.accumulate - 1):
+            with setting.autocast(state.precision):
+                logits = state.forward(images)
             loss = cross_entropy(logits.float(), labels, label_smoothing=spec.label_smoothing) / spec.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
         window.add(loss.detach(), logits.detach(), labels)
+    state.exchange.after_backward(state.step)
     state.optimizer.step()
     window.steps += 1
     state.step += 1
     state.step_in_epoch += 1
-    state.samples += setting.schedule.global_batch
+    state.samples += schedule.global_batch
+    epoch_ends = state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps
+    state.exchange.after_step(state.step, epoch_ends=epoch_ends)
 
 
 def report(window: Window, state: TrainState, setting: Setting) -> None:
@@ -161,14 +109,15 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     schedule = setting.schedule
     if state.step < schedule.total_steps and (state.epoch + 1) % setting.spec.eval_every:
         return True
-    result = evaluate(
-        state.model,
-        setting.dataset,
-        setting.group,
-        step=state.step,
-        autocast=setting.autocast,
-        stop=setting.stop.agreed,
-    )
+    with state.exchange.averaged(state.model):
+        result = evaluate(
+            state.model,
+            setting.dataset,
+            setting.group,
+            step=state.step,
+            autocast=partial(setting.autocast, state.precision),
+            stop=setting.stop.agreed,
+        )
     if result is None:
         return False
     state.evaluation = result
@@ -192,27 +141,3 @@ def save(state: TrainState, setting: Setting) -> None:
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
         write_checkpoint(setting.store, saved)
-
-
-def resume(state: TrainState, setting: Setting) -> None:
-    """Go on from the newest valid checkpoint, if there is one; rank 0 reads it for all, so no disk need be shared."""
-    group, reporter = setting.group, setting.reporter
-    newest = read_newest(setting.store, reporter.say) if group.is_first else None
-    data = broadcast_bytes(None if newest is None else newest[1], group)
-    if data is not None:
-        saved = decode(data)
-        num_samples = len(setting.dataset.train_labels)
-        restore_state(state, saved, spec=setting.spec, schedule=setting.schedule, num_samples=num_samples, group=group)
-        for change in spec_changes(saved, setting.spec):
-            reporter.say(f"changed since the checkpoint: {change}")
-    if newest is not None:
-        state.resumed_from = newest[0].file
-        reporter.say(f"resumed from {newest[0].file}: step {state.step} of {setting.schedule.total_steps}")
-    reporter.open_events(step=state.step)
-
-
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """Settle what `auto` means: bf16 on GPUs that have it, fp32 elsewhere."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"

@@ -21,10 +21,11 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
+from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.data import load_dataset
-from clusterddp.train.group import Place, averaged_buffers, join_group, leave_group
-from clusterddp.train.loop import Setting, prepare, train
+from clusterddp.train.group import Place, join_group, leave_group
+from clusterddp.train.loop import train
 from clusterddp.train.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
@@ -74,13 +75,12 @@ def main(environ: Mapping[str, str]) -> None:
             reporter=reporter,
             stop_requested=partial(stop_requested, assignment.stop_file),
         )
-        introduce(setting)
         start_up = StartUp(reporter)
         state = train(setting, after_step=start_up)
         if not state.finished(setting.schedule):
             confirm(state, assignment, setting)
         else:
-            with averaged_buffers(state.model, group):
+            with state.exchange.averaged(state.model):
                 reporter.summary(summarise(state, setting, start_up.seconds))
     leave_group(group)
 
@@ -106,18 +106,6 @@ def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
     if spec.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
-
-
-def introduce(setting: Setting) -> None:
-    """Tell what is going to be trained, on what."""
-    spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
-    ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
-    setting.reporter.say(
-        f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {setting.precision}, "
-        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
-    )
-    if dataset.warning:
-        setting.reporter.say(f"warning: {dataset.warning}")
 
 
 class StartUp:
@@ -160,7 +148,9 @@ def summarise(state: TrainState, setting: Setting, start_up_seconds: float | Non
         "start_up_seconds": start_up_seconds,
         "world_size": setting.group.world_size,
         "device": setting.group.device.type,
-        "precision": setting.precision,
+        "precision": state.precision,
+        "comm": state.exchange.label,
+        "exact": state.exchange.exact,
         "model": spec.model,
         "dataset": dataset.label,
         "warning": dataset.warning,

@@ -13,22 +13,29 @@ from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.group import Group, averaged_buffers, gather_on_first
+from clusterddp.train.exchange import Exchange
+from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.optim import Schedule
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
 
-_DEFINING = ("model", "width", "dataset", "seed")
-"""Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order."""
+_DEFINING = ("model", "width", "dataset", "seed", "optimizer")
+"""Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order, what is
+kept for each weight."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """What changes while training; `model` is the inner module, never the one wrapped for DDP."""
+    """What changes while training; `model` is the inner module, never one that is wrapped or compiled."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    exchange: Exchange
+    forward: nn.Module
+    """What a step calls for its forward pass: `model`, wrapped for the exchange."""
+    precision: str
+    """What the model computes in: fp32 or bf16."""
     epoch: int = 0
     """Epochs that are done, evaluation included."""
     step_in_epoch: int = 0
@@ -54,14 +61,13 @@ class TrainState:
 def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group: Group) -> dict[str, Any] | None:
     """Collect from all ranks what a checkpoint holds, on rank 0; None elsewhere.
 
-    `model` has the buffers' mean over the ranks, for whoever loads it to use it; `buffers` has each rank's own, for
+    `model` is the mean over the ranks, for whoever loads it to use it; `own` has what differs from rank to rank, for
     the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`.
     """
-    own = {name: buffer.detach().cpu() for name, buffer in state.model.named_buffers()}
-    ranks = gather_on_first((own, _random_state(group)), group)
-    with averaged_buffers(state.model, group):
+    own = gather_on_first(_own_state(state, group), group)
+    with state.exchange.averaged(state.model):
         weights = {name: value.detach().cpu().clone() for name, value in state.model.state_dict().items()}
-    if ranks is None:
+    if own is None:
         return None
     return {
         "model": weights,
@@ -73,8 +79,10 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         "train_seconds": state.train_seconds,
         "best_accuracy": state.best_accuracy,
         "evaluation": None if state.evaluation is None else asdict(state.evaluation),
-        "buffers": [buffers for buffers, _ in ranks],
-        "rng": [rng for _, rng in ranks],
+        "precision": state.precision,
+        "comm": state.exchange.label,
+        "exchange": state.exchange.common_state(),
+        "own": own,
         "spec": spec.to_json(),
         "world_size": group.world_size,
         "num_samples": num_samples,
@@ -92,13 +100,24 @@ def restore_state(
 ) -> None:
     """Bring `state`, and this rank's random generators, to where `saved` (from `gather_state`) was.
 
-    The number of ranks may have changed: what counts is the samples seen.
+    The number of ranks may have changed: what counts is the samples seen, and each rank starts from the mean of what
+    the ranks had. So it does when they exchange in another way now.
     Raises: ClusterddpError: the checkpoint is of another training, or its place in the epoch falls between two steps.
     """
     _check_same_training(saved, spec, num_samples)
     epoch, step_in_epoch = saved["epoch"], _steps_taken(saved, schedule, group)
+    same_exchange = saved["comm"] == state.exchange.label
+    same_ranks = same_exchange and saved["world_size"] == group.world_size
+    own = saved["own"][group.rank] if same_ranks else _mean(saved["own"])
     state.model.load_state_dict(saved["model"])
-    state.optimizer.load_state_dict(saved["optimizer"])
+    state.model.load_state_dict(own["model"], strict=False)
+    state.optimizer.load_state_dict(own["optimizer"] or saved["optimizer"])
+    if same_exchange:
+        state.exchange.load_state(own["exchange"], saved["exchange"])
+    else:
+        state.exchange.load_state({}, {})
+    if same_ranks:
+        _restore_random_state(own["rng"], group)
     state.epoch = epoch
     state.step_in_epoch = step_in_epoch
     state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
@@ -106,9 +125,6 @@ def restore_state(
     state.train_seconds = saved["train_seconds"]
     state.best_accuracy = saved["best_accuracy"]
     state.evaluation = None if saved["evaluation"] is None else Evaluation(**saved["evaluation"])
-    if saved["world_size"] == group.world_size:
-        state.model.load_state_dict(saved["buffers"][group.rank], strict=False)
-        _restore_random_state(saved["rng"][group.rank], group)
 
 
 def spec_changes(saved: dict[str, Any], spec: TrainSpec) -> list[str]:
@@ -134,10 +150,34 @@ def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
+def _own_state(state: TrainState, group: Group) -> dict[str, Any]:
+    """Return what may differ from rank to rank: buffers always, weights and optimizer state in some exchanges."""
+    apart = state.exchange.apart
+    own = state.model.state_dict() if apart else dict(state.model.named_buffers())
+    return {
+        "model": {name: value.detach().cpu() for name, value in own.items()},
+        "optimizer": state.optimizer.state_dict() if apart else None,
+        "exchange": state.exchange.own_state(),
+        "rng": _random_state(group),
+    }
+
+
+def _mean(ranks: list[Any]) -> Any:
+    """Average tensors of floating-point numbers over the ranks, however deep they lie; the rest is rank 0's."""
+    first = ranks[0]
+    if isinstance(first, dict):
+        return {key: _mean([rank[key] for rank in ranks]) for key in first}
+    if isinstance(first, list):
+        return [_mean(list(each)) for each in zip(*ranks, strict=True)]
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return (sum(rank.double() for rank in ranks) / len(ranks)).to(first.dtype)
+    return first
+
+
 def _check_same_training(saved: dict[str, Any], spec: TrainSpec, num_samples: int) -> None:
     now = spec.to_json()
     then = saved["spec"]
-    wrong = [f"train.{key} was {then[key]}, is {now[key]}" for key in _DEFINING if then[key] != now[key]]
+    wrong = [f"train.{key} was {then.get(key)}, is {now[key]}" for key in _DEFINING if then.get(key) != now[key]]
     if saved["num_samples"] != num_samples:
         wrong.append(f"the train set had {saved['num_samples']:,} samples, has {num_samples:,}")
     if wrong:

@@ -1,0 +1,135 @@
+"""Before the first step: what is settled once, the model and all that goes with it, the place to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from clusterddp.train.checkpoint import Store, decode, read_newest
+from clusterddp.train.comm import build_exchange
+from clusterddp.train.data import Dataset
+from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
+from clusterddp.train.metrics import Reporter
+from clusterddp.train.models import build_model
+from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
+from clusterddp.train.state import TrainState, restore_state, spec_changes
+
+if TYPE_CHECKING:
+    from clusterddp.train.spec import TrainSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What stays the same while training."""
+
+    spec: TrainSpec
+    dataset: Dataset
+    group: Group
+    schedule: Schedule
+    store: Store
+    reporter: Reporter
+    stop: StopAgreement
+
+    def autocast(self, precision: str) -> AbstractContextManager[object]:
+        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def prepare(
+    spec: TrainSpec,
+    dataset: Dataset,
+    group: Group,
+    *,
+    store: Store,
+    reporter: Reporter,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Setting:
+    """Settle everything about a training before it begins."""
+    schedule = plan_schedule(spec, num_samples=len(dataset.train_labels), world_size=group.world_size)
+    return Setting(
+        spec=spec,
+        dataset=dataset,
+        group=group,
+        schedule=schedule,
+        store=store,
+        reporter=reporter,
+        stop=StopAgreement(stop_requested, group),
+    )
+
+
+def begin(setting: Setting) -> TrainState:
+    """Build the model and all that goes with it, and bring it to where the newest checkpoint left it, if there is one.
+
+    What was measured and decided by an earlier attempt stays as it was decided, for the run to go on to the same bits.
+    """
+    spec, group, schedule = setting.spec, setting.group, setting.schedule
+    file, saved = _read_newest(setting)
+    model = build_model(spec, setting.dataset).to(group.device)
+    # Before DDP sees it, as ranks must agree on strides (torch's stubs do not know this form of `to`).
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = build_optimizer(model, spec, group.device)
+    exchange = build_exchange(
+        spec.comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed
+    )
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        exchange=exchange,
+        forward=exchange.module,
+        precision=_decided(saved, "precision", spec.precision) or choose_precision(spec.precision, group.device),
+        resumed_from=file,
+    )
+    if saved is not None:
+        _go_on(state, saved, setting)
+    setting.reporter.open_events(step=state.step)
+    return state
+
+
+def introduce(state: TrainState, setting: Setting) -> None:
+    """Tell what is going to be trained, on what."""
+    spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
+    ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
+    setting.reporter.say(
+        f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
+        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
+    )
+    if not state.exchange.exact:
+        setting.reporter.say(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
+    if dataset.warning:
+        setting.reporter.say(f"warning: {dataset.warning}")
+
+
+def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:
+    """Read the newest valid checkpoint and its file's name; rank 0 does for all, so no disk need be shared."""
+    group = setting.group
+    newest = read_newest(setting.store, setting.reporter.say) if group.is_first else None
+    data = broadcast_bytes(None if newest is None else newest[1], group)
+    return None if newest is None else newest[0].file, None if data is None else decode(data)
+
+
+def _decided(saved: dict[str, Any] | None, key: str, wanted: str) -> str | None:
+    """Return what an earlier attempt made of `auto`."""
+    return saved[key] if saved is not None and wanted == "auto" else None
+
+
+def _go_on(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
+    spec, schedule, group, say = setting.spec, setting.schedule, setting.group, setting.reporter.say
+    num_samples = len(setting.dataset.train_labels)
+    restore_state(state, saved, spec=spec, schedule=schedule, num_samples=num_samples, group=group)
+    for change in spec_changes(saved, spec):
+        say(f"changed since the checkpoint: {change}")
+    if saved["comm"] != state.exchange.label and (saved["exchange"] or saved["own"][0]["exchange"]):
+        say(f"what {saved['comm']} kept between steps is of no use to {state.exchange.label} and is dropped")
+    if saved["world_size"] != group.world_size:
+        say(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
+    say(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """Settle what `auto` means: bf16 on GPUs that have it, fp32 elsewhere."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
