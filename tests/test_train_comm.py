@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from train_gang import Gang, make_run, open_gang, outcome, settle, train_once
+from torch import Tensor, nn
+from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.train.begin import begin
-from clusterddp.train.group import Group
+from clusterddp.train.comm import build_exchange
+from clusterddp.train.comm_local import LocalSteps
+from clusterddp.train.comm_powersgd import PowerSgd
+from clusterddp.train.group import Group, mean_over_ranks
 from clusterddp.train.loop import train
+from clusterddp.train.main import summarise
 
 MODES = ["exact", "bf16", "powersgd:2", "local:4"]
 PLAIN = {"momentum": 0.0, "nesterov": False, "max_steps": 6}
@@ -25,11 +29,17 @@ def gang() -> Iterator[Gang]:
         yield gang
 
 
-def trained(group: Group, path: Path, options: dict[str, Any]) -> dict[str, Tensor]:
+def moved(group: Group, path: Path, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train; return how far that has moved each weight."""
+    start = begin(settle(group, path, **options)).model.state_dict()
     setting = settle(group, path, **options)
     state = train(setting)
     setting.reporter.close()
-    return {name: value.detach().clone() for name, value in state.model.named_parameters()}
+    return {name: value.detach() - start[name] for name, value in state.model.named_parameters()}
+
+
+def train_with(group: Group, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    return train_once(group, path, **options)
 
 
 def stop_and_resume(group: Group, path: Path, stops: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,7 +53,7 @@ def stop_and_resume(group: Group, path: Path, stops: list[int], options: dict[st
 
 
 def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """How far two trainings are from each other, as a share of the weights' norm."""
+    """How far two sets of tensors are from each other, as a share of the norm of the first."""
     apart = sum((one[name] - other[name]).square().sum() for name in one)
     return float((apart / sum(value.square().sum() for value in one.values())).sqrt())
 
@@ -52,11 +62,8 @@ def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> flo
 
 
 @pytest.mark.parametrize("comm", MODES)
-@pytest.mark.parametrize("optimizer", ["sgd"])
-def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(
-    gang: Gang, tmp_path: Path, comm: str, optimizer: str
-) -> None:
-    options = {"comm": comm, "optimizer": optimizer}
+def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(gang: Gang, tmp_path: Path, comm: str) -> None:
+    options = {"comm": comm}
     whole = [each[-1] for each in gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options)]
     # Stops at steps 2 and 7 lie between two means of local:4; the last one is asked for in an evaluation.
     cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 5, 4], options)
@@ -86,11 +93,7 @@ def test_looking_at_the_mean_changes_nothing(gang: Gang, tmp_path: Path, comm: s
 
 @pytest.mark.parametrize("comm", MODES)
 def test_all_ranks_end_with_the_same_weights_and_momentum(gang: Gang, tmp_path: Path, comm: str) -> None:
-    results = gang.run(
-        3,
-        train_once,
-        make_run(tmp_path / "run"),
-    )
+    results = gang.run(3, train_with, make_run(tmp_path / "run"), {"comm": comm})
     assert len({(result["params"], result["momentum"]) for result in results}) == 1
 
 
@@ -107,15 +110,11 @@ def resume_with(group: Group, path: Path, options: dict[str, Any]) -> tuple[floa
 
 @pytest.mark.parametrize("comm", ["powersgd:2", "local:4"])
 def test_another_number_of_ranks_starts_from_the_mean(gang: Gang, tmp_path: Path, comm: str) -> None:
-    path = make_run(tmp_path / "run", comm=comm, batch_size=8)
-    gang.run(2, stop_and_resume_once, path, 8, {"comm": comm, "batch_size": 8})
+    path = make_run(tmp_path / "run")
+    gang.run(2, train_with, path, {"comm": comm, "batch_size": 8, "stop_after": 8})
     results = gang.run(1, resume_with, path, {"comm": comm, "batch_size": 16})
     assert [distance for distance, _ in results] == [0.0]
     assert results[0][1]["finished"]
-
-
-def stop_and_resume_once(group: Group, path: Path, stop_after: int, options: dict[str, Any]) -> dict[str, Any]:
-    return train_once(group, path, stop_after=stop_after, **options)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,178 @@ def stop_and_resume_once(group: Group, path: Path, stop_after: int, options: dic
 )
 def test_another_mode_starts_from_the_mean(gang: Gang, tmp_path: Path, before: str, after: str) -> None:
     path = make_run(tmp_path / "run")
-    gang.run(2, stop_and_resume_once, path, 7, {"comm": before})
+    gang.run(2, train_with, path, {"comm": before, "stop_after": 7})
     results = gang.run(2, resume_with, path, {"comm": after})
     assert [distance for distance, _ in results] == [0.0, 0.0]
     assert results[0][1]["params"] == results[1][1]["params"]
+
+
+# -- how near to exact
+
+
+@pytest.mark.parametrize("comm", ["bf16", "local:1"])
+def test_what_is_rounded_to_bf16_stays_near_to_exact_training(gang: Gang, tmp_path: Path, comm: str) -> None:
+    exact = gang.run(2, moved, make_run(tmp_path / "exact"), PLAIN)[0]
+    other = gang.run(2, moved, make_run(tmp_path / "other"), PLAIN | {"comm": comm})[0]
+    assert 0 < relative_difference(exact, other) < 0.02
+
+
+def test_local_steps_meet_at_the_mean_of_the_weights(gang: Gang) -> None:
+    assert gang.run(3, weights_of_local_steps) == [[[2.0, 2.0], [3.0, 3.0]]] * 3
+
+
+def weights_of_local_steps(group: Group) -> list[list[float]]:
+    """Move a weight pair by (rank, 1) in each of two steps, in a model whose weights begin at (1, 1)."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    exchange = LocalSteps(model, group, every=2, optimizer=torch.optim.SGD(model.parameters()))
+    seen = []
+    for step in (1, 2):
+        with torch.no_grad():
+            model.weight += torch.tensor([[group.rank, 1.0]])
+        exchange.after_step(step, epoch_ends=False)
+        with exchange.averaged(model):
+            seen.append(model.weight.detach().clone())
+    return [each.flatten().tolist() for each in seen]
+
+
+def test_local_steps_average_momentum_at_the_end_of_an_epoch(gang: Gang) -> None:
+    assert gang.run(2, momentum_after, False) == [0.0, 2.0]
+    assert gang.run(2, momentum_after, True) == [1.0, 1.0]
+
+
+def momentum_after(group: Group, epoch_ends: bool) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = LocalSteps(model, group, every=1, optimizer=optimizer)
+    model.weight.grad = torch.full((1, 1), 2.0 * group.rank)
+    optimizer.step()
+    exchange.after_step(1, epoch_ends=epoch_ends)
+    return float(optimizer.state[model.weight]["momentum_buffer"])
+
+
+# -- PowerSGD's arithmetic
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(40, 30)).to(memory_format=torch.channels_last)
+
+
+def set_gradients(model: nn.Module, *, seed: int, rank: int | None = None) -> dict[str, Tensor]:
+    """Give `model` random gradients, of low `rank` where it is said, and return them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if rank is not None and parameter.ndim > 1:
+            thin = [torch.randn(size, rank, generator=generator) for size in (len(parameter), parameter[0].numel())]
+            values = (thin[0] @ thin[1].mT).view(parameter.shape)
+        parameter.grad = torch.zeros_like(parameter).copy_(values)
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def mean_gradients(group: Group, *, seed: int, rank: int | None = None) -> dict[str, Tensor]:
+    """What `set_gradients` gives on each rank, with a seed of its own, averaged."""
+    each = [set_gradients(small_net(), seed=seed + 1000 * other, rank=rank) for other in range(group.world_size)]
+    return {name: sum((one[name] for one in each), torch.zeros(())) / len(each) for name in each[0]}
+
+
+def after_exchange(group: Group, total_steps: int, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Exchange gradients of rank `rank` on every rank by powersgd:2; return the mean, and what came."""
+    model = small_net()
+    exchange = PowerSgd(model, group, rank=2, total_steps=total_steps, seed=0)
+    set_gradients(model, seed=1 + 1000 * group.rank, rank=rank)
+    exchange.after_backward(0)
+    return mean_gradients(group, seed=1, rank=rank), gradients_of(model)
+
+
+def test_gradients_whose_mean_has_the_rank_that_is_sent_come_through(gang: Gang) -> None:
+    expected, actual = gang.run(2, after_exchange, 0, 1)[0]
+    assert relative_difference(expected, actual) < 1e-4
+
+
+def test_gradients_of_a_higher_rank_come_through_in_the_exact_first_steps(gang: Gang) -> None:
+    expected, actual = gang.run(2, after_exchange, 10, 8)[0]
+    assert relative_difference(expected, actual) == 0.0
+    expected, actual = gang.run(2, after_exchange, 9, 8)[0]
+    assert relative_difference(expected, actual) > 0.1
+
+
+def given_and_come(group: Group, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Exchange in `steps` steps; return the sum of the mean gradients, of what came, and the mean of what is owed."""
+    model = small_net()
+    exchange = PowerSgd(model, group, rank=1, total_steps=0, seed=0)
+    given: dict[str, Tensor] = {}
+    come: dict[str, Tensor] = {}
+    for step in range(steps):
+        set_gradients(model, seed=step + 1000 * group.rank)
+        exchange.after_backward(step)
+        for name, mean in mean_gradients(group, seed=step).items():
+            given[name] = given.get(name, 0) + mean
+            come[name] = come.get(name, 0) + gradients_of(model)[name]
+    errors = [error.clone() for error in exchange.own_state()["errors"]]
+    mean_over_ranks(errors, group)
+    return given, come, {"0.weight": errors[0].view(16, 3, 3, 8).movedim(-1, 1), "1.weight": errors[1]}
+
+
+def test_what_does_not_come_through_is_owed_and_nothing_is_lost(gang: Gang) -> None:
+    for given, come, owed in gang.run(2, given_and_come, 5):
+        assert relative_difference(given, come) > 0.1
+        assert relative_difference(given, {name: come[name] + owed.get(name, 0) for name in come}) < 1e-6
+
+
+# -- what is sent
+
+
+def bytes_sent(group: Group, comm: str) -> float:
+    model = small_net()  # weights of 16 x 72 and 30 x 40, and 46 biases
+    optimizer = torch.optim.SGD(model.parameters())
+    return build_exchange(comm, model, group, optimizer=optimizer, total_steps=0, seed=0).bytes_sent_per_step
+
+
+@pytest.mark.parametrize(
+    ("comm", "expected"),
+    [
+        ("exact", 4 * (1152 + 1200 + 46)),
+        ("bf16", 2 * (1152 + 1200 + 46)),
+        ("local:4", 2 * (1152 + 1200 + 46) / 4),
+        ("powersgd:2", 4 * (1152 + 1200 + 46)),
+    ],
+)
+def test_two_ranks_send_what_the_mode_says(gang: Gang, comm: str, expected: float) -> None:
+    assert gang.run(2, bytes_sent, comm) == [expected, expected]
+
+
+def bytes_sent_when_compressed(group: Group) -> float:
+    model = small_net()
+    exchange = PowerSgd(model, group, rank=2, total_steps=0, seed=0)
+    set_gradients(model, seed=0)
+    exchange.after_backward(0)
+    return exchange.bytes_sent_per_step
+
+
+def test_powersgd_sends_two_thin_matrices_for_each_layer(gang: Gang) -> None:
+    values = 2 * (16 + 72) + 2 * (30 + 40) + 46
+    assert gang.run(3, bytes_sent_when_compressed) == [pytest.approx(4 / 3 * 4 * values)] * 3
+
+
+def told(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, bool]:
+    setting = settle(group, path, **options)
+    state = train(setting)
+    setting.reporter.close()
+    summary = summarise(state, setting, None)
+    return summary["comm"], summary["exact"]
+
+
+@pytest.mark.parametrize("comm", MODES)
+def test_the_summary_says_whether_the_exchange_was_exact(gang: Gang, tmp_path: Path, comm: str) -> None:
+    results = gang.run(2, told, make_run(tmp_path / "run"), {"comm": comm, "max_steps": 2})
+    assert results == [(comm, comm == "exact")] * 2
+
+
+def test_a_single_rank_is_exact_whatever_the_mode(tmp_path: Path) -> None:
+    assert told(one_rank(), make_run(tmp_path / "run"), {"comm": "local:4", "max_steps": 1}) == ("exact", True)

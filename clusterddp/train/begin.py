@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.comm import build_exchange
+from clusterddp.train.comm_auto import choose_comm, explain_choice, measure
 from clusterddp.train.data import Dataset
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
 from clusterddp.train.metrics import Reporter
@@ -71,21 +74,38 @@ def begin(setting: Setting) -> TrainState:
     # Before DDP sees it, as ranks must agree on strides (torch's stubs do not know this form of `to`).
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = build_optimizer(model, spec, group.device)
-    exchange = build_exchange(
-        spec.comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed
-    )
+    precision = settle_precision(saved, setting)
+    comm = settle_comm(saved, model, setting, precision)
+    exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     state = TrainState(
         model=model,
         optimizer=optimizer,
         exchange=exchange,
         forward=exchange.module,
-        precision=_decided(saved, "precision", spec.precision) or choose_precision(spec.precision, group.device),
+        precision=precision,
         resumed_from=file,
     )
     if saved is not None:
         _go_on(state, saved, setting)
     setting.reporter.open_events(step=state.step)
     return state
+
+
+def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting, precision: str) -> str:
+    """Say which mode the ranks exchange by: the spec's, or what auto chose, now or in an earlier attempt.
+
+    A choice holds as long as the number of ranks does.
+    """
+    spec, group, reporter = setting.spec, setting.group, setting.reporter
+    if spec.comm != "auto" or group.world_size == 1:
+        return spec.comm
+    if saved is not None and saved["world_size"] == group.world_size and saved["comm"] in ("exact", *spec.comm_allow):
+        chosen: str = saved["comm"]
+        return chosen
+    measured = measure(model, setting.dataset, group, spec=spec, autocast=partial(setting.autocast, precision))
+    for line in explain_choice(measured, spec.comm_allow):
+        reporter.say(line)
+    return choose_comm(measured, spec.comm_allow)
 
 
 def introduce(state: TrainState, setting: Setting) -> None:
@@ -110,11 +130,6 @@ def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:
     return None if newest is None else newest[0].file, None if data is None else decode(data)
 
 
-def _decided(saved: dict[str, Any] | None, key: str, wanted: str) -> str | None:
-    """Return what an earlier attempt made of `auto`."""
-    return saved[key] if saved is not None and wanted == "auto" else None
-
-
 def _go_on(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
     spec, schedule, group, say = setting.spec, setting.schedule, setting.group, setting.reporter.say
     num_samples = len(setting.dataset.train_labels)
@@ -126,6 +141,14 @@ def _go_on(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
     if saved["world_size"] != group.world_size:
         say(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
     say(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")
+
+
+def settle_precision(saved: dict[str, Any] | None, setting: Setting) -> str:
+    """Say what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
+    if saved is not None and setting.spec.precision == "auto":
+        chosen: str = saved["precision"]
+        return chosen
+    return choose_precision(setting.spec.precision, setting.group.device)
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
