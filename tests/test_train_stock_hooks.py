@@ -1,0 +1,91 @@
+"""What torch's own ways of sending less do on gloo, and so why ours exist; a torch that has mended one skips its test.
+
+In processes of their own: one of them aborts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from train_gang import free_port
+
+RANK = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+widths = [256, 128, 512, 64, 384, 96, 320, 32, 256]
+model = torch.nn.Sequential(*map(torch.nn.Linear, widths, widths[1:]))
+wrapped = DistributedDataParallel(model, bucket_cap_mb=0.05)
+if sys.argv[1] == "bf16":
+    wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+if sys.argv[1] == "powersgd":
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+if sys.argv[1] == "local":
+    state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+for _ in range(50):
+    wrapped(torch.randn(4, 256)).sum().backward()
+print("done", flush=True)
+"""
+
+
+def run_two_ranks(way: str) -> tuple[bool, str]:
+    """Train two ranks with one of torch's own ways; say whether both came to the end, and what they said."""
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, way],
+            env=environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    deadline = time.monotonic() + 90  # ranks whose messages do not fit each other may also wait for ever
+    while None in [rank.poll() for rank in ranks] and not any(rank.poll() for rank in ranks):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    ended = [rank.poll() == 0 for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return all(ended), "\n".join(rank.communicate()[0] for rank in ranks)
+
+
+def skip_if_mended(works: bool, what: str) -> None:
+    if works:
+        pytest.skip(f"torch {torch.__version__} has mended {what}")
+
+
+def test_torch_refuses_its_own_bf16_hook_on_gloo() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch accepts the hook, whatever the backend")
+    works, said = run_two_ranks("bf16")
+    skip_if_mended(works, "bf16_compress_hook")
+    assert "BF16 all reduce communication hook required CUDA" in said
+
+
+def test_torchs_own_powersgd_dies_on_gloo_with_several_buckets() -> None:
+    works, said = run_two_ranks("powersgd")
+    skip_if_mended(works, "powerSGD_hook")
+    assert "done" not in said
+
+
+def test_torchs_own_local_sgd_needs_a_gpu_for_its_subgroups() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    works, said = run_two_ranks("local")
+    skip_if_mended(works, "PostLocalSGDState")
+    assert "ValueError" in said
