@@ -156,3 +156,49 @@ def test_derived_seeds_are_their_own_for_every_place() -> None:
 def test_a_gpu_augments_as_the_cpu_does() -> None:
     images, indices = noise(64), torch.arange(64)
     assert torch.equal(look(images.cuda(), indices.cuda()).cpu(), look(images, indices))
+
+
+# -- cutout
+
+
+def blanked(count: int, side: int, **changes: object) -> Tensor:
+    """Return which pixels of `count` images without a zero were blanked (bool, [count, row, column])."""
+    images = torch.full((count, 1, 8, 8), 200, dtype=torch.uint8)
+    return look(images, torch.arange(count), mode="none", cutout=side, **PLAIN, **changes)[:, 0] == 0
+
+
+def test_cutout_blanks_one_whole_square_in_each_image() -> None:
+    mask = blanked(200, 3)
+    rows, columns = mask.any(2), mask.any(1)
+    assert mask.sum((1, 2)).tolist() == [9] * 200
+    assert rows.sum(1).tolist() == columns.sum(1).tolist() == [3] * 200
+
+
+def test_cutout_is_as_often_at_each_place() -> None:
+    corners = blanked(36_000, 3).flatten(1).float().argmax(1)
+    places = corners.bincount(minlength=64).view(8, 8)[:6, :6]
+    assert places.sum().item() == 36_000
+    assert float(((places - 1000.0) ** 2 / 1000).sum()) < 66.6  # 35 degrees of freedom, one run in a thousand
+
+
+def test_cutout_is_another_one_in_each_epoch_and_the_same_in_any_batch() -> None:
+    whole = blanked(64, 3)
+    assert torch.equal(blanked(64, 3), whole)
+    assert not torch.equal(blanked(64, 3, epoch=3), whole)
+    indices = torch.arange(63, -1, -1)
+    images = torch.full((64, 1, 8, 8), 200, dtype=torch.uint8)
+    assert torch.equal(look(images, indices, mode="none", cutout=3, **PLAIN)[:, 0].eq(0).flip(0), whole)
+
+
+def test_cutout_comes_on_top_and_leaves_the_rest_as_it_was() -> None:
+    images, indices = noise(16), torch.arange(16)
+    plain, cut = look(images, indices), look(images, indices, cutout=9)
+    gone = (plain != cut).any(1, keepdim=True).expand_as(cut)
+    assert not cut[gone].any()
+
+
+def test_images_move_as_far_as_they_are_told_to() -> None:
+    down, right, _ = shifts_and_flips(500, max_shift=1)
+    assert set(down.tolist()) == set(right.tolist()) == {-1, 0, 1}
+    moved = look(noise(64), torch.arange(64), max_shift=31)
+    assert moved.shape == (64, 3, 32, 32)

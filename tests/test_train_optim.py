@@ -97,3 +97,14 @@ def test_rate_reaches_every_group() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), spec(), CPU)
     set_learning_rate(optimizer, 0.123)
     assert [group["lr"] for group in optimizer.param_groups] == [0.123, 0.123]
+
+
+def test_adam_is_torchs_adam_with_the_same_groups() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), spec(optimizer="adam", weight_decay=0.01), CPU)
+    assert type(optimizer) is torch.optim.Adam
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
+    assert not optimizer.param_groups[0]["decoupled_weight_decay"]
+
+
+def test_adams_rate_does_not_grow_with_the_batch() -> None:
+    assert plan_schedule(spec(optimizer="adam"), num_samples=100, world_size=3).peak_lr == 0.5

@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
     "batch_size": 16,
     "epochs": 2,
     "lr": 0.2,
+    "precision": "fp32",
     "log_every": 3,
 }
 

@@ -16,6 +16,7 @@ def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
     """Yield what does not go together."""
     yield from _optimizer_conflicts(train)
     yield from _comm_conflicts(train)
+    yield from _forward_conflicts(train)
     yield from _strategy_conflicts(train, job)
     if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
         yield Conflict(
@@ -28,6 +29,21 @@ def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
             keys=("train.sync_bn", "device", "resources.gpus_per_node"),
             message=f"torch's SyncBatchNorm works on GPUs only, and {why}",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
+        )
+
+
+def _forward_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.sync_bn and train.model == "fastnet":
+        yield Conflict(
+            keys=("train.sync_bn", "train.model"),
+            message="fastnet has a batch norm of its own form, which torch's SyncBatchNorm would replace",
+            hint="resnet18 can do it",
+        )
+    if train.strategy == "dp" and train.compile == "always":
+        yield Conflict(
+            keys=("train.compile", "train.strategy"),
+            message="DataParallel's copies of the model, new in each step, cannot be compiled",
+            hint="strategy none or ddp on one GPU compiles",
         )
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from clusterddp.train.hashing import random_bits
 
+_CUTOUT_STREAMS = 1 << 32  # the first of its streams, one an epoch; flips have stream 0, shifts those from 1 on
+
 
 def augment(
     images: Tensor,
@@ -27,23 +29,26 @@ def augment(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
     max_shift: int = 2,
+    cutout: int = 0,
 ) -> Tensor:
     """Augment (`mode`: none, flip, flip_translate) and normalise a batch.
 
     Flips alternate: the hash decides whether a sample is mirrored in the even or in the odd epochs, so that two epochs
     show both sides, which beats a coin per epoch (Source: arXiv:2404.00498, "alternating flip"). Translation is by up
-    to `max_shift` pixels each way; pixels from outside are reflected.
+    to `max_shift` pixels each way; pixels from outside are reflected. `cutout` is the side of a square, somewhere in
+    each image, that is blanked to the channels' means after all else.
 
     images: uint8, [batch, channel, height, width]; indices: int64, [batch], the samples' places in the train set.
     """
     if mode not in ("none", "flip", "flip_translate"):
         raise ValueError(f"augment: {mode!r} is none of none, flip, flip_translate")
+    indices = indices.to(images.device)
     if mode != "none":
-        indices = indices.to(images.device)
         flip = (random_bits(indices, seed=seed, stream=0) + epoch) % 2 == 1
         shift = max_shift if mode == "flip_translate" else 0
         images = _flip_and_shift(images, flip, *_shifts(indices, seed, epoch, shift))
-    return normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
+    images = normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
+    return _cut_out(images, indices, cutout, seed, epoch) if cutout else images
 
 
 def normalize(
@@ -84,6 +89,18 @@ def _flip_and_shift(images: Tensor, flip: Tensor, down: Tensor, right: Tensor) -
     source = (rows[:, :, None] * width + columns[:, None, :]).view(batch, 1, height * width)
     pixels = images.reshape(batch, channels, height * width).gather(2, source.expand(-1, channels, -1))
     return pixels.view(batch, channels, height, width)
+
+
+def _cut_out(images: Tensor, indices: Tensor, side: int, seed: int, epoch: int) -> Tensor:
+    """Zero a square in each normalised image, in place; every place inside is as likely (Source: airbench96)."""
+    height, width = images.shape[2:]
+    bits = random_bits(indices, seed=seed, stream=_CUTOUT_STREAMS + epoch)
+    top = (bits & 0xFFFF) * (height - side + 1) >> 16
+    left = (bits >> 16) * (width - side + 1) >> 16
+    rows = torch.arange(height, device=images.device) - top[:, None]
+    columns = torch.arange(width, device=images.device) - left[:, None]
+    inside = ((rows >= 0) & (rows < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None, :]
+    return images.masked_fill_(inside[:, None], 0)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

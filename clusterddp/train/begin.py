@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.comm import build_exchange
 from clusterddp.train.comm_auto import choose_comm, explain_choice, measure
 from clusterddp.train.data import Dataset
+from clusterddp.train.ema import build_ema
+from clusterddp.train.forward import compile_now, describe_forward, is_compiled, place_model, wrap_forward
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
 from clusterddp.train.metrics import Reporter
-from clusterddp.train.models import build_model
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
+from clusterddp.train.precision import autocast, choose_precision
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ class Setting:
     store: Store
     reporter: Reporter
     stop: StopAgreement
-
-    def autocast(self, precision: str) -> AbstractContextManager[object]:
-        return torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def prepare(
@@ -70,25 +67,38 @@ def begin(setting: Setting) -> TrainState:
     """
     spec, group, schedule = setting.spec, setting.group, setting.schedule
     file, saved = _read_newest(setting)
-    model = build_model(spec, setting.dataset).to(group.device)
-    # Before DDP sees it, as ranks must agree on strides (torch's stubs do not know this form of `to`).
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = place_model(spec, setting.dataset, group)
     optimizer = build_optimizer(model, spec, group.device)
-    precision = settle_precision(saved, setting)
+    precision = settle_precision(saved, model, setting)
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     state = TrainState(
         model=model,
         optimizer=optimizer,
         exchange=exchange,
-        forward=exchange.module,
+        forward=wrap_forward(exchange.module, model, spec, group, precision=precision),
         precision=precision,
+        ema=build_ema(model, spec.ema),
         resumed_from=file,
     )
     if saved is not None:
         _go_on(state, saved, setting)
+    if is_compiled(spec, group.device):
+        state.compile_seconds = compile_now(state.forward, model, setting.dataset, spec, precision)
     setting.reporter.open_events(step=state.step)
     return state
+
+
+def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Setting) -> str:
+    """Say what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
+    if setting.spec.precision != "auto":
+        return setting.spec.precision
+    if saved is not None:
+        chosen: str = saved["precision"]
+        return chosen
+    precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group)
+    setting.reporter.say(f"precision auto: {precision}, {why}")
+    return precision
 
 
 def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting, precision: str) -> str:
@@ -102,7 +112,7 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
     if saved is not None and saved["world_size"] == group.world_size and saved["comm"] in ("exact", *spec.comm_allow):
         chosen: str = saved["comm"]
         return chosen
-    measured = measure(model, setting.dataset, group, spec=spec, autocast=partial(setting.autocast, precision))
+    measured = measure(model, setting.dataset, group, spec=spec, autocast=partial(autocast, precision, group.device))
     for line in explain_choice(measured, spec.comm_allow):
         reporter.say(line)
     return choose_comm(measured, spec.comm_allow)
@@ -116,6 +126,8 @@ def introduce(state: TrainState, setting: Setting) -> None:
         f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
         f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
     )
+    for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
+        setting.reporter.say(fact)
     if not state.exchange.exact:
         setting.reporter.say(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
     if dataset.warning:
@@ -141,18 +153,3 @@ def _go_on(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
     if saved["world_size"] != group.world_size:
         say(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
     say(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")
-
-
-def settle_precision(saved: dict[str, Any] | None, setting: Setting) -> str:
-    """Say what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
-    if saved is not None and setting.spec.precision == "auto":
-        chosen: str = saved["precision"]
-        return chosen
-    return choose_precision(setting.spec.precision, setting.group.device)
-
-
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """Settle what `auto` means: bf16 on GPUs that have it, fp32 elsewhere."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"

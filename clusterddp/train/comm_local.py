@@ -26,6 +26,7 @@ class LocalSteps(Exchange):
     """
 
     exact = False
+    drifts = True
 
     def __init__(self, model: nn.Module, group: Group, *, every: int, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, group)

@@ -14,6 +14,7 @@ from clusterddp.train.checkpoint import write_checkpoint
 from clusterddp.train.data import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
 from clusterddp.train.optim import set_learning_rate
+from clusterddp.train.precision import autocast
 from clusterddp.train.state import TrainState, gather_state
 from clusterddp.train.window import TrainReport, Window, read_window
 
@@ -58,14 +59,23 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
     """Take one optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
     spec, data, group, schedule = setting.spec, setting.dataset, setting.group, setting.schedule
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
-    look = partial(augment, mode=spec.augment, seed=spec.seed, mean=data.mean, std=data.std, channels_last=True)
+    look = partial(
+        augment,
+        mode=spec.augment,
+        max_shift=spec.translate,
+        cutout=spec.cutout,
+        seed=spec.seed,
+        mean=data.mean,
+        std=data.std,
+        channels_last=True,
+    )
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
         images = look(data.train_images[indices], indices, epoch=state.epoch)
         labels = data.train_labels[indices]
         with state.exchange.scope(now=micro == spec.accumulate - 1):
-            with setting.autocast(state.precision):
+            with autocast(state.precision, group.device):
                 logits = state.forward(images)
             loss = cross_entropy(logits.float(), labels, label_smoothing=spec.label_smoothing) / spec.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
@@ -78,6 +88,8 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
     state.samples += schedule.global_batch
     epoch_ends = state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps
     state.exchange.after_step(state.step, epoch_ends=epoch_ends)
+    if state.ema is not None:
+        state.ema.update(step=state.step)
 
 
 def report(window: Window, state: TrainState, setting: Setting) -> None:
@@ -107,17 +119,24 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
 def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     """Evaluate after every `eval_every` epochs and at the end; False when all ranks agreed to stop meanwhile."""
     schedule = setting.schedule
-    if state.step < schedule.total_steps and (state.epoch + 1) % setting.spec.eval_every:
+    is_last = state.step >= schedule.total_steps
+    if not is_last and (state.epoch + 1) % setting.spec.eval_every:
         return True
+    look = partial(
+        evaluate,
+        dataset=setting.dataset,
+        group=setting.group,
+        step=state.step,
+        autocast=partial(autocast, state.precision, setting.group.device),
+        stop=setting.stop.agreed,
+        tta=setting.spec.tta if is_last else "none",
+    )
     with state.exchange.averaged(state.model):
-        result = evaluate(
-            state.model,
-            setting.dataset,
-            setting.group,
-            step=state.step,
-            autocast=partial(setting.autocast, state.precision),
-            stop=setting.stop.agreed,
-        )
+        result = look(state.model)
+    if result is not None and state.ema is not None:
+        with state.exchange.averaged(state.ema.model):
+            average = look(state.ema.model)
+        result = average and result.with_average(average)
     if result is None:
         return False
     state.evaluation = result

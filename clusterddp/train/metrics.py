@@ -51,11 +51,12 @@ class Reporter:
         """Report an evaluation of the whole test set."""
         if self._progress is None:
             return
-        values = {"loss": result.loss, "accuracy": result.accuracy}
+        values = {"loss": result.loss, "accuracy": result.accuracy} | result.accuracies_apart
         place = {"samples": result.samples, "epochs_total": epochs_total, "steps_total": steps_total}
         self._row("eval", epoch, result.step, values, place)
         accuracy = f"{100 * result.accuracy:.2f} % ({result.correct:,} of {result.samples:,})"
-        self._progress.say(f"epoch {epoch}/{epochs_total} test accuracy {accuracy} loss {result.loss:.3f}")
+        apart = "".join(f", {name} {100 * share:.2f} %" for name, share in result.accuracies_apart.items())
+        self._progress.say(f"epoch {epoch}/{epochs_total} test accuracy {accuracy} loss {result.loss:.3f}{apart}")
 
     def summary(self, facts: Mapping[str, Any]) -> None:
         """Write summary.json; only a run that came to its end has one.

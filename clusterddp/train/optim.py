@@ -1,4 +1,4 @@
-"""How weights move: SGD, and its learning rate over the steps of the whole run."""
+"""How weights move: SGD or Adam, and the learning rate over the steps of the whole run."""
 
 from __future__ import annotations
 
@@ -68,20 +68,21 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     )
 
 
-def build_optimizer(model: nn.Module, spec: TrainSpec, device: torch.device) -> torch.optim.SGD:
-    """Build SGD over what is trained of `model`; biases and batch norm's parameters do not decay."""
+def build_optimizer(model: nn.Module, spec: TrainSpec, device: torch.device) -> torch.optim.Optimizer:
+    """Build SGD or Adam over what is trained of `model`; biases and batch norm's parameters do not decay.
+
+    Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": spec.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.SGD(
-        groups,
-        lr=spec.lr,
-        momentum=spec.momentum,
-        nesterov=spec.nesterov and spec.momentum > 0,
-        fused=True if device.type == "cuda" else None,
-    )
+    fused = True if device.type == "cuda" else None  # on CPUs it gains nothing
+    if spec.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=spec.lr, fused=fused)
+    nesterov = spec.nesterov and spec.momentum > 0
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

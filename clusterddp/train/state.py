@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.train.ema import Ema
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group, gather_on_first
@@ -36,6 +37,7 @@ class TrainState:
     """What a step calls for its forward pass: `model`, wrapped for the exchange."""
     precision: str
     """What the model computes in: fp32 or bf16."""
+    ema: Ema | None = None
     epoch: int = 0
     """Epochs that are done, evaluation included."""
     step_in_epoch: int = 0
@@ -46,6 +48,8 @@ class TrainState:
     """Train samples seen by all ranks together."""
     train_seconds: float = 0.0
     """Time spent in steps, over all attempts; without start-up, evaluation and checkpoints."""
+    compile_seconds: float = 0.0
+    """Time that this attempt has spent in compiling the model, before its first step."""
     best_accuracy: float = 0.0
     evaluation: Evaluation | None = None
     """The newest one."""
@@ -65,12 +69,13 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
     the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`.
     """
     own = gather_on_first(_own_state(state, group), group)
-    with state.exchange.averaged(state.model):
-        weights = {name: value.detach().cpu().clone() for name, value in state.model.state_dict().items()}
+    weights = _mean_model(state.model, state)
+    average = None if state.ema is None else _mean_model(state.ema.model, state)
     if own is None:
         return None
     return {
         "model": weights,
+        "ema": average,
         "optimizer": state.optimizer.state_dict(),
         "epoch": state.epoch,
         "step_in_epoch": state.step_in_epoch,
@@ -111,6 +116,9 @@ def restore_state(
     own = saved["own"][group.rank] if same_ranks else _mean(saved["own"])
     state.model.load_state_dict(saved["model"])
     state.model.load_state_dict(own["model"], strict=False)
+    if state.ema is not None:  # one that the checkpoint does not know begins at the weights
+        state.ema.model.load_state_dict(saved.get("ema") or saved["model"])
+        state.ema.model.load_state_dict(own["ema"], strict=False)
     state.optimizer.load_state_dict(own["optimizer"] or saved["optimizer"])
     if same_exchange:
         state.exchange.load_state(own["exchange"], saved["exchange"])
@@ -153,13 +161,25 @@ def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
 def _own_state(state: TrainState, group: Group) -> dict[str, Any]:
     """Return what may differ from rank to rank: buffers always, weights and optimizer state in some exchanges."""
     apart = state.exchange.apart
-    own = state.model.state_dict() if apart else dict(state.model.named_buffers())
+    ema = None if state.ema is None else state.ema.model
     return {
-        "model": {name: value.detach().cpu() for name, value in own.items()},
+        "model": _on_cpu(state.model, whole=apart),
+        "ema": {} if ema is None else _on_cpu(ema, whole=state.exchange.drifts),
         "optimizer": state.optimizer.state_dict() if apart else None,
         "exchange": state.exchange.own_state(),
         "rng": _random_state(group),
     }
+
+
+def _mean_model(model: nn.Module, state: TrainState) -> dict[str, Tensor]:
+    with state.exchange.averaged(model):
+        return {name: value.clone() for name, value in _on_cpu(model, whole=True).items()}
+
+
+def _on_cpu(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
+    """Return the model's tensors, or its buffers alone."""
+    named = model.state_dict() if whole else dict(model.named_buffers())
+    return {name: value.detach().cpu() for name, value in named.items()}
 
 
 def _mean(ranks: list[Any]) -> Any:
