@@ -78,9 +78,11 @@ def test_it_changes_nothing_in_the_training(gang: Gang, tmp_path: Path) -> None:
         assert [result[key] for result in averaged] == [result[key] for result in plain]
 
 
-def test_a_stopped_run_goes_on_to_the_same_average(gang: Gang, tmp_path: Path) -> None:
-    whole = gang.run(2, trained, make_run(tmp_path / "whole"), [None], {"ema": 0.9})
-    cut = gang.run(2, trained, make_run(tmp_path / "cut"), [3, 5, None], {"ema": 0.9})
+@pytest.mark.parametrize("comm", ["exact", "local:4"])
+def test_a_stopped_run_goes_on_to_the_same_average(gang: Gang, tmp_path: Path, comm: str) -> None:
+    options = {"ema": 0.9, "comm": comm}
+    whole = gang.run(2, trained, make_run(tmp_path / "whole"), [None], options)
+    cut = gang.run(2, trained, make_run(tmp_path / "cut"), [3, 5, None], options)
     assert cut == whole
 
 
