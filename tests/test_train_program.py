@@ -32,8 +32,10 @@ def test_metrics_rows_tell_place_and_speed(tmp_path: Path) -> None:
     train_once(one_rank(), path, batch_size=32)
     assert [row["step"] for row in metrics_rows(path, "train")] == [3, 6, 9, 12, 15, 18]
     assert set(metrics_rows(path, "train")[0]) == {
-        *("kind", "attempt", "epoch", "step", "loss", "accuracy", "images_per_s", "lr"),
-        *("epochs_total", "steps_total", "time"),
+        *("kind", "attempt", "epoch", "step", "loss", "accuracy", "lr", "epochs_total", "steps_total", "time"),
+        *("images_per_s", "images_per_s_per_rank", "step_ms", "data_wait_percent", "comm_exposed_percent"),
+        *("comm_bytes_per_step", "tflop_per_s", "mfu_percent", "peak_tflop_per_s", "peak_source", "memory_peak_mb"),
+        *("straggler_spread", "straggler", "precision", "comm", "exact", "train_seconds"),
     }
     assert [(row["epoch"], row["step"], row["samples"]) for row in metrics_rows(path, "eval")] == [
         (1, 9, 57),
@@ -52,6 +54,7 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("eval/accuracy")] == [9, 18]
     assert [event.step for event in events.Scalars("train/loss")] == [3, 6, 9, 12, 15, 18]
+    assert len(events.Scalars("train/step_ms_p95")) == 6
 
 
 def heavy_modules(group: Group, path: Path) -> set[str]:
@@ -95,8 +98,11 @@ def test_the_program_trains_alone_and_writes_its_summary(tmp_path: Path) -> None
     assert summary["world_size"] == 1
     assert summary["dataset"] == "shapes (generated)"
     assert len(summary["params_sha256"]) == len(summary["buffers_sha256"]) == 64
-    assert summary["start_up_seconds"] < 60
+    assert 0 < summary["start_up_seconds"] < summary["attempt_seconds"]
+    assert min(summary["train_seconds"], summary["eval_seconds"], summary["checkpoint_seconds"]) > 0
+    assert sorted(summary["step_ms"]) == ["max", "p50", "p95"]
     assert "epoch 1/2 step 3/9 loss " in talk
+    assert " of training, " in talk.splitlines()[-1]
     assert "fastnet on shapes (generated): 1 rank on cpu, fp32, 18 steps of 32 samples" in talk
 
 
@@ -136,8 +142,8 @@ def test_a_checked_spec_comes_through_a_plan_unchanged() -> None:
 
 
 def test_a_key_of_a_later_version_is_named() -> None:
-    with pytest.raises(ClusterddpError, match=r"the plan has train.optimizer, which this version does not know"):
-        TrainSpec.from_json(TINY | {"optimizer": "adam"})
+    with pytest.raises(ClusterddpError, match=r"the plan has train.teleport, which this version does not know"):
+        TrainSpec.from_json(TINY | {"teleport": True})
 
 
 def test_data_goes_where_the_submitting_side_expects_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +177,8 @@ def report(eta_s: float) -> TrainReport:
         step=902,
         loss=0.8123,
         accuracy=0.7131,
-        images_per_s=1512.4,
+        figures={"images_per_s": 1512.4},
+        train_seconds=12.5,
         lr=0.16123,
         epochs_total=10,
         steps_total=3910,

@@ -14,7 +14,15 @@ from clusterddp.train.comm import build_exchange
 from clusterddp.train.comm_auto import choose_comm, explain_choice, measure
 from clusterddp.train.data import Dataset
 from clusterddp.train.ema import build_ema
-from clusterddp.train.forward import compile_now, describe_forward, is_compiled, place_model, wrap_forward
+from clusterddp.train.forward import (
+    compile_now,
+    count_devices,
+    describe_forward,
+    is_compiled,
+    place_model,
+    wrap_forward,
+)
+from clusterddp.train.gauges import Gauges
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
 from clusterddp.train.metrics import Reporter
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
@@ -72,12 +80,14 @@ def begin(setting: Setting) -> TrainState:
     precision = settle_precision(saved, model, setting)
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
+    forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
     state = TrainState(
         model=model,
         optimizer=optimizer,
         exchange=exchange,
-        forward=wrap_forward(exchange.module, model, spec, group, precision=precision),
+        forward=forward,
         precision=precision,
+        gauges=Gauges(model, setting.dataset.train_images[0], group, num_devices=count_devices(forward)),
         ema=build_ema(model, spec.ema),
         resumed_from=file,
     )

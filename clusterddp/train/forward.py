@@ -61,6 +61,11 @@ def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -
     return facts
 
 
+def count_devices(forward: nn.Module) -> int:
+    """Count the devices that one rank's forward pass works on."""
+    return len(forward.device_ids) if isinstance(forward, nn.DataParallel) else 1
+
+
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
     """Have `module` compiled by one forward and backward pass that leaves no trace in `model`; return the seconds.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from clusterddp.train.begin import Setting, begin, introduce
 from clusterddp.train.checkpoint import write_checkpoint
 from clusterddp.train.data import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
+from clusterddp.train.figures import tell
 from clusterddp.train.optim import set_learning_rate
 from clusterddp.train.precision import autocast
 from clusterddp.train.state import TrainState, gather_state
@@ -69,11 +71,15 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
         std=data.std,
         channels_last=True,
     )
+    mark = state.gauges.clock.mark
+    mark("step")
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
+        mark("load")
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
         images = look(data.train_images[indices], indices, epoch=state.epoch)
         labels = data.train_labels[indices]
+        mark("loaded")
         with state.exchange.scope(now=micro == spec.accumulate - 1):
             with autocast(state.precision, group.device):
                 logits = state.forward(images)
@@ -81,15 +87,19 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
             loss.backward()  # type: ignore[no-untyped-call]
         window.add(loss.detach(), logits.detach(), labels)
     state.exchange.after_backward(state.step)
+    mark("together")
     state.optimizer.step()
     window.steps += 1
     state.step += 1
     state.step_in_epoch += 1
     state.samples += schedule.global_batch
     epoch_ends = state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps
+    mark("alone")
     state.exchange.after_step(state.step, epoch_ends=epoch_ends)
+    mark("together")
     if state.ema is not None:
         state.ema.update(step=state.step)
+    mark("done")
 
 
 def report(window: Window, state: TrainState, setting: Setting) -> None:
@@ -98,13 +108,18 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
     figures = read_window(window, state, setting.group)
     state.train_seconds += figures.seconds
     samples = window.steps * schedule.global_batch
+    totals, news = state.gauges.sum_up(figures.ranks, bytes_per_step=state.exchange.bytes_sent_per_step)
+    state.totals.add(totals)
+    if news:
+        setting.reporter.say(news)
     setting.reporter.train(
         TrainReport(
             epoch=state.epoch + 1,
             step=state.step,
             loss=figures.loss,
             accuracy=figures.hits / samples,
-            images_per_s=samples / figures.seconds,
+            figures=tell(totals, samples / figures.seconds, state.conditions()),
+            train_seconds=state.train_seconds,
             lr=schedule.learning_rate(state.step - 1),
             epochs_total=schedule.epochs,
             steps_total=schedule.total_steps,
@@ -122,6 +137,7 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     is_last = state.step >= schedule.total_steps
     if not is_last and (state.epoch + 1) % setting.spec.eval_every:
         return True
+    began = time.perf_counter()
     look = partial(
         evaluate,
         dataset=setting.dataset,
@@ -137,12 +153,20 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
         with state.exchange.averaged(state.ema.model):
             average = look(state.ema.model)
         result = average and result.with_average(average)
+    state.totals.eval_seconds += time.perf_counter() - began
     if result is None:
         return False
     state.evaluation = result
+    state.totals.reach(result.accuracy, state.train_seconds)
     state.best_accuracy = max(state.best_accuracy, result.accuracy)
     epoch = min(state.epoch + 1, schedule.epochs)
-    setting.reporter.evaluation(result, epoch=epoch, epochs_total=schedule.epochs, steps_total=schedule.total_steps)
+    setting.reporter.evaluation(
+        result,
+        epoch=epoch,
+        epochs_total=schedule.epochs,
+        steps_total=schedule.total_steps,
+        train_seconds=state.train_seconds,
+    )
     return True
 
 
@@ -156,7 +180,9 @@ def end_epoch(state: TrainState, setting: Setting) -> None:
 
 def save(state: TrainState, setting: Setting) -> None:
     """Write a checkpoint; every rank takes part, rank 0 writes."""
+    began = time.perf_counter()
     num_samples = len(setting.dataset.train_labels)
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
         write_checkpoint(setting.store, saved)
+    state.totals.checkpoint_seconds += time.perf_counter() - began

@@ -24,9 +24,11 @@ from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.data import load_dataset
+from clusterddp.train.figures import tell
 from clusterddp.train.group import Place, join_group, leave_group
 from clusterddp.train.loop import train
 from clusterddp.train.metrics import Reporter
+from clusterddp.train.progress import last_words
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
@@ -81,7 +83,9 @@ def main(environ: Mapping[str, str]) -> None:
             confirm(state, assignment, setting)
         else:
             with state.exchange.averaged(state.model):
-                reporter.summary(summarise(state, setting, start_up.seconds))
+                summary = summarise(state, setting, start_up.seconds)
+            reporter.summary(summary)
+            reporter.say(last_words(summary))
     leave_group(group)
 
 
@@ -144,15 +148,16 @@ def summarise(state: TrainState, setting: Setting, start_up_seconds: float | Non
         "epochs": state.epoch,
         "steps": state.step,
         "samples": state.samples,
-        "images_per_s": state.samples / state.train_seconds,
+        **tell(state.totals, state.samples / state.train_seconds, state.conditions()),
+        "time_to_accuracy": state.totals.time_to_accuracy,
         "train_seconds": state.train_seconds,
         "compile_seconds": state.compile_seconds,
-        "start_up_seconds": start_up_seconds,
+        "eval_seconds": state.totals.eval_seconds,
+        "checkpoint_seconds": state.totals.checkpoint_seconds,
+        "start_up_seconds": start_up_seconds and start_up_seconds - state.compile_seconds,
+        "attempt_seconds": read_age_s(),
         "world_size": setting.group.world_size,
         "device": setting.group.device.type,
-        "precision": state.precision,
-        "comm": state.exchange.label,
-        "exact": state.exchange.exact,
         "model": spec.model,
         "dataset": dataset.label,
         "warning": dataset.warning,

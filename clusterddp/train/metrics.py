@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
@@ -42,17 +42,28 @@ class Reporter:
         """Report training steps."""
         if self._progress is None:
             return
-        values = {"loss": report.loss, "accuracy": report.accuracy, "images_per_s": report.images_per_s}
-        place = {"epochs_total": report.epochs_total, "steps_total": report.steps_total}
-        self._row("train", report.epoch, report.step, values | {"lr": report.lr}, place)
+        values = {"loss": report.loss, "accuracy": report.accuracy, **report.figures, "lr": report.lr}
+        place = {
+            "epochs_total": report.epochs_total,
+            "steps_total": report.steps_total,
+            "train_seconds": report.train_seconds,
+        }
+        self._row("train", report.epoch, report.step, values, place)
         self._progress.advance(report)
 
-    def evaluation(self, result: Evaluation, *, epoch: int, epochs_total: int, steps_total: int) -> None:
+    def evaluation(
+        self, result: Evaluation, *, epoch: int, epochs_total: int, steps_total: int, train_seconds: float
+    ) -> None:
         """Report an evaluation of the whole test set."""
         if self._progress is None:
             return
         values = {"loss": result.loss, "accuracy": result.accuracy} | result.accuracies_apart
-        place = {"samples": result.samples, "epochs_total": epochs_total, "steps_total": steps_total}
+        place = {
+            "samples": result.samples,
+            "epochs_total": epochs_total,
+            "steps_total": steps_total,
+            "train_seconds": train_seconds,
+        }
         self._row("eval", epoch, result.step, values, place)
         accuracy = f"{100 * result.accuracy:.2f} % ({result.correct:,} of {result.samples:,})"
         apart = "".join(f", {name} {100 * share:.2f} %" for name, share in result.accuracies_apart.items())
@@ -74,12 +85,21 @@ class Reporter:
         if self._progress is not None:
             self._progress.close()
 
-    def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, float], place: Mapping[str, int]) -> None:
+    def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, Any], place: Mapping[str, float]) -> None:
         refuse_if_stale(self._run, self._attempt)
         row = {"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place}
         append_jsonl(self._run.metrics, row | {"time": time.time()})
         if self._events is not None:
-            self._events.write(step, {f"{kind}/{name}": value for name, value in values.items()})
+            self._events.write(step, {f"{kind}/{name}": value for name, value in flat_numbers(values)})
+
+
+def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Return the numbers among `values`, those of a dict as `name_key`, for TensorBoard knows nothing else."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat_numbers({f"{name}_{key}": each for key, each in value.items()})
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
 
 
 class EventWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -36,7 +37,7 @@ class ProgressLines:
     def advance(self, report: TrainReport) -> None:
         place = f"epoch {report.epoch}/{report.epochs_total} step {report.step_in_epoch}/{report.steps_per_epoch}"
         figures = f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % lr {report.lr:.3g}"
-        self.say(f"{place} {figures} {report.images_per_s:,.0f} img/s eta {_duration(report.eta_s)}")
+        self.say(f"{place} {figures} {report.figures['images_per_s']:,.0f} img/s eta {_duration(report.eta_s)}")
 
     def say(self, text: str) -> None:
         self._stream.write(f"{text}\n")
@@ -64,7 +65,9 @@ class ProgressBar:
         self._bar.start()
 
     def advance(self, report: TrainReport) -> None:
-        figures = f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % {report.images_per_s:,.0f} img/s"
+        figures = (
+            f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % {report.figures['images_per_s']:,.0f} img/s"
+        )
         text = f"epoch {report.epoch}/{report.epochs_total} {figures}"
         self._bar.update(self._task, description=text, completed=report.step, total=report.steps_total)
 
@@ -73,6 +76,26 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def last_words(summary: Mapping[str, Any]) -> str:
+    """Say, of a run that came to its end, where its time went."""
+    times = [
+        f"{_duration(summary[key])} of {word}"
+        for key, word in (
+            ("train_seconds", "training"),
+            ("eval_seconds", "evaluation"),
+            ("checkpoint_seconds", "checkpoints"),
+            ("compile_seconds", "compiling"),
+        )
+        if summary[key]
+    ]
+    step = summary["step_ms"]
+    waits = (
+        f"{summary['data_wait_percent']:.1f} % of it for data, {summary['comm_exposed_percent']:.1f} % for other ranks"
+    )
+    pace = f"{summary['images_per_s']:,.0f} img/s, a step {step['p50']:,.1f} ms (p95 {step['p95']:,.1f}), {waits}"
+    return f"done: {', '.join(times)}; {pace}"
 
 
 def _duration(seconds: float) -> str:

@@ -69,4 +69,4 @@ class TrainSpec:
         return cls(**section | {"comm_allow": tuple(section.get("comm_allow", ()))})
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"comm_allow": list(self.comm_allow)}

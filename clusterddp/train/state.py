@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.train.ema import Ema
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.exchange import Exchange
+from clusterddp.train.figures import Conditions, Totals
+from clusterddp.train.gauges import Gauges
 from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.optim import Schedule
 
@@ -37,6 +39,7 @@ class TrainState:
     """What a step calls for its forward pass: `model`, wrapped for the exchange."""
     precision: str
     """What the model computes in: fp32 or bf16."""
+    gauges: Gauges
     ema: Ema | None = None
     epoch: int = 0
     """Epochs that are done, evaluation included."""
@@ -50,11 +53,17 @@ class TrainState:
     """Time spent in steps, over all attempts; without start-up, evaluation and checkpoints."""
     compile_seconds: float = 0.0
     """Time that this attempt has spent in compiling the model, before its first step."""
+    totals: Totals = field(default_factory=Totals)
+    """What the gauges said over all attempts."""
     best_accuracy: float = 0.0
     evaluation: Evaluation | None = None
     """The newest one."""
     resumed_from: str | None = None
     """The file of the checkpoint that this attempt began with; known on rank 0."""
+
+    def conditions(self) -> Conditions:
+        """Tell what steps run with."""
+        return self.gauges.conditions(precision=self.precision, comm=self.exchange.label, exact=self.exchange.exact)
 
     def finished(self, schedule: Schedule) -> bool:
         """Say whether nothing is left to do: all steps taken, and the weights that came out evaluated."""
@@ -82,6 +91,7 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         "step": state.step,
         "samples": state.samples,
         "train_seconds": state.train_seconds,
+        "totals": asdict(state.totals),
         "best_accuracy": state.best_accuracy,
         "evaluation": None if state.evaluation is None else asdict(state.evaluation),
         "precision": state.precision,
@@ -131,6 +141,7 @@ def restore_state(
     state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
     state.samples = saved["samples"]
     state.train_seconds = saved["train_seconds"]
+    state.totals = Totals(**saved.get("totals", {}))  # checkpoints of earlier versions have none
     state.best_accuracy = saved["best_accuracy"]
     state.evaluation = None if saved["evaluation"] is None else Evaluation(**saved["evaluation"])
 

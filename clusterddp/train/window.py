@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Figures:
     loss: float
     hits: float
     seconds: float
+    ranks: list[list[float]]
+    """What the ranks' gauges say, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +54,11 @@ class TrainReport:
     step: int
     loss: float
     accuracy: float
-    images_per_s: float
     lr: float
+    figures: dict[str, Any]
+    """Speed, and what the time went on, from `figures.tell`."""
+    train_seconds: float
+    """Seconds of steps so far."""
     epochs_total: int
     steps_total: int
     step_in_epoch: int
@@ -66,16 +72,24 @@ def read_window(window: Window, state: TrainState, group: Group) -> Figures:
 
     Raises: ClusterddpError: a loss, or a gradient of the last step, is not finite.
     """
-    *losses, hits = sum_over_ranks(torch.cat((window.losses, window.hits)), group).tolist()
-    losses = [loss / group.world_size for loss in losses[: window.steps]]
-    for step, loss in enumerate(losses, start=state.step - window.steps + 1):
+    own = state.gauges.read(state.precision)
+    numbers = torch.cat((window.losses, window.hits, own.flatten().to(group.device)))
+    sums = sum_over_ranks(numbers, group).cpu()
+    losses, hits, rows = sums[: window.steps], sums[len(window.losses)], sums[-own.numel() :].view_as(own)
+    means = (losses / group.world_size).tolist()
+    for step, loss in enumerate(means, start=state.step - window.steps + 1):
         if not math.isfinite(loss):
             raise _astray(f"the loss of step {step} is {loss}")
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients).item()
     if not math.isfinite(norm):
         raise _astray(f"the gradients of step {state.step} have the norm {norm}")
-    return Figures(loss=sum(losses) / len(losses), hits=hits, seconds=time.perf_counter() - window.began)
+    return Figures(
+        loss=sum(means) / len(means),
+        hits=hits.item(),
+        seconds=time.perf_counter() - window.began,
+        ranks=rows.tolist(),
+    )
 
 
 def _astray(what: str) -> ClusterddpError:

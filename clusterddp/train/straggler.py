@@ -1,0 +1,118 @@
+"""Which rank holds the others up, on which host, and what is known of the reason."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+from clusterddp.train.group import Group, gather_on_first
+
+TOO_SLOW = 1.25
+"""Times the others' median, from which on a rank is a straggler."""
+_REASONS = {
+    "hw_thermal_slowdown": "it is too hot",
+    "sw_thermal_slowdown": "it is too hot",
+    "hw_power_brake_slowdown": "its power supply brakes it",
+    "hw_slowdown": "its hardware slows it down",
+    "sw_power_cap": "it is at its power limit",
+}
+_NVIDIA_SMI_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A rank that needs `ratio` times as long for its steps as the median of the others."""
+
+    rank: int
+    host: str
+    ratio: float
+
+
+class StragglerWatch:
+    """Names a rank that is too slow for two windows in a row, and says when it no longer is."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._suspect: int | None = None
+        self.named: Straggler | None = None
+        """The rank that is a straggler now, with its newest ratio; `host` is known on rank 0."""
+
+    def look(self, busy_ms: list[float]) -> str | None:
+        """Judge a window by each rank's time for a step; return what is to be told, on rank 0.
+
+        Every rank must look at the same numbers, since a rank that gets named tells the first one where it is.
+        """
+        rank, ratio = find_slowest(busy_ms)
+        slow = rank if ratio >= TOO_SLOW else None
+        confirmed, self._suspect = slow is not None and slow == self._suspect, slow
+        before = self.named
+        if slow is not None and before is not None and before.rank == slow:
+            self.named = Straggler(rank=slow, host=before.host, ratio=ratio)
+        elif slow is not None and confirmed:
+            host, reason = self._ask(slow)
+            self.named = Straggler(rank=slow, host=host, ratio=ratio)
+            others = statistics.median(busy_ms[:slow] + busy_ms[slow + 1 :])
+            times = f"{busy_ms[slow]:,.1f} ms a step, {ratio:.2f} times the others' {others:,.1f} ms"
+            return f"straggler: rank {slow} on {host} takes {times}{reason and f'; {reason}'}"
+        elif slow is None and before is not None:
+            self.named = None
+            return f"rank {before.rank} on {before.host} is no straggler any more"
+        return None
+
+    def _ask(self, rank: int) -> tuple[str, str]:
+        """Have `rank` tell its host and what it knows of the reason; blank elsewhere than on rank 0."""
+        own = (socket.gethostname(), find_reason(self._group.device)) if self._group.rank == rank else ("", "")
+        told = gather_on_first(own, self._group)
+        return told[rank] if told else ("", "")
+
+
+def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
+    """Return the slowest rank, and how many times as long as the median of the other ranks it takes."""
+    rank = max(range(len(busy_ms)), key=busy_ms.__getitem__)
+    others = busy_ms[:rank] + busy_ms[rank + 1 :]
+    median = statistics.median(others) if others else busy_ms[rank]
+    return rank, busy_ms[rank] / median if median > 0 else 1.0
+
+
+def find_reason(device: torch.device) -> str:
+    """Say in words why this rank may be slow, as far as its device tells; blank when it does not."""
+    if device.type != "cuda":
+        return _ask_load()
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return ask_throttling(["-i", f"GPU-{uuid}"] if uuid else [])
+
+
+def ask_throttling(which: list[str]) -> str:
+    """Ask nvidia-smi, with the options that select a GPU, whether it is slowed down; blank when it does not answer."""
+    fields = ["clocks.sm", "clocks.max.sm", "temperature.gpu", *(f"clocks_throttle_reasons.{key}" for key in _REASONS)]
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", *which],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        )
+        return read_throttling(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""  # best effort: the straggler is named either way
+
+
+def read_throttling(answer: str) -> str:
+    """Put a row of nvidia-smi into words: clock now, clock at most, temperature, then whether each reason is active."""
+    clock, most, celsius, *active = [value.strip() for value in answer.split(",")]
+    reasons = [words for words, word in zip(_REASONS.values(), active, strict=False) if word == "Active"]
+    why = f"its GPU is slowed down: {', '.join(dict.fromkeys(reasons))}" if reasons else "its GPU is not slowed down"
+    return f"{why} ({clock} of {most}, {celsius} C)"
+
+
+def _ask_load() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    return f"its host has a load of {load:.1f} on {cores} cores" if load > cores else ""
