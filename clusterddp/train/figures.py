@@ -134,7 +134,7 @@ def tell(totals: Totals, images_per_s: float, conditions: Conditions) -> dict[st
         "data_wait_percent": _percent(totals.data_ms, totals.steps_ms),
         "comm_exposed_percent": 0.0 if alone else _percent(totals.exposed_ms, totals.steps_ms),
         "comm_bytes_per_step": round(totals.bytes_sent / max(1, totals.steps)),
-        "tflop_per_s": round(tflop_per_s, 4),
+        "tflop_per_s": round(tflop_per_s, 6),
         "mfu_percent": None if peak is None else _percent(tflop_per_s, peak),
         "peak_tflop_per_s": peak,
         "peak_source": conditions.peak_source,

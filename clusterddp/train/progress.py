@@ -88,7 +88,7 @@ def last_words(summary: Mapping[str, Any]) -> str:
             ("checkpoint_seconds", "checkpoints"),
             ("compile_seconds", "compiling"),
         )
-        if summary[key]
+        if key == "train_seconds" or summary[key] >= 1
     ]
     step = summary["step_ms"]
     waits = (
