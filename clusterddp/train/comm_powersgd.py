@@ -68,8 +68,8 @@ class PowerSgd(Exchange):
         for (error, left), right in zip(pairs, self._rights, strict=True):
             error.addmm_(left, right.mT, alpha=-1)  # what this rank's share of the mean lacks
         arrive()
-        for gradient, left, right in zip(_gradients(self._matrices), lefts, self._rights, strict=True):
-            gradient.copy_(_from_matrix(left @ right.mT, gradient))
+        for parameter, left, right in zip(self._matrices, lefts, self._rights, strict=True):
+            parameter.grad = _from_matrix(left @ right.mT, parameter)
 
     def own_state(self) -> dict[str, Any]:
         """Only the mean of the errors over the ranks has an effect, so another number of ranks goes on from that."""
