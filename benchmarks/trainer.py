@@ -135,7 +135,7 @@ def link(arguments: argparse.Namespace) -> None:
         return
     plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
-        for mbit_per_s, rounds in ((1000, 5), (100, 2)):
+        for mbit_per_s in arguments.mbit:
             # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps.
             warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 24)
             for node in plan.nodes:
@@ -152,7 +152,7 @@ def link(arguments: argparse.Namespace) -> None:
                 ),
                 Contender(name="auto", label="two machines, comm: auto", take_turn=partial(turn, hosts=2, **AUTO)),
             ]
-            played = play(contenders, arguments.rounds or rounds)
+            played = play(contenders, arguments.rounds or (5 if mbit_per_s >= 1000 else 2))
             write_result(arguments.results, f"link-{mbit_per_s}", played, mbit_per_s=mbit_per_s, batch_per_rank=8)
 
 
@@ -211,6 +211,7 @@ def parse() -> argparse.Namespace:
         "--rounds", type=int, help="turns of each contender; default: what fits into half an hour in all"
     )
     parser.add_argument("--quick", action="store_true", help="few steps: to see that it works, not to measure")
+    parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100], help="link: its rates, Mbit/s")
     parser.add_argument("--precision", default="auto", help="of link and loss")
     parser.add_argument("--loss-samples", type=int, default=4000, help="training images of the part loss")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10 for the parts loss (else: shapes) and gpu")

@@ -77,7 +77,8 @@ def say(text: str) -> None:
 
 def spell(turn: Turn) -> str:
     speed = "" if turn.images_per_s is None else f"{turn.images_per_s:8.1f} img/s {turn.step_ms:8.1f} ms/step"
-    return speed + "".join(f"  {key} {_short(value)}" for key, value in turn.facts.items())
+    told = {key: turn.facts[key] for key in ("precision", "comm", "loss", "train_loss") if key in turn.facts}
+    return speed + "".join(f"  {key} {_short(value)}" for key, value in told.items())
 
 
 def ratios(over: Mapping[str, Any], under: Mapping[str, Any], *, key: str = "images_per_s") -> list[float]:
