@@ -43,7 +43,13 @@ from trainer_table import write_tables
 
 MODES = ("exact", "bf16", "powersgd:4", "local:8")
 AUTO = {"comm": "auto", "comm_allow": list(MODES[1:])}
-NOISE: dict[str, Any] = {"model": "resnet18", "dataset": "random", "epochs": 1000, "eval_every": 1000}
+NOISE: dict[str, Any] = {
+    "model": "resnet18",
+    "dataset": "random",
+    "epochs": 1000,
+    "eval_every": 1000,
+    "checkpoint_every": 1000,
+}
 """Speed is measured on noise: its images cost what images cost."""
 
 
@@ -64,8 +70,7 @@ def cpu(arguments: argparse.Namespace) -> None:
     """Measure one process with all cores, and two processes, each with half of them."""
     peers = Peers.set_up(arguments.peers, kuangliu=arguments.kuangliu)
     cores = len(os.sched_getaffinity(0))
-    steps = {"quick": (1, 2), "slow": (1, 3), "fast": (2, 8)}
-    slow, fast = (steps["quick"],) * 2 if arguments.quick else (steps["slow"], steps["fast"])
+    slow, fast = ((1, 1), (1, 1)) if arguments.quick else ((1, 2), (2, 6))  # steps to warm up, and timed
     one = partial(peers.turn, ranks=1, threads=cores)
     two = partial(peers.turn, ranks=2, threads=max(1, cores // 2), batch=64, best=True)
     with local_place() as place:
@@ -97,14 +102,14 @@ def cpu(arguments: argparse.Namespace) -> None:
                 for name, label in peers.BEST.items()
             ),
         ]
-        played = play(contenders, arguments.rounds or 5)
+        played = play(contenders, arguments.rounds or 4)
     write_result(arguments.results, "cpu", played, batch=128, cores=cores, peers=peers.versions())
 
 
 def ranks(arguments: argparse.Namespace) -> None:
     """Measure how the trainer scales over the ranks of this machine, at one and the same global batch."""
     cores = len(os.sched_getaffinity(0))
-    warm, steps = (1, 2) if arguments.quick else (2, 8)
+    warm, steps = (1, 1) if arguments.quick else (2, 6)
     cases = {
         "threads": (f"1 rank, {cores} threads", {"ranks": 1, "threads": cores}),
         "1": ("1 rank, 1 thread", {"ranks": 1, "threads": 1}),
@@ -123,7 +128,7 @@ def ranks(arguments: argparse.Namespace) -> None:
             )
             for name, (label, case) in cases.items()
         ]
-        played = play(contenders, arguments.rounds or 5)
+        played = play(contenders, arguments.rounds or 3)
     write_result(arguments.results, "ranks", played, batch=128, cores=cores)
 
 
@@ -137,7 +142,7 @@ def link(arguments: argparse.Namespace) -> None:
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         for mbit_per_s in arguments.mbit:
             # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps.
-            warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 24)
+            warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 16)
             for node in plan.nodes:
                 rack.set_link_rate(node, mbit_per_s)
             turn = partial(rack_turn, place, warm_steps=warm, **NOISE, batch_size=8, samples=1000, log_every=8)
@@ -152,7 +157,7 @@ def link(arguments: argparse.Namespace) -> None:
                 ),
                 Contender(name="auto", label="two machines, comm: auto", take_turn=partial(turn, hosts=2, **AUTO)),
             ]
-            played = play(contenders, arguments.rounds or (5 if mbit_per_s >= 1000 else 2))
+            played = play(contenders, arguments.rounds or (4 if mbit_per_s >= 1000 else 1))
             write_result(arguments.results, f"link-{mbit_per_s}", played, mbit_per_s=mbit_per_s, batch_per_rank=8)
 
 
@@ -178,7 +183,7 @@ def loss(arguments: argparse.Namespace) -> None:
         contenders = [
             Contender(name=mode, label=f"comm: {mode}", take_turn=partial(turn, mode, place)) for mode in MODES
         ]
-        played = play(contenders, arguments.rounds or 2)
+        played = play(contenders, arguments.rounds or 1)
     write_result(arguments.results, "loss", played, samples=samples, batch_per_rank=8, ranks=2, dataset=data["dataset"])
 
 
@@ -192,7 +197,7 @@ def curve(arguments: argparse.Namespace) -> None:
 def ours_on_noise(
     place: LocalPlace, *, warm: int, steps: int, ranks: int = 1, threads: int, batch_size: int = 128, **train: Any
 ) -> Turn:
-    settings = {**NOISE, "samples": 2560, "log_every": warm, "max_steps": warm + steps, **train}
+    settings = {**NOISE, "samples": 1280, "log_every": warm, "max_steps": warm + steps, **train}
     return place.turn(ranks=ranks, threads=threads, warm_steps=warm, batch_size=batch_size, **settings)
 
 

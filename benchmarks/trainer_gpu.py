@@ -50,7 +50,13 @@ def measure_gpu(arguments: argparse.Namespace) -> None:
 
 def _rate(place: LocalPlace, warm: int, steps: int, **train: str) -> Turn:
     settings: dict[str, Any] = {"model": "resnet18", "dataset": "random", "samples": 50_000, "epochs": 1000}
-    settings |= {"batch_size": 512, "eval_every": 1000, "log_every": warm, "max_steps": warm + steps}
+    settings |= {
+        "batch_size": 512,
+        "eval_every": 1000,
+        "checkpoint_every": 1000,
+        "log_every": warm,
+        "max_steps": warm + steps,
+    }
     return place.turn(ranks=1, threads=8, device="gpu", warm_steps=warm, **settings, **train)
 
 

@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=2560)
+    parser.add_argument("--samples", type=int, default=1280)
     parser.add_argument("--warm-steps", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
