@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ NOISE: dict[str, Any] = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs and racks are taken down
     arguments = parse()
     parts = {"cpu": cpu, "ranks": ranks, "link": link, "loss": loss, "gpu": measure_gpu, "curve": curve}
     wanted = ["cpu", "ranks", "link", "loss", "gpu"] if arguments.part == "all" else [arguments.part]

@@ -84,14 +84,17 @@ class Peers:
         starter = gang if ranks > 1 and name != "lightning" else []
         script = [str(ROOT / "benchmarks" / "trainer_peers.py"), *map(str, words)]
         environ = {"PATH": "/usr/bin:/bin", "HOME": str(self.path), "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(
-            [str(self._python), *starter, *script],
-            env=environ | {"GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TURN_LIMIT_S,
-        )
+        try:
+            done = subprocess.run(
+                [str(self._python), *starter, *script],
+                env=environ | {"GLOO_SOCKET_IFNAME": "lo"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TURN_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(f"{name} was not done after {TURN_LIMIT_S} s") from error
         answers = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
         if done.returncode or len(answers) != 1:
             raise UnavailableError(f"{name} failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from rack.rack import wait_until
+from rack.rack import RackError, wait_until
 from ssh_place import SshPlace
 from trainer_rounds import ROOT, Turn, UnavailableError
 
@@ -80,6 +80,13 @@ def rack_turn(place: SshPlace, *, hosts: int, warm_steps: int, **train: Any) -> 
         "ssh": {"hosts": list(place.rack.plan.nodes)[:hosts], "python": "/opt/bare/bin/python"},
         "train": train,
     }
+    try:
+        return _rack_run(place, spec, warm_steps)
+    except RackError as error:
+        raise UnavailableError(last_line(str(error))) from error
+
+
+def _rack_run(place: SshPlace, spec: dict[str, Any], warm_steps: int) -> Turn:
     run = place.submit(json.dumps(spec))
     there = place.host_run_dir("node1", run)
     try:
@@ -87,7 +94,7 @@ def rack_turn(place: SshPlace, *, hosts: int, warm_steps: int, **train: Any) -> 
         if not there.summary.exists():
             log = there.attempt(0).stdout(0).with_suffix(".err")
             raise UnavailableError(f"the run failed: {last_line(log.read_text() if log.exists() else '')}")
-        return read_turn(there, warm_steps=warm_steps, comm=train.get("comm", "exact"))
+        return read_turn(there, warm_steps=warm_steps, comm=spec["train"].get("comm", "exact"))
     finally:
         place.clusterddp("cancel", run.name, check=False)
         place.await_gone(place.record(run).token, within_s=120)
