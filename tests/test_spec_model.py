@@ -235,8 +235,8 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
     ("text", "key", "words"),
     [
         ("train: {}\nentry: {script: a.py}", "entry", "either train or entry"),
-        ("entry: {}", "entry", "neither script nor module"),
-        ("entry: {script: a.py, module: a}", "entry.module", "both script and module"),
+        ("entry: {}", "entry", "names nothing to run, expected one of script, module, function and command"),
+        ("entry: {script: a.py, module: a}", "entry.module", "has script and module, expected one of"),
         ("entry: {module: a-b}", "entry.module", "expected a module's dotted name"),
         ("resources: {nodes: 60000, procs_per_node: 2}", "resources.nodes", "= 120000 ranks, expected at most 65536"),
         ("resources: {gpus_per_node: 2, procs_per_node: 4}", "resources.procs_per_node", "expected one rank per GPU"),

@@ -16,6 +16,7 @@ from clusterddp.look.printable import printable
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.slurm_ask import Verdict
+    from clusterddp.run.gang import Entry
 
 _MASK = "********"
 
@@ -76,7 +77,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("master", f"{gang.master_addr or _master(plan)}, {port}"))
     train = plan.spec.get("train")
     if not train:
-        facts.append(("runs", words([gang.entry.target, *gang.entry.args])))
+        facts.append(("runs", entry_words(gang.entry)))
     else:
         batch = train["batch_size"] * gang.world_size * train["accumulate"]
         what = f"{train['model']} on {train['dataset']}, {train['epochs']} epochs"
@@ -95,6 +96,17 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.parent:
         facts.append(("repeats", plan.parent))
     return facts
+
+
+def entry_words(entry: Entry) -> str:
+    """Say what an entry runs: a command line, or a call."""
+    if entry.kind == "function":
+        named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
+        values = [json.dumps(value, ensure_ascii=False) for value in entry.args]
+        return printable(f"{entry.target}({', '.join([*values, *named])})")
+    local_rank = ["--local_rank=N"] if entry.local_rank_arg else []
+    shell = ["/bin/sh", "-c"] if entry.shell else []
+    return words([*shell, entry.target, *entry.words, *local_rank, *entry.args])
 
 
 def _interface(plan: Plan) -> str:
@@ -116,6 +128,10 @@ def _ranks(plan: Plan) -> str:
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and gang.backend == "nccl")
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
     device = "one GPU each" if has_gpus else "on the CPU"
+    if gang.entry.spawns:
+        device = "all GPUs of its node each" if has_gpus else "on the CPU"
+        own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
+        return f"{len(gang.nodes)} {nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
     return f"{len(gang.nodes)} {nodes} x {many} = {gang.world_size} {ranks}, {device}, {threads} each"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,18 +15,23 @@ from clusterddp.run.gang import Entry
 from clusterddp.run.snapshot import SnapshotPlan, plan_script_snapshot, plan_snapshot
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import EntrySpec, JobSpec
+    from clusterddp.spec.entry_section import EntrySpec
+    from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
+OUTPUT = "output"
+"""Where an entry's results go that names no place: in the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """What the ranks execute, with paths as they are at submit; `entry_of` says where they lie in a run."""
 
-    kind: Literal["module", "script"]
+    kind: Literal["module", "script", "function", "command"]
     target: str
-    args: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    file: Path | None = None
+    """The file that `target` is or names, where it is one."""
     import_paths: tuple[str, ...]
     snapshot: SnapshotPlan | None
     notes: tuple[str, ...]
@@ -48,37 +54,61 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
 
     Raises: UsageError: the script is not there. ClusterddpError: no snapshot can be made of the code.
     """
-    if job.entry is not None and job.launcher == "ssh" and not job.snapshot:
-        return _program_on_hosts(job.entry, working_dir)
     if job.entry is None:
         snapshot, notes = _trainer_snapshot(job, working_dir, runs_dir, environ)
-        return Program(kind="module", target=TRAINER, args=(), import_paths=(), snapshot=snapshot, notes=notes)
-    script = _find_script(job.entry, working_dir)
-    home = script.parent if script else working_dir.resolve()
-    snapshot, notes = _code_snapshot(job, home, script, runs_dir=runs_dir, environ=environ)
+        return Program(kind="module", target=TRAINER, import_paths=(), snapshot=snapshot, notes=notes)
+    kind, target, words = what_runs(job.entry)
+    if job.launcher == "ssh" and not job.snapshot:
+        return _program_on_hosts(kind, target, words, working_dir)
+    file = _find_file(kind, target, working_dir)
+    home = file.parent if file and kind != "command" else working_dir.resolve()
+    snapshot, notes = _code_snapshot(job, home, file, runs_dir=runs_dir, environ=environ)
     if job.launcher == "ssh" and snapshot is None:
         raise UsageError(
             f"{home} is in no git repository: there is no telling which code the hosts need",
             hint="git init there; or snapshot: false, where the hosts have the same code at the same path",
         )
+    if kind == "command" and file and snapshot and not _holds(snapshot, file):
+        file = None  # git ignores it: it runs in place
     # Python puts the script's directory first, and for a module the working directory; PYTHONPATH follows.
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
     inside = [path for path in followers if snapshot and Path(path).is_relative_to(snapshot.root)]
     return Program(
-        kind="script" if script else "module",
-        target=str(script or job.entry.module),
-        args=tuple(job.entry.args),
-        import_paths=tuple(dict.fromkeys([str(home), *inside])),
+        kind=kind,
+        target=_with_file(kind, target, file),
+        words=words,
+        file=file,
+        import_paths=tuple(dict.fromkeys([*([] if kind == "command" else [str(home)]), *inside])),
         snapshot=snapshot,
-        notes=notes,
+        notes=(*notes, *_command_notes(job.entry, snapshot, working_dir)),
     )
 
 
-def entry_of(program: Program, *, run_dir: Path, working_dir: Path, moves: bool = False) -> Entry:
+def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function", "command"], str, tuple[str, ...]]:
+    """Return the kind of an entry, what it runs, and, of a command, the words that follow its program."""
+    if entry.script is not None:
+        return "script", entry.script, ()
+    if entry.module is not None:
+        return "module", entry.module, ()
+    if entry.function is not None:
+        return "function", entry.function, ()
+    assert entry.command is not None
+    if entry.shell:
+        return "command", str(entry.command), ()
+    from clusterddp.spec.entry_rules import command_words
+
+    program, *words = command_words(entry)
+    return "command", program, tuple(words)
+
+
+def entry_of(
+    program: Program, job: JobSpec, *, run_dir: Path, working_dir: Path, spawns: tuple[int, ...] = ()
+) -> Entry:
     """Return the program as the ranks of one run execute it: what the snapshot holds is taken from there.
 
-    `moves`: the ranks run on hosts that have nothing but the snapshot, so they work in it.
+    Over SSH the ranks run on hosts that have nothing but the snapshot, so they work in it. `spawns`: how many ranks
+    the program itself starts on each node, if it does.
     """
 
     def moved(path: str) -> str:
@@ -89,16 +119,51 @@ def entry_of(program: Program, *, run_dir: Path, working_dir: Path, moves: bool 
 
     # The working directory is on a module's path. The trainer needs nothing from there, and a `random.py` that lies
     # where somebody submits must not take the place of Python's own; so it works where no code lies.
-    is_trainer = program.target == TRAINER
-    if moves and program.snapshot and not is_trainer:
-        working_dir = RunDir(run_dir).code / _place_within(program.snapshot, working_dir)
+    code_dir = working_dir
+    if program.snapshot:
+        code_dir = RunDir(run_dir).code / _place_within(program.snapshot, working_dir)
+    if job.entry is None:
+        return Entry(
+            kind=program.kind,
+            target=program.target,
+            working_dir=str(RunDir(run_dir).launcher_dir),
+            stop_aware=True,
+            init="env" if job.network.init == "auto" else job.network.init,
+        )
+    file = moved(str(program.file)) if program.file else None
     return Entry(
         kind=program.kind,
-        target=moved(program.target) if program.kind == "script" else program.target,
-        args=program.args,
-        working_dir=str(RunDir(run_dir).launcher_dir if is_trainer else working_dir),
+        target=_with_file(program.kind, program.target, file),
+        words=program.words,
+        args=tuple(job.entry.args),
+        kwargs=dict(job.entry.kwargs),
+        shell=job.entry.shell,
+        working_dir=str(code_dir if job.launcher == "ssh" else working_dir),
         import_paths=tuple(moved(path) for path in program.import_paths),
-        stop_aware=is_trainer,
+        init="tcp" if job.network.init == "auto" else job.network.init,
+        spawns=spawns,
+        counts=job.entry.counts,
+        local_rank_arg=job.entry.local_rank_arg,
+        data_dir=job.entry.data_dir,
+        output_dir=job.entry.output_dir or str(run_dir / OUTPUT),
+        code_dir=str(code_dir),
+    )
+
+
+def move_entry(entry: Entry, moved: Callable[[str], str]) -> Entry:
+    """Return the entry of a run whose directory is elsewhere; `moved` says where a path is then."""
+
+    def moved_if_any(path: str | None) -> str | None:
+        return None if path is None else moved(path)
+
+    return dataclasses.replace(
+        entry,
+        target=entry.target if entry.shell else moved(entry.target),
+        working_dir=moved(entry.working_dir),
+        import_paths=tuple(moved(path) for path in entry.import_paths),
+        data_dir=moved_if_any(entry.data_dir),
+        output_dir=moved_if_any(entry.output_dir),
+        code_dir=moved_if_any(entry.code_dir),
     )
 
 
@@ -115,50 +180,92 @@ def choose_snapshot(summary: dict[str, Any], *, runs_dir: Path, environ: Mapping
     return snapshot
 
 
+def _holds(snapshot: SnapshotPlan, file: Path) -> bool:
+    return os.path.relpath(file, snapshot.root) in snapshot.files
+
+
 def _place_within(snapshot: SnapshotPlan, directory: Path) -> Path:
     """Return where the directory is in the snapshot; the top of it where it has nothing of the directory."""
     within = os.path.relpath(directory.resolve(), snapshot.root)
     return Path(within if any(name.startswith(f"{within}/") for name in snapshot.files) else ".")
 
 
-def _program_on_hosts(entry: EntrySpec, working_dir: Path) -> Program:
+def _program_on_hosts(
+    kind: Literal["module", "script", "function", "command"], target: str, words: tuple[str, ...], working_dir: Path
+) -> Program:
     """Take the code to be where the spec says, on the hosts: nobody here can look."""
-    at_home = (entry.script or "").startswith("~/")
-    script = entry.script if at_home or entry.script is None else str(working_dir / entry.script)
+    named = _file_named(kind, target)
+    file = Path(named if named.startswith("~/") else working_dir / named) if named else None
+    home = str(file.parent if file else working_dir)
     return Program(
-        kind="script" if script else "module",
-        target=str(script or entry.module),
-        args=tuple(entry.args),
-        import_paths=(str(Path(script).parent) if script else str(working_dir),),
+        kind=kind,
+        target=target if kind == "command" else _with_file(kind, target, file),
+        words=words,
+        file=None if kind == "command" else file,
+        import_paths=() if kind == "command" else (home,),
         snapshot=None,
         notes=("snapshot is false: each host runs the code that lies there, at the same path as here",),
     )
 
 
-def _find_script(entry: EntrySpec, working_dir: Path) -> Path | None:
-    if entry.script is None:
+def _file_named(kind: str, target: str) -> str | None:
+    """Return the path that the target is or begins with, if it names a file."""
+    if kind == "script":
+        return target
+    if kind == "function":
+        file = target.rpartition(":")[0]
+        return file if file.endswith(".py") else None
+    return target if kind == "command" and os.sep in target and len(target.split()) == 1 else None
+
+
+def _with_file(kind: str, target: str, file: Path | str | None) -> str:
+    """Return the target with another path of its file."""
+    if file is None:
+        return target
+    return f"{file}:{target.rpartition(':')[2]}" if kind == "function" else str(file)
+
+
+def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
+    """Find the file that the target names.
+
+    Raises: UsageError: it is not there.
+    """
+    named = _file_named(kind, target)
+    if named is None:
         return None
-    script = working_dir / Path(entry.script).expanduser()
-    if not script.is_file():
-        found = "is a directory" if script.is_dir() else "no such file"
-        raise UsageError(
-            f"entry.script: {script}: {found}",
-            hint="the path is taken from where you submit; entry.module names a module instead",
-        )
-    return script.resolve()
+    file = working_dir / Path(named).expanduser()
+    if kind == "command" and not (file.is_file() and file.resolve().is_relative_to(working_dir.resolve())):
+        return None  # no code of this project; it may be there where the ranks run
+    if file.is_file():
+        return file.resolve()
+    found = "is a directory" if file.is_dir() else "no such file"
+    raise UsageError(
+        f"entry.{kind}: {file}: {found}",
+        hint="the path is taken from where you submit; entry.module names a module instead",
+    )
+
+
+def _command_notes(entry: EntrySpec, snapshot: SnapshotPlan | None, working_dir: Path) -> tuple[str, ...]:
+    if entry.command is None or snapshot is None:
+        return ()
+    return (
+        f"the command works in {working_dir}: files that it names there are read when it runs; "
+        "{code_dir} is the same place in the copy of the code",
+    )
 
 
 def _code_snapshot(
-    job: JobSpec, home: Path, script: Path | None, *, runs_dir: Path, environ: Mapping[str, str]
+    job: JobSpec, home: Path, file: Path | None, *, runs_dir: Path, environ: Mapping[str, str]
 ) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
     if not job.snapshot:
         return None, ("snapshot is false: the code runs in place, later edits reach ranks that start after them",)
     snapshot = plan_snapshot(home, runs_dir=runs_dir, environ=environ)
-    if script and (snapshot is None or os.path.relpath(script, snapshot.root) not in snapshot.files):
+    if file and (snapshot is None or not (_holds(snapshot, file) or job.entry is None or job.entry.command)):
         # In no repository, or git ignores it.
-        snapshot = plan_script_snapshot(script, runs_dir=runs_dir)
+        snapshot = plan_script_snapshot(file, runs_dir=runs_dir)
     if snapshot is None:
-        return None, (f"{home} is in no git repository: no snapshot of the code, the module runs in place",)
+        what = "command" if job.entry and job.entry.command else "module"
+        return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
     return snapshot, snapshot.notes
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 if TYPE_CHECKING:
+    from clusterddp.spec.entry_section import EntrySpec
     from clusterddp.spec.model import JobSpec
 
 
@@ -21,10 +22,21 @@ def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
     if job.train and job.train.data_dir:
         data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
         return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
-    if job.entry and job.entry.script:
-        script = str(working_dir / Path(job.entry.script).expanduser())
-        return job.model_copy(update={"entry": job.entry.model_copy(update={"script": script})})
+    if job.entry:
+        paths = _entry_paths(job.entry, working_dir, on_hosts=job.launcher == "ssh")
+        return job.model_copy(update={"entry": job.entry.model_copy(update=paths)})
     return job
+
+
+def _entry_paths(entry: EntrySpec, working_dir: Path, *, on_hosts: bool) -> dict[str, str]:
+    """Make the paths of an entry absolute; `on_hosts`: those of its data and results are paths on hosts."""
+    here = ("script",) if on_hosts else ("script", "data_dir", "output_dir")
+    named = {name: getattr(entry, name) for name in here if getattr(entry, name)}
+    paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
+    file, _, function = (entry.function or "").rpartition(":")
+    if file.endswith(".py"):
+        paths["function"] = f"{working_dir / Path(file).expanduser()}:{function}"
+    return paths
 
 
 def filled_in(job: JobSpec) -> dict[str, Any]:
@@ -38,8 +50,9 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
 
 def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
     """Return the directories that a spec, as `filled_in` gave it, makes use of: a container has to have them."""
-    data_dir = filled["train"]["data_dir"] if filled["train"] else None
-    return tuple(dict.fromkeys([str(working_dir), *([data_dir] if data_dir else [])]))
+    section = filled["train"] or filled["entry"] or {}
+    named = (section.get("data_dir"), section.get("output_dir"))
+    return tuple(dict.fromkeys([str(working_dir), *(path for path in named if path)]))
 
 
 def spec_text(job: JobSpec) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.entry import entry_of, plan_program
+from clusterddp.launch.entry import entry_of, move_entry, plan_program
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
+from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import (
     Placement,
     place_here,
@@ -135,6 +136,7 @@ def plan_run(
     _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
     placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
     ssh = ssh and dataclasses.replace(ssh, attached=attached)
+    placement, spawns = with_one_process_each(job, placement)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
@@ -142,7 +144,7 @@ def plan_run(
         run=run,
         token=token,
         nodes=placement.nodes,
-        entry=entry_of(program, run_dir=runs_dir / run, working_dir=working_dir, moves=ssh is not None),
+        entry=entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns),
         threads_per_rank=placement.threads_per_rank,
         backend=placement.backend,
         # On Slurm and over SSH the address is found at the start; on Slurm the allocation's end is the limit.
@@ -197,13 +199,7 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
         path = str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
         return at_home(path, home) if home is not None else path
 
-    old = plan.gang.entry
-    entry = dataclasses.replace(
-        old,
-        target=moved(old.target),
-        working_dir=moved(old.working_dir),
-        import_paths=tuple(moved(path) for path in old.import_paths),
-    )
+    entry = move_entry(plan.gang.entry, moved)
     run = run_dir.name if home is None else plan.run
     gang = dataclasses.replace(plan.gang, run=run, entry=entry)
     slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)

@@ -11,6 +11,8 @@ from clusterddp.launch.ssh_plan import SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 
+ENTRYS = "the entry: how it is started"
+"""The origin of what the start-up of a rank sets for its entry."""
 _PORT = "a free port, chosen at the start"
 
 
@@ -23,6 +25,9 @@ def rank0_variables(
         gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
     variables = gang.variables_of(0, run_dir=run_dir, attempt=0, master_port=gang.master_port or _PORT)
     shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
+    changes = gang.entry.environment({name: variable.value for name, variable in variables.items()})
+    shown |= {name: {"value": value, "origin": ENTRYS} for name, value in changes.items() if value is not None}
+    shown = {name: variable for name, variable in shown.items() if changes.get(name, "") is not None}
     if "CUDA_VISIBLE_DEVICES" in gang.env:
         return shown
     if slurm and gang.backend == "nccl":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from clusterddp.launch.owned_ranks import cores_per_task, tasks_per_node
 from clusterddp.spec.slurm_options import (
     FLAGS,
     GPU_OPTIONS,
@@ -86,9 +87,9 @@ def _required(job: JobSpec) -> Options:
     resources = job.resources
     options: Options = {
         "nodes": str(resources.nodes),
-        "ntasks": str(resources.world_size),
-        "ntasks_per_node": str(resources.ranks_per_node),
-        "cpus_per_task": str(resources.cpus_per_task or 1),
+        "ntasks": str(resources.nodes * tasks_per_node(job)),
+        "ntasks_per_node": str(tasks_per_node(job)),
+        "cpus_per_task": str(cores_per_task(job)),
     }
     return options | ({"time": str(resources.time)} if resources.time else {})
 

@@ -112,8 +112,9 @@ def _lay_out(spec: SweepSpec, base: Plan, *, sweep: str, runs_dir: Path) -> Swee
 def _with_values(plan: Plan, resolved: ResolvedSpec, *, run: str, token: str) -> Plan:
     """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args."""
     job = with_absolute_paths(resolved.job, plan.working_dir)
-    args = tuple(job.entry.args) if job.entry else plan.gang.entry.args
-    entry = dataclasses.replace(plan.gang.entry, args=args)
+    entry = plan.gang.entry
+    if job.entry:
+        entry = dataclasses.replace(entry, args=tuple(job.entry.args), kwargs=dict(job.entry.kwargs))
     filled = filled_in(job)
     assert plan.slurm is not None
     other = dataclasses.replace(

@@ -35,6 +35,7 @@ _CASCADE = re.compile(
 )
 _WORDS = 400
 _TRACEBACK = 8_000
+_LAST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class RankEnd:
     error: str | None = None
     """One line: the exception, or what else is known; None for an exit code without a word."""
     traceback: str | None = None
+    """The exception's; where there is none, the last lines of standard error."""
     weight: int = OWN
     on_order: bool = False
     """True when it ended after its supervisor had begun to end it."""
@@ -83,6 +85,9 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
         weight = CERTAIN
     if name == "SIGABRT" and error is None:
         error = _one_line(last_words.rpartition("\n")[2]) or None
+    if error is None and name is None and last_words:
+        # A program that knows nothing of error files has said on its standard error what was wrong, if it has at all.
+        traceback = "\n".join(last_words.splitlines()[-_LAST_LINES:])
     return RankEnd(
         rank=rank,
         exit_code=128 - returncode if returncode < 0 else returncode,
@@ -102,6 +107,8 @@ def failure_of(end: RankEnd, host: str) -> Failure:
         words = f"rank {end.rank} on {host}: {end.error}"
     else:
         words = f"rank {end.rank} on {host} left with exit code {end.exit_code}"
+        if end.traceback:
+            words += f"; its last words: {_one_line(end.traceback.rpartition(chr(10))[2])}"
     return Failure(
         rank=end.rank,
         host=host,
@@ -119,9 +126,9 @@ def read_error_file(path: Path) -> tuple[str | None, str | None]:
         with path.open(encoding="utf-8", errors="replace") as file:
             message: Any = json.loads(file.read(1_000_000))["message"]
         if not isinstance(message, dict):
-            return _one_line(str(message)), None
+            return _gist(str(message)), None
         traceback = (message.get("extraInfo") or {}).get("py_callstack")
-        return _one_line(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
+        return _gist(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
 
@@ -130,6 +137,17 @@ def _weigh(told: str) -> int:
     if _CASCADE.search(told):
         return CASCADE
     return CONNECTION if _CONNECTION.search(told) else OWN
+
+
+def _gist(text: str) -> str:
+    """Say in one line what an exception says; of one that carries another process's traceback, how that ends.
+
+    torch.multiprocessing.spawn raises such ones.
+    """
+    if "Traceback (most recent call last):" not in text:
+        return _one_line(text)
+    kind = text.strip().partition(":")[0].rpartition(".")[2]
+    return _one_line(f"{kind}: {text.strip().splitlines()[-1]}")
 
 
 def _one_line(text: str) -> str:

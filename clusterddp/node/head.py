@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+from clusterddp.dist.entry_environment import RENDEZVOUS_FILE
 from clusterddp.dist.interface import is_cut_off
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
@@ -260,8 +261,9 @@ class Head:
         if attempt.begun is not None and not self._start_recorded:
             self._record_start(now)
         directory = self._run.attempt(attempt.number)
-        with contextlib.suppress(OSError):
-            directory.path.joinpath(ENDING).unlink(missing_ok=True)
+        for name in (ENDING, RENDEZVOUS_FILE):
+            with contextlib.suppress(OSError):
+                directory.path.joinpath(name).unlink(missing_ok=True)
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
         sequel = self._sequel(end, all_gone=ending.all_gone)
         if sequel == "here" and not self._make_next(attempt):

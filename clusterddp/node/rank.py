@@ -1,9 +1,8 @@
 """The start-up of a rank: `python -m clusterddp.node.rank RUN_DIR` becomes the run's entry.
 
-It ties the rank's life to its supervisor, makes the stop signals create the stop file, puts `sys.argv`, `sys.path` and
-the working directory as plain `python script.py` or `python -m module` would, and runs the entry in this process. An
-exception is left in TORCHELASTIC_ERROR_FILE, in torchelastic's own form. What is not in the environment is not done, so
-whoever sets RANK and the like (Slurm's srun) may start it too.
+It ties the rank's life to its supervisor, makes the stop signals create the stop file, and runs the entry in this
+process (a command as its child). An exception is left in TORCHELASTIC_ERROR_FILE, in torchelastic's own form. What is
+not in the environment is not done, so whoever sets RANK and the like (Slurm's srun) may start it too.
 
 It imports next to nothing: sixteen of these start at once on two cores.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -20,7 +20,10 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from clusterddp.node import entry
+from clusterddp.node.entry import run_entry
 
 ENDING = "ENDING"
 """The file beside the stop file that tells a rank what SIGTERM means: it is there when the gang is being ended."""
@@ -35,7 +38,7 @@ def main() -> None:
     with contextlib.suppress(RuntimeError, OSError):  # standard error may be closed
         faulthandler.enable()
     try:
-        _run_entry(run_dir)
+        run_entry(run_dir)
     except SystemExit as left:
         if isinstance(left.code, str):
             _write_error_file(f"SystemExit: {left.code}", "")
@@ -44,37 +47,6 @@ def main() -> None:
         _fail(error)
     finally:
         _ignore_late_signals()
-
-
-def _run_entry(run_dir: str) -> None:
-    with (Path(run_dir) / "plan.json").open(encoding="utf-8") as file:
-        entry: dict[str, Any] = json.load(file)["gang"]["entry"]
-    target = str(entry["target"])
-    arguments = [_fill_in(argument) for argument in entry["args"]]
-    os.chdir(entry["working_dir"])
-    script = Path(target).resolve()
-    # sys.path[0] is where this module was started; Python would have put the script's directory, or the working one.
-    first = str(script.parent) if entry["kind"] == "script" else str(entry["working_dir"])
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[:1] = [first] if first not in entry["import_paths"] else []
-    sys.path[:0] = entry["import_paths"]
-    sys.argv[:] = [target, *arguments]
-    if entry["kind"] == "script":
-        runpy.run_path(str(script), run_name="__main__")
-    else:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-
-
-def _fill_in(argument: str) -> str:
-    """Put the rank's own numbers where a script wants them on its command line: `--rank {rank}`."""
-    if "{" not in argument:
-        return argument
-    names = ("rank", "local_rank", "world_size", "local_world_size", "node_rank", "master_addr", "master_port")
-    values = {name: os.environ.get(name.upper(), "") for name in names}
-    values["init_method"] = f"tcp://{values['master_addr']}:{values['master_port']}"
-    for name, value in values.items():
-        argument = argument.replace("{" + name + "}", value)
-    return argument
 
 
 def _die_with_supervisor() -> None:
@@ -142,9 +114,14 @@ def _fail(error: BaseException) -> NoReturn:
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Leave out our own frames and runpy's: people look for theirs."""
     step = trace
-    while step is not None and step.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
+    ours = {__file__, entry.__file__, runpy.__file__, "<frozen runpy>", importlib.__file__}
+    while step is not None and _is_ours(step.tb_frame.f_code.co_filename, ours):
         step = step.tb_next
     return step or trace
+
+
+def _is_ours(file: str, ours: set[str]) -> bool:
+    return file in ours or file.startswith("<frozen importlib.")
 
 
 def _write_error_file(words: str, told: str) -> None:

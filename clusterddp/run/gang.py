@@ -7,25 +7,50 @@ the supervisor starts exactly that. Nothing here touches the machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
 from clusterddp.dist.environment import RankPlace, Variable, rank_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What a rank runs: a Python module or a script, with its arguments."""
+    """What a rank runs, and how it wants to be started."""
 
-    kind: Literal["module", "script"]
+    kind: Literal["module", "script", "function", "command"]
     target: str
-    args: tuple[str, ...] = ()
+    """A module, the path of a script, `module:function` or `path.py:function`, a program; a shell's text."""
+    words: tuple[str, ...] = ()
+    """The words that a command has of itself, after its program and before `args`."""
+    args: tuple[Any, ...] = ()
+    """Words; for a function, values of any kind."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """For a function."""
+    shell: bool = False
+    """True: /bin/sh reads `target`."""
     working_dir: str
     import_paths: tuple[str, ...] = ()
     """Directories put at the head of `sys.path`, the snapshot of the code among them."""
     stop_aware: bool = False
     """True when the entry confirms a stop itself (the built-in trainer does)."""
+    init: Init = "tcp"
+    """How ranks meet that use CLUSTERDDP_INIT_METHOD or {init_method}."""
+    spawns: tuple[int, ...] = ()
+    """How many ranks the entry itself starts on each node, where it does: it is one rank on each to us."""
+    counts: Counts = "processes"
+    """What {rank} and {world_size} count."""
+    local_rank_arg: bool = False
+    """True: --local_rank=N comes before the arguments."""
+    data_dir: str | None = None
+    output_dir: str | None = None
+    code_dir: str | None = None
+    """Where the run was submitted from, in the copy of the code; the working directory where there is no copy."""
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str | None]:
+        """Compute what the start-up of a rank changes in its environment; see `entry_environment`."""
+        return entry_environment(environ, **{name: getattr(self, name) for name in ENVIRONMENT_KEYS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,10 +146,8 @@ class Gang:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
         """Rebuild a gang from what `to_json` gave (lists become tuples again)."""
-        entry = data["entry"] | {
-            "args": tuple(data["entry"]["args"]),
-            "import_paths": tuple(data["entry"]["import_paths"]),
-        }
+        lists = ("words", "args", "import_paths", "spawns")
+        entry = data["entry"] | {name: tuple(data["entry"].get(name, ())) for name in lists}
         nodes = tuple(
             Node(**(node | {"ranks": tuple(node["ranks"]), "gpus": tuple(node["gpus"])})) for node in data["nodes"]
         )

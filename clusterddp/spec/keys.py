@@ -30,7 +30,10 @@ _SYNONYMS = {
     "timeout": "resources.time",
     "hosts": "ssh.hosts",
     "remote_dir": "ssh.dir",
-    "command": "entry.script",
+    "init_method": "network.init",
+    "dist_url": "network.init",
+    "callable": "entry.function",
+    "cmd": "entry.command",
 } | dict.fromkeys(
     ["partition", "account", "qos", "constraint", "gres", "mail_type", "mail_user", "exclusive", "nodelist", "exclude",
      "reservation"],

@@ -15,8 +15,9 @@ from typing import Any
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.check import check
+from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import with_one_spelling
-from clusterddp.spec.model import EntrySpec, JobSpec
+from clusterddp.spec.model import JobSpec
 from clusterddp.spec.overrides import Override, from_options, parse_argument, parse_environment
 from clusterddp.spec.problems import format_spec_error, in_order
 from clusterddp.spec.profiles import read_profile

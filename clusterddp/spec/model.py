@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from clusterddp.spec import fields
+from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.fields import Count, Word
 from clusterddp.spec.hosts import nodes_as_hosts
 from clusterddp.spec.rules import check_rules
@@ -70,15 +71,10 @@ class Network(Section):
     backend: Annotated[Literal["auto", "gloo", "nccl"], Word] = Field(
         default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
     )
-
-
-class EntrySpec(Section):
-    """A program of yours that every rank runs: a script or a module."""
-
-    script: fields.Text | None = Field(default=None, description="Path of a Python script, from where you submit.")
-    module: fields.Module | None = Field(default=None, description="Dotted name of a module, as for python -m.")
-    args: tuple[fields.LooseText, ...] = Field(
-        default=(), description="Arguments of the program, each passed on unchanged."
+    init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = Field(
+        default="auto",
+        description="How the ranks meet, for {init_method} and the built-in trainer: env (env://), tcp "
+        "(tcp://ADDRESS:PORT), file (file://PATH, another for each attempt); auto: env for the trainer, tcp otherwise.",
     )
 
 

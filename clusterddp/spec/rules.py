@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from clusterddp.spec.conflict import MAX_RANKS, Conflict
+from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_rules import ssh_conflicts
 from clusterddp.spec.train_rules import train_conflicts
 
 if TYPE_CHECKING:
-    from clusterddp.spec.model import EntrySpec, JobSpec
+    from clusterddp.spec.model import JobSpec
 
 
 def check_rules(job: JobSpec) -> None:
@@ -32,23 +33,15 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
             hint="~train or ~entry on the command line drops one of them",
         )
     if job.entry is not None:
-        yield from _entry_conflicts(job.entry)
+        yield from entry_conflicts(job.entry)
     if job.train is not None:
         yield from train_conflicts(job.train, job)
+    yield from init_conflicts(job)
     yield from _size_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
-
-
-def _entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
-    if entry.script is None and entry.module is None:
-        yield Conflict(keys=("entry",), message="has neither script nor module, expected one of them")
-    if entry.script is not None and entry.module is not None:
-        yield Conflict(
-            keys=("entry.module", "entry.script"), message="has both script and module, expected one of them"
-        )
 
 
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:

@@ -6,8 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from clusterddp.spec.entry_rules import PROGRAMS
+from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import model_of, spellings
-from clusterddp.spec.model import EntrySpec, JobSpec
+from clusterddp.spec.model import JobSpec
 from clusterddp.spec.ssh_section import SshHost
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -21,7 +23,7 @@ def json_schema() -> dict[str, Any]:
         model = model_of(field)
         if model is not None:
             _add_aliases(definitions[model.__name__], model)
-    definitions[EntrySpec.__name__]["oneOf"] = [{"required": ["script"]}, {"required": ["module"]}]
+    definitions[EntrySpec.__name__]["oneOf"] = [{"required": [kind]} for kind in PROGRAMS]
     hosts = definitions["Ssh"]["properties"]["hosts"]
     _add_aliases(definitions[SshHost.__name__], SshHost)
     name = definitions[SshHost.__name__]["properties"]["host"]

@@ -95,10 +95,17 @@ def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _path_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    data_dir = job.train.data_dir if job.train else None
+    section = "train" if job.train else "entry"
+    data_dir = job.train.data_dir if job.train else job.entry.data_dir if job.entry else None
     if data_dir is not None and not data_dir.startswith(("/", "~/")):
         yield Conflict(
-            keys=("train.data_dir", "launcher"),
+            keys=(f"{section}.data_dir", "launcher"),
             message=f'found "{data_dir}", expected a path on the hosts, from / or ~/',
-            hint=f"ssh: {{send: {{{data_dir}: ~/data}}}} sends it, train.data_dir: ~/data is where it is then",
+            hint=f"ssh: {{send: {{{data_dir}: ~/data}}}} sends it, {section}.data_dir: ~/data is where it is then",
+        )
+    output_dir = job.entry.output_dir if job.entry else None
+    if output_dir is not None and not output_dir.startswith(("/", "~/")):
+        yield Conflict(
+            keys=("entry.output_dir", "launcher"),
+            message=f'found "{output_dir}", expected a path on the hosts, from / or ~/',
         )

@@ -1,0 +1,123 @@
+"""The entry of a run, run by one of its ranks: a script, a module, a function or a command.
+
+Placeholders get the rank's own numbers; `sys.argv`, `sys.path` and the working directory are as plain
+`python script.py` or `python -m module` would have them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, entry_environment
+from clusterddp.dist.placeholders import fill_in, placeholder_values
+
+
+def run_entry(run_dir: str) -> None:
+    """Run the entry of the run's plan; return when it does.
+
+    Raises: SystemExit: it left. Whatever else it raises.
+    """
+    with (Path(run_dir) / "plan.json").open(encoding="utf-8") as file:
+        entry: dict[str, Any] = json.load(file)["gang"]["entry"]
+    keys = {name: entry[name] for name in ENVIRONMENT_KEYS if name in entry}
+    change_environment(entry_environment(os.environ, **{"init": "tcp"} | keys))
+    if entry.get("output_dir"):
+        Path(entry["output_dir"]).mkdir(parents=True, exist_ok=True)
+    values = placeholder_values(os.environ, entry.get("counts", "processes"))
+    args = [_filled(argument, values) for argument in entry["args"]]
+    os.chdir(entry["working_dir"])
+    if entry["kind"] == "command":
+        from clusterddp.node.command import run_command
+
+        run_command(_argv(entry, args, values), entry)
+    elif entry["kind"] == "function":
+        _run_function(entry, args, _filled(entry.get("kwargs", {}), values))
+    else:
+        local_rank = [f"--local_rank={values['local_rank']}"] if entry.get("local_rank_arg") else []
+        _run_program(entry, [*local_rank, *args])
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables, and remove those whose value is None."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _run_program(entry: dict[str, Any], args: list[str]) -> None:
+    """Run a script or a module."""
+    target = str(entry["target"])
+    script = Path(target).resolve()
+    is_script = entry["kind"] == "script"
+    _put_first(str(script.parent) if is_script else str(entry["working_dir"]), entry)
+    sys.argv[:] = [target, *args]
+    if is_script:
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def _run_function(entry: dict[str, Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+    where, _, name = str(entry["target"]).rpartition(":")
+    is_file = where.endswith(".py")
+    _put_first(str(Path(where).resolve().parent) if is_file else str(entry["working_dir"]), entry)
+    sys.argv[:] = [where]
+    found: Any = _import_file(Path(where).resolve()) if is_file else importlib.import_module(where)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SystemExit(f"entry.function: {where} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise SystemExit(f"entry.function: {where}:{name} is a {type(found).__name__}, no function")
+    found(*args, **kwargs)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under its own name, by which processes that it spawns find it; its `__main__` part does not run."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    name = path.stem if path.stem not in sys.modules else f"_entry_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _put_first(directory: str, entry: dict[str, Any]) -> None:
+    """Put on `sys.path` what Python would have put first.
+
+    What is there is where our own module was started.
+    """
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = [directory] if directory not in entry["import_paths"] else []
+    sys.path[:0] = entry["import_paths"]
+
+
+def _argv(entry: dict[str, Any], args: list[str], values: Mapping[str, str]) -> list[str]:
+    if entry.get("shell"):
+        return ["/bin/sh", "-c", entry["target"], "sh", *args]
+    return [_filled(word, values) for word in (entry["target"], *entry.get("words", ()))] + args
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    """Put values in place of the placeholders in every text of an argument."""
+    if isinstance(value, str):
+        return fill_in(value, values)
+    if isinstance(value, list):
+        return [_filled(item, values) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, values) for key, item in value.items()}
+    return value
