@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.environment import STOP_FILE
+from clusterddp.errors import UsageError
 from clusterddp.run.directory import RunDir, find_run, read_jsonl
 
 if TYPE_CHECKING:
@@ -97,53 +98,89 @@ def load_spec(
     overrides: Sequence[str] = (),
     *,
     profile: str | None = None,
+    hosts: Sequence[str] | str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ResolvedSpec:
     """Read a spec: a path, or YAML text that has a line break; `overrides` are `train.lr=0.2` and the like.
 
+    `hosts`, as --hosts, are those that ssh is to run it on, whatever hosts and launcher the spec has.
     Raises: SpecError: with every problem that was found.
     """
+    from clusterddp.spec.hostfile import parse_hosts
     from clusterddp.spec.load import load_spec as load
 
-    return load(source, overrides, profile=profile, environ=os.environ if environ is None else environ)
+    named = hosts if isinstance(hosts, str) or hosts is None else ",".join(hosts)
+    return load(
+        source,
+        overrides,
+        profile=profile,
+        environ=os.environ if environ is None else environ,
+        flags={} if named is None else {"launcher": "ssh"},
+        hosts=None if named is None else parse_hosts(named),
+    )
 
 
 def plan(
-    spec: Path | str | ResolvedSpec,
+    spec: Path | str | ResolvedSpec | Callable[..., Any],
     overrides: Sequence[str] = (),
     *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    base: Path | str | None = None,
+    profile: str | None = None,
+    hosts: Sequence[str] | str | None = None,
     runs_dir: Path | str | None = None,
     working_dir: Path | str | None = None,
 ) -> Plan:
-    """Compute everything that submitting `spec` would do; nothing is written or started.
+    """Compute everything that submitting `spec` would do; nothing is written or started. See `submit`.
 
     Raises: ClusterddpError: it could not be carried out, with the reason.
     """
     from clusterddp.launch.plan import plan_run
 
-    resolved = load_spec(spec, overrides) if isinstance(spec, Path | str) else spec
-    return plan_run(
-        resolved,
-        runs_dir=_runs_dir(runs_dir),
-        working_dir=Path.cwd() if working_dir is None else Path(working_dir),
-        environ=os.environ,
-    )
+    place = Path.cwd() if working_dir is None else Path(working_dir)
+    if callable(spec):
+        source, extra = _function_spec(spec, args, kwargs or {}, base, place)
+        resolved = load_spec(source, [*extra, *overrides], profile=profile, hosts=hosts)
+    elif args or kwargs or base is not None:
+        raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
+    elif isinstance(spec, Path | str):
+        resolved = load_spec(spec, overrides, profile=profile, hosts=hosts)
+    elif overrides or profile or hosts:
+        raise UsageError(
+            "a spec that was loaded is taken as it is", hint="load_spec takes overrides, profile and hosts"
+        )
+    else:
+        resolved = spec
+    return plan_run(resolved, runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
 
 
 def submit(
-    spec: Path | str | ResolvedSpec | Plan,
+    spec: Path | str | ResolvedSpec | Plan | Callable[..., Any],
     overrides: Sequence[str] = (),
     *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    base: Path | str | None = None,
+    profile: str | None = None,
+    hosts: Sequence[str] | str | None = None,
     runs_dir: Path | str | None = None,
 ) -> Run:
-    """Start what a spec, or a plan, describes.
+    """Start what a spec, or a plan, describes; or a function, which every rank calls with `args` and `kwargs`.
+
+    A function must lie in a file under a name of its own, for ranks import it; what it takes is data. `base`: a spec
+    that says everything else about its run. `hosts`: run it over SSH on these.
 
     Raises: ClusterddpError: nothing was started.
     """
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import submit as carry_out
 
-    chosen = spec if isinstance(spec, Plan) else plan(spec, overrides, runs_dir=runs_dir)
+    if isinstance(spec, Plan):
+        if overrides or args or kwargs or base or profile or hosts or runs_dir:
+            raise UsageError("a plan is carried out as it is", hint="plan(...) takes everything that changes it")
+        return Run(carry_out(spec).run_dir)
+    chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
     return Run(carry_out(chosen).run_dir)
 
 
@@ -155,6 +192,24 @@ def should_stop() -> bool:
     """
     stop_file = os.environ.get(STOP_FILE)
     return stop_file is not None and Path(stop_file).exists()
+
+
+def _function_spec(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    base: Path | str | None,
+    working_dir: Path,
+) -> tuple[Path | str, list[str]]:
+    """Return the spec that calls a function, as a source and what is laid over it."""
+    from clusterddp.launch.functions import describe_function, function_name
+    from clusterddp.spec.write import flow_yaml
+
+    entry = describe_function(
+        function, args, kwargs, working_dir=working_dir, python_path=os.environ.get("PYTHONPATH", "")
+    )
+    source = f"name: {flow_yaml(function_name(function))}\n" if base is None else base
+    return source, ["~train", "~entry", f"entry={flow_yaml(entry)}"]
 
 
 def _runs_dir(named: Path | str | None) -> Path:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+_POLL_S = 0.5
+
 
 def run_command(argv: Sequence[str], entry: dict[str, Any]) -> NoReturn:
     """Run the command in the rank's process group and leave as it leaves: by its exit code, or by the same signal."""
@@ -29,10 +31,25 @@ def run_command(argv: Sequence[str], entry: dict[str, Any]) -> NoReturn:
         process = subprocess.Popen(argv, env=environment)
     except OSError as error:
         raise SystemExit(f"entry.command: {argv[0]}: {error.strerror}") from error
-    returncode = process.wait()
+    returncode = _wait(process, str(entry.get("stop_signal", "none")))
     if returncode < 0:
         _end_by(-returncode)
     sys.exit(returncode)
+
+
+def _wait(process: subprocess.Popen[bytes], stop_signal: str) -> int:
+    """Wait for the command; when the gang is asked to stop, tell it so by a signal, if it wants one."""
+    stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
+    if stop_signal == "none" or stop_file is None:
+        return process.wait()
+    while not Path(stop_file).exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_S)
+    number = signal.Signals[f"SIG{stop_signal}"]
+    signal.signal(number, signal.SIG_IGN)  # all of the group get it: a shell would not hand it on to what it runs
+    os.killpg(0, number)
+    returncode = process.wait()
+    return 0 if returncode in (-number, 128 + number) else returncode
 
 
 def _refusal(program: str, entry: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.node.last_words import last_words
 from clusterddp.run.directory import AttemptDir, read_tail
 from clusterddp.run.record import signal_name
 
@@ -35,7 +36,6 @@ _CASCADE = re.compile(
 )
 _WORDS = 400
 _TRACEBACK = 8_000
-_LAST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,8 @@ class RankEnd:
     """One line: the exception, or what else is known; None for an exit code without a word."""
     traceback: str | None = None
     """The exception's; where there is none, the last lines of standard error."""
+    last_words: str | None = None
+    """One line that it said, where it left with an exit code and no exception is known."""
     weight: int = OWN
     on_order: bool = False
     """True when it ended after its supervisor had begun to end it."""
@@ -76,24 +78,23 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
     if returncode == 0:
         return RankEnd(rank=rank, exit_code=0, on_order=on_order)
     error, traceback = read_error_file(attempt.error_file(rank))
-    last_words = read_tail(attempt.stderr(rank))
+    said = read_tail(attempt.stderr(rank))
     name = signal_name(-returncode) if returncode < 0 else None
-    told = f"{error}\n{traceback}" if error else "\n".join(last_words.splitlines()[-5:])
+    told = f"{error}\n{traceback}" if error else "\n".join(said.splitlines()[-5:])
     weight = _weigh(told)
     if name is not None and (name != "SIGABRT" or weight == OWN):
         # Only SIGABRT is what a library does to its own process, NCCL's watchdog for one.
         weight = CERTAIN
     if name == "SIGABRT" and error is None:
-        error = _one_line(last_words.rpartition("\n")[2]) or None
-    if error is None and name is None and last_words:
-        # A program that knows nothing of error files has said on its standard error what was wrong, if it has at all.
-        traceback = "\n".join(last_words.splitlines()[-_LAST_LINES:])
+        error = _one_line(said.rpartition("\n")[2]) or None
+    words = last_words(said) if error is None and name is None else None
     return RankEnd(
         rank=rank,
         exit_code=128 - returncode if returncode < 0 else returncode,
         signal=name,
         error=error,
-        traceback=traceback,
+        traceback=words[1] if words else traceback,
+        last_words=_one_line(words[0]) if words else None,
         weight=weight,
         on_order=on_order,
     )
@@ -107,8 +108,7 @@ def failure_of(end: RankEnd, host: str) -> Failure:
         words = f"rank {end.rank} on {host}: {end.error}"
     else:
         words = f"rank {end.rank} on {host} left with exit code {end.exit_code}"
-        if end.traceback:
-            words += f"; its last words: {_one_line(end.traceback.rpartition(chr(10))[2])}"
+        words += f"; its last words: {end.last_words}" if end.last_words else ""
     return Failure(
         rank=end.rank,
         host=host,

@@ -43,6 +43,8 @@ class Entry:
     """What {rank} and {world_size} count."""
     local_rank_arg: bool = False
     """True: --local_rank=N comes before the arguments."""
+    stop_signal: str = "none"
+    """By which a command is told to stop: TERM and the like."""
     data_dir: str | None = None
     output_dir: str | None = None
     code_dir: str | None = None

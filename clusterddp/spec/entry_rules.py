@@ -33,6 +33,12 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
             message="is for a function, and there is none",
             hint="args: [--lr, 0.1] is for programs",
         )
+    if entry.stop_signal != "none" and entry.command is None:
+        yield Conflict(
+            keys=("entry.stop_signal",),
+            message="is for a command",
+            hint="Python code asks clusterddp.should_stop(), or looks for the file $CLUSTERDDP_STOP_FILE",
+        )
     yield from _shell_conflicts(entry)
     yield from _local_rank_conflicts(entry)
     for key, text in _texts(entry):

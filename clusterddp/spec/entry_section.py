@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Word
@@ -19,6 +19,7 @@ Function = Annotated[
 Command = Annotated[
     str | tuple[str, ...],
     PlainValidator(read_command),
+    PlainSerializer(lambda command: command if isinstance(command, str) else list(command)),
     WithJsonSchema(
         {
             "anyOf": [
@@ -71,6 +72,11 @@ class EntrySpec(Section):
     local_rank_arg: fields.Switch = Field(
         default=False,
         description="Put --local_rank=N before the arguments, as torch.distributed.launch does.",
+    )
+    stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
+        default="none",
+        description="Signal by which a command is told to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
+        "ending by it is no failure then.",
     )
     data_dir: fields.Text | None = Field(
         default=None, description="Directory of the data on every node, for {data_dir}; over SSH a path on the hosts."

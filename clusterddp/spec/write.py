@@ -29,22 +29,23 @@ def resolved_yaml(job: JobSpec) -> str:
             lines.append(f"{key}:")
             lines += [f"  {_pair(name, inner, after_key=_NEXT_LINE)}" for name, inner in value.items()]
         else:
-            lines.append(f"{key}: {_flow(value)}")
+            lines.append(f"{key}: {flow_yaml(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _flow(value: Any) -> str:
+def flow_yaml(value: Any) -> str:
+    """Write data in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(_pair(key, inner) for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow_yaml, value)) + "]"
     return _scalar(value)
 
 
 def _pair(key: str, value: Any, after_key: str = " ") -> str:
     """Write a key and its value; a long key has to be announced, and outside of braces it has a line of its own."""
     text = _scalar(key)
-    return f"{text}: {_flow(value)}" if len(text) < _LONG_KEY else f"? {text}{after_key}: {_flow(value)}"
+    return f"{text}: {flow_yaml(value)}" if len(text) < _LONG_KEY else f"? {text}{after_key}: {flow_yaml(value)}"
 
 
 def _scalar(value: Any) -> str:

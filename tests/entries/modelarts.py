@@ -1,7 +1,7 @@
 """A training script in the interface of ModelArts' published PyTorch sample, written for the tests.
 
-The platform starts it with --init_method tcp://ADDRESS:PORT --rank N --world_size N, and with the paths of its input and
-output: --data_url and --output_dir. It reads no variable.
+The platform starts it with --init_method tcp://ADDRESS:PORT --rank N --world_size N, and with the paths of its input
+and output: --data_url and --output_dir. It reads no variable.
 """
 
 import argparse
