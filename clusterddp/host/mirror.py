@@ -18,7 +18,7 @@ from clusterddp.run.sweep import find_processes, read_cookie
 MAX_REPLY_BYTES = 8 << 20
 """So much data goes into one answer: it is held in memory here and there."""
 _FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
-_FOLDERS = ["attempts", "launcher", "checkpoints", "tb"]
+_FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
 """What the run writes; the rest was sent here, or is the user's own."""
 
 

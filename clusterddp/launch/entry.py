@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
-OUTPUT = "output"
-"""Where an entry's results go that names no place: in the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +144,7 @@ def entry_of(
         local_rank_arg=job.entry.local_rank_arg,
         stop_signal=job.entry.stop_signal,
         data_dir=job.entry.data_dir,
-        output_dir=job.entry.output_dir or str(run_dir / OUTPUT),
+        output_dir=job.entry.output_dir or str(RunDir(run_dir).output),
         code_dir=str(code_dir),
     )
 

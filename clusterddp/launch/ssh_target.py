@@ -116,7 +116,7 @@ class Target:
             return "grows" if path == "metrics.jsonl" else "events"
         if path.startswith("tb/") and _is_harmless(path):
             return "grows" if self.fetches("metrics") else None
-        if path.startswith("checkpoints/") and _is_harmless(path):
+        if path.startswith(("checkpoints/", "output/")) and _is_harmless(path):
             return "big" if self.fetches("checkpoints") else None
         return None
 

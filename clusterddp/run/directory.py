@@ -121,6 +121,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def output(self) -> Path:
+        """Where an entry puts its results that names no other place."""
+        return self.path / "output"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tb"
 
