@@ -26,8 +26,11 @@ def rank0_variables(
     variables = gang.variables_of(0, run_dir=run_dir, attempt=0, master_port=gang.master_port or _PORT)
     shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
     changes = gang.entry.environment({name: variable.value for name, variable in variables.items()})
-    shown |= {name: {"value": value, "origin": ENTRYS} for name, value in changes.items() if value is not None}
-    shown = {name: variable for name, variable in shown.items() if changes.get(name, "") is not None}
+    for name, value in changes.items():
+        if value is None:
+            shown.pop(name, None)
+        elif name not in shown or shown[name]["value"] != value:
+            shown[name] = {"value": value, "origin": ENTRYS}
     if "CUDA_VISIBLE_DEVICES" in gang.env:
         return shown
     if slurm and gang.backend == "nccl":

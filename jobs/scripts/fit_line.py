@@ -16,7 +16,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.1)
     arguments = parser.parse_args()
+    fit(arguments.steps, arguments.lr)
 
+
+def fit(steps: int, lr: float) -> None:
+    """Fit it; jobs/function_entry.yaml calls this."""
     for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, alone)
     dist.init_process_group(os.environ.get("CLUSTERDDP_BACKEND", "gloo"))
@@ -27,17 +31,17 @@ def main() -> None:
     x = torch.rand(256, 1, generator=generator).to(device)
     y = 3 * x + 1
     model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
-    steps = 0
-    while steps < arguments.steps and not all_agree_to_stop(device):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    done = 0
+    while done < steps and not all_agree_to_stop(device):
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        steps += 1
+        done += 1
     if rank == 0:
         weight, bias = (parameter.item() for parameter in model.module.parameters())
-        print(f"after {steps} steps of {dist.get_world_size()} ranks: y = {weight:.3f} x + {bias:.3f}", flush=True)
+        print(f"after {done} steps of {dist.get_world_size()} ranks: y = {weight:.3f} x + {bias:.3f}", flush=True)
     dist.destroy_process_group()
 
 
