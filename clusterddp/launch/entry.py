@@ -129,6 +129,8 @@ def entry_of(
             init="env" if job.network.init == "auto" else job.network.init,
         )
     file = moved(str(program.file)) if program.file else None
+    if job.network.init == "file":
+        _refuse_in_address(run_dir)
     return Entry(
         kind=program.kind,
         target=_with_file(program.kind, program.target, file),
@@ -147,6 +149,16 @@ def entry_of(
         output_dir=job.entry.output_dir or str(RunDir(run_dir).output),
         code_dir=str(code_dir),
     )
+
+
+def _refuse_in_address(run_dir: Path) -> None:
+    """Refuse a directory that torch would not find behind file://."""
+    odd = next((char for char in str(run_dir) if char in "?#"), None)
+    if odd:
+        raise UsageError(
+            f"network.init file: {run_dir} has {odd!r}, which ends a path in an address",
+            hint="--runs DIR or CLUSTERDDP_RUNS takes another directory; or network.init=tcp",
+        )
 
 
 def move_entry(entry: Entry, moved: Callable[[str], str]) -> Entry:

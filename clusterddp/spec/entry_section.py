@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from clusterddp.spec import fields
+from clusterddp.spec.entry_scalars import Value, read_argument, read_command, read_data, read_function
 from clusterddp.spec.fields import Word
-from clusterddp.spec.scalars import Value, read_argument, read_command, read_data, read_function
 from clusterddp.spec.section import Section
 
 FUNCTION = r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*|[^:\x00]+\.py):[A-Za-z_][A-Za-z0-9_.]*$"

@@ -6,13 +6,10 @@ arrive as they are. No YAML rule types anything before the schema does, so `4:00
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from pydantic_core import PydanticCustomError
 
@@ -203,57 +200,7 @@ def read_sweep_values(value: object) -> tuple[object, ...]:
     """Read the list of values that a key takes in a sweep; each is typed when it takes the key's place."""
     if not isinstance(value, list | tuple) or not value:
         refuse(value, "a list of values" if not isinstance(value, list | tuple) else "a list that is not empty")
-    return tuple(_plain(item) for item in value)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """An argument that a function takes: a value of whatever kind it was written as, and no word."""
-
-    written: object
-
-
-def read_argument(value: object) -> Any:
-    """Read an argument: text for a program; for a function any value that JSON has."""
-    return _data(value.written) if isinstance(value, Value) else read_loose_text(value)
-
-
-def read_data(value: object) -> dict[str, Any]:
-    """Read the named arguments of a function."""
-    if not isinstance(value, dict):
-        refuse(value, "a mapping")
-    for name in value:
-        if not str(name).isidentifier():
-            refuse(name, "names of arguments")
-    return {name: _data(item) for name, item in value.items()}
-
-
-def read_command(value: object) -> str | tuple[str, ...]:
-    """Read a command: its words, or text that is split as a shell would."""
-    if isinstance(value, list | tuple):
-        words = tuple(read_loose_text(item) for item in value)
-        return words if words and words[0] else refuse(value, "a program and its arguments")
-    text = read_filled_text(value)
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        refuse(value, f"words as a shell has them ({str(error)[:1].lower()}{str(error)[1:]})")
-    return text if words else refuse(value, "a program and its arguments")
-
-
-def read_function(pattern: str) -> Callable[[object], str]:
-    """Make the reader of a function's place, `package.module:function` or `path/file.py:function`."""
-    read = matching(pattern, "package.module:function or path/file.py:function")
-
-    def read_place(value: object) -> str:
-        text = read_text(value)
-        module, _, name = text.rpartition(".")
-        dotted = ":" not in text and re.fullmatch(VARIABLE[:-1] + r"(\.[A-Za-z0-9_]+)*", module)
-        if dotted:
-            refuse(value, "package.module:function or path/file.py:function", f"write {module}:{name}")
-        return read(value)
-
-    return read_place
+    return tuple(plain(item) for item in value)
 
 
 def matching(pattern: str, expected: str) -> Callable[[object], str]:
@@ -273,22 +220,12 @@ def _without_controls(text: str, value: object) -> str:
     return text
 
 
-def _data(value: object) -> Any:
-    """Return a value as YAML 1.2 has it; what JSON cannot say is refused."""
-    found = _plain(value)
-    try:
-        json.dumps(found, allow_nan=False)
-    except (TypeError, ValueError):
-        refuse(value, "text, a number, true or false, nothing, or lists and mappings of them")
-    return found
-
-
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Return a value as YAML 1.2 has it, for what is shown and written again."""
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if not isinstance(value, Scalar) or value.quoted:
         return value.text if isinstance(value, Scalar) else value
     if _INT.fullmatch(value.text):
