@@ -36,7 +36,8 @@ def plan_one(
     directory: Path, *arguments: str, text: str = SPEC, environ: Mapping[str, str] | None = None, **changes: Path
 ) -> SweepPlan:
     """Plan a sweep of a script that says hello, submitted from `directory`."""
-    (directory / "entry.py").write_text("print('hello')\n")
+    for name in ("entry.py", "two.py"):
+        (directory / name).write_text("print('hello')\n")
     spec = load_sweep(text, arguments, sweep=bool(arguments), environ={})
     environ = fake_scontrol(directory) if environ is None else environ
     return plan_sweep(spec, **{"runs_dir": directory / "runs", "working_dir": directory, "environ": environ} | changes)

@@ -47,6 +47,8 @@ def test_the_runs_are_named_after_the_sweep_and_lie_in_it(tmp_path: Path) -> Non
         (SPEC, ["entry.args=[--lr, 1],[--lr, 2],[--lr, 3]"], ["entry.args=[--lr, 3]"]),
         ("name: x\nlauncher: slurm\n", ["train.lr=1,2,3,4"], ["train.lr=3"]),
         ("name: x\nlauncher: slurm\n", ["train.data_dir=a,b,c"], ["train.data_dir=c"]),
+        (SPEC, ["network.interface=auto,lo,eth7"], ["network.interface=eth7"]),
+        (f"{SPEC}snapshot: false\n", ["entry.script=entry.py,two.py", "env.A=1,2"], ["entry.script=two.py", "env.A=1"]),
     ],
 )
 def test_a_run_has_the_plan_that_it_would_have_alone(
@@ -142,10 +144,20 @@ def test_all_limits_of_an_array_are_read() -> None:
     }
 
 
-def test_a_launcher_without_arrays_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="launcher is local") as caught:
-        plan_one(tmp_path, *TWO_BY_TWO, "launcher=local")
-    assert "--launcher slurm" in (caught.value.hint or "")
+@pytest.mark.parametrize("launcher", ["launcher=local", "launcher=ssh"])
+def test_elsewhere_than_on_slurm_a_queue_is_started(tmp_path: Path, launcher: str) -> None:
+    hosts = ["ssh.hosts=[gpu01]", "snapshot=false"] if launcher == "launcher=ssh" else []
+    plan = plan_one(tmp_path, *TWO_BY_TWO, launcher, *hosts, environ={"PATH": os.environ["PATH"]})
+    assert plan.job is None
+    assert plan.command == (sys.executable, "-m", "clusterddp.launch.sweep_queue", str(plan.path))
+
+
+def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "main.py").write_text("")
+    with pytest.raises(UsageError, match=r"script=b/main\.py: its code is not in the copy"):
+        plan_one(tmp_path, "entry.script=a/main.py,b/main.py")
 
 
 def test_a_name_that_was_taken_is_told_and_nothing_is_left(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from clusterddp.errors import SpecError
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.sweep import SweepSpec, load_sweep, variant_label
 
+OF_THE_MACHINES = "it is part of what is asked of machines, which all runs of a sweep share"
 TEXT = """\
 name: x
 train: {lr: 0.5, epochs: 3}
@@ -81,6 +82,23 @@ def test_the_section_is_dropped_like_any_other() -> None:
     assert load("~sweep", text=TEXT, sweep=False).keys == ()
 
 
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        ("network.backend=gloo,nccl", ["gloo", "nccl"]),
+        ("entry.script=a.py,b.py", ["a.py", "b.py"]),
+        ("env.LR=1,2", ["1", "2"]),
+    ],
+)
+def test_keys_that_ask_nothing_of_machines_are_swept(argument: str, values: list[object]) -> None:
+    spec = load(argument, text="name: x\nentry: {module: m}\n" if "script" not in argument else "name: x\n")
+    assert [list(variant.values.values()) for variant in spec.variants] == [[value] for value in values]
+
+
+def test_max_parallel_is_another_word_for_throttle() -> None:
+    assert load("env.A=1,2", "sweep.max_parallel=3").throttle == 3
+
+
 def test_lists_and_quoted_texts_are_single_values() -> None:
     text = "name: x\nentry: {script: a.py}\n"
     spec = load("entry.args=[--lr, 1],[--lr, 2]", "env.A='b, c',d e", text=text)
@@ -113,8 +131,14 @@ def test_without_the_option_several_values_are_refused_with_its_name() -> None:
         (["train.lr=1,"], "name: x\n", ['train.lr: found "1,", expected a value after the comma']),
         (["train.lr=1,*x"], "name: x\n", ["train.lr: cannot be read as the list [1,*x]: aliases (*x) are not allowed"]),
         (["train.lrr=1,2"], "name: x\n", ['train.lrr: unknown key. Did you mean "lr"?']),
-        (["resources.nodes=1,2"], "name: x\n", ["resources.nodes: cannot be swept"]),
-        (["env=1,2"], "name: x\n", ["env: cannot be swept"]),
+        (["resources.nodes=1,2"], "name: x\n", [f"resources.nodes: cannot be swept: {OF_THE_MACHINES}"]),
+        (["slurm.qos=a,b"], "name: x\n", [f"slurm.qos: cannot be swept: {OF_THE_MACHINES}"]),
+        (["name=a,b"], "name: x\n", ["name: cannot be swept: it is one for the whole sweep"]),
+        (["restarts=0,1"], "name: x\n",
+         ["restarts: cannot be swept: it is one for the whole sweep, for Slurm starts all tasks of a job array again "
+          "or none"]),
+        (["env=1,2"], "name: x\n",
+         ["env: cannot be swept: it is a section; name a key of it, such as env.NAME"]),
         (["train.lr=1"], "name: x\n", ["sweep: nothing is swept: no key has several values"]),
         (["train.seed=1,2"], "name: x\nentry: {script: a}\n",
          ["entry: a spec has either train or entry, this one has both"]),

@@ -53,7 +53,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
     """
     sweep = find_sweep(runs_dir, name)
     if sweep and not watch:
-        show_sweep(sweep, output=output)
+        show_sweep(sweep, terminal, output=output)
         return 0
     run = find_run(runs_dir, name)
 
@@ -124,7 +124,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
     """
     sweep = find_sweep(runs_dir, name)
     if sweep:
-        return wait_for_all(sweep, timeout_s=timeout_s)
+        return wait_for_all(sweep, terminal, timeout_s=timeout_s)
     run = find_run(runs_dir, name)
     with staying_with(run, terminal) as home:
         view = watch_until_ended(run, terminal, home, timeout_s=timeout_s)

@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launch.fresh import kept_fresh
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, read_json
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep_dir import SweepDir, find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.launch.attempts import Closeable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from clusterddp.launch.sweep_plan import SweepPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_FOLLOWS_ONE = "--follow shows one run, and this is a sweep of many; --wait waits for all of them"
 
 
 def _plan_options(function: _F) -> _F:
@@ -85,7 +86,7 @@ def submit(
     \b
     clusterddp submit job.yaml                                run it, come back at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
-    clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each, as one Slurm job array
+    clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
@@ -108,6 +109,8 @@ def submit(
     if read.keys:
         from clusterddp.launch.sweep_plan import plan_sweep
 
+        if attach:
+            raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
     plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ, attached=attach)
@@ -172,9 +175,15 @@ def rerun(
 @runs_option
 @click.pass_obj
 def resume(terminal: Terminal, *, name: str, wait: bool, follow: bool, output: str, runs_dir: Path) -> int:
-    """Go on from a run's newest checkpoint: the next attempt of the same run."""
+    """Go on from a run's newest checkpoint: the next attempt of the same run.
+
+    With the name of a sweep: with what is left of it, in its queue.
+    """
     from clusterddp.launch.submit import resume as resume_run
 
+    sweep = find_sweep(runs_dir, name)
+    if sweep:
+        return _resume_sweep(sweep, terminal, wait=wait, follow=follow, output=output)
     submitted = resume_run(find_run(runs_dir, name), tell=say)
     return _stay_with(submitted, terminal, verb="resumed", wait=wait, follow=follow, output=output)
 
@@ -217,7 +226,7 @@ def _carry_out_sweep(
     from clusterddp.cli import sweeps
 
     if follow:
-        raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
+        raise click.UsageError(_FOLLOWS_ONE)
     if dry_run:
         return sweeps.show_plan(plan, terminal, output=output)
     from clusterddp.launch.sweep import submit_sweep
@@ -226,7 +235,18 @@ def _carry_out_sweep(
         say(f"note: {printable(note)}")
     submitted = submit_sweep(plan)
     sweeps.say_submitted(submitted, terminal, output=output, waits=wait)
-    return sweeps.wait_for_all(SweepDir(submitted.path)) if wait else 0
+    return sweeps.wait_for_all(SweepDir(submitted.path), terminal) if wait else 0
+
+
+def _resume_sweep(sweep: SweepDir, terminal: Terminal, *, wait: bool, follow: bool, output: str) -> int:
+    from clusterddp.cli import sweeps
+    from clusterddp.launch.sweep_queued import resume_sweep
+
+    if follow:
+        raise click.UsageError(_FOLLOWS_ONE)
+    submitted = resume_sweep(sweep)
+    sweeps.say_submitted(submitted, terminal, verb="resumed", output=output, waits=wait)
+    return sweeps.wait_for_all(SweepDir(submitted.path), terminal) if wait else 0
 
 
 def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:

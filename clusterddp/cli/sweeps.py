@@ -16,12 +16,14 @@ from clusterddp.cli import plan_text
 from clusterddp.cli.arguments import default_runs_dir
 from clusterddp.cli.status_text import list_lines, state_text
 from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, table
+from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.launch.fresh import Home, kept_fresh
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.sweep import SubmittedSweep
     from clusterddp.launch.sweep_plan import SweepPlan
+    from clusterddp.launch.sweep_queued import SubmittedSweep
     from clusterddp.look.sweep import SweepStatus
     from clusterddp.run.sweep_dir import SweepDir
 
@@ -34,14 +36,16 @@ _LINE_INTERVAL_S = 60.0
 
 def show_plan(plan: SweepPlan, terminal: Terminal, *, output: str) -> int:
     """Show the plan of a sweep and what the scheduler says of it; return the exit code."""
-    from clusterddp.launch.slurm_ask import ask_scheduler
+    verdict = None
+    if plan.job:
+        from clusterddp.launch.slurm_ask import ask_scheduler
 
-    verdict = ask_scheduler(plan.job, terminal.environ)
+        verdict = ask_scheduler(plan.job, terminal.environ)
     if output == "json":
-        put_json(masked_plan(plan) | {"scheduler": dataclasses.asdict(verdict)})
+        put_json(masked_plan(plan) | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {}))
     else:
         put("\n".join([*plan_lines(plan), *plan_text.verdict_lines(verdict)]))
-    return PreflightError.exit_code if verdict.accepted is False else 0
+    return PreflightError.exit_code if verdict and verdict.accepted is False else 0
 
 
 def masked_plan(plan: SweepPlan) -> dict[str, Any]:
@@ -62,27 +66,32 @@ def masked_plan(plan: SweepPlan) -> dict[str, Any]:
 
 
 def plan_lines(plan: SweepPlan) -> list[str]:
-    """Tell everything that a submit of a sweep would do: the variants, the job array, and the plan of the first run."""
-    lines = [f"sweep {click.style(plan.sweep, bold=True)}: {_count(len(plan.runs))}, one Slurm job array", ""]
+    """Tell everything that a submit of a sweep would do: the variants, what starts them, the plan of the first run."""
+    carrier = "one Slurm job array" if plan.job else "started in turn by a queue on this machine"
+    lines = [f"sweep {click.style(plan.sweep, bold=True)}: {_count(len(plan.runs))}, {carrier}", ""]
     rows = [["RUN", *plan.keys]]
     for run, values in zip(plan.runs[:MOST_RUNS_SHOWN], plan.values[:MOST_RUNS_SHOWN], strict=True):
         rows.append([run.run, *(_cell(value) for value in values.values())])
     lines += table(rows, indent="  ")
     if len(plan.runs) > MOST_RUNS_SHOWN:
         lines.append(f"  ... and {len(plan.runs) - MOST_RUNS_SHOWN} more, to {plan.runs[-1].run}")
-    lines += ["", f"  at a time  {plan.throttle or 'as many as Slurm starts'}"]
-    lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
+    many = "as many as Slurm starts" if plan.job else "as many as there are GPUs for"
+    lines += ["", f"  at a time  {plan.width or many}"]
+    if plan.job:
+        lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
+    else:
+        lines += [f"  queue      {printable(shlex.join(plan.command))}"]
     lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, which stands for all:", ""]
-    array = dataclasses.replace(plan.base, commands=(plan.command, *plan.base.commands[1:]))
-    return lines + plan_text.plan_lines(array)
+    commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
+    return lines + plan_text.plan_lines(dataclasses.replace(plan.base, commands=commands))
 
 
-def say_submitted(submitted: SubmittedSweep, terminal: Terminal, *, output: str, waits: bool) -> None:
+def say_submitted(
+    submitted: SubmittedSweep, terminal: Terminal, *, verb: str = "submitted", output: str, waits: bool
+) -> None:
     """Tell which sweep was submitted, and what to type next."""
-    say(
-        f"submitted {click.style(submitted.sweep, bold=True)}: {_count(len(submitted.runs))}  "
-        f"({submitted.launcher} job array {submitted.job_id})"
-    )
+    carrier = _carrier(submitted.launcher, submitted.job_id)
+    say(f"{verb} {click.style(submitted.sweep, bold=True)}: {_count(len(submitted.runs))}  ({carrier})")
     if output == "json":
         put_json(
             {
@@ -103,26 +112,34 @@ def say_submitted(submitted: SubmittedSweep, terminal: Terminal, *, output: str,
         say(f"  cancel  clusterddp cancel {where}")
 
 
-def show_sweep(sweep: SweepDir, *, output: str) -> None:
+def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
+    with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
+        home.look()
     status = read_sweep_status(sweep)
     if output == "json":
         put_json(status.to_json())
         return
     put(f"{click.style(status.sweep, bold=True)}  {counts_text(status)}  {_where(status)}")
+    if status.queue:
+        put("\n".join(f"  {line}" for line in _queue_lines(status)))
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     put("\n".join(list_lines(status.runs, now=time.time(), columns=columns)))
 
 
-def wait_for_all(sweep: SweepDir, *, timeout_s: float | None = None) -> int:
+def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None = None) -> int:
     """Wait until every run of a sweep has ended; return 5 if one failed, else 6 if one was cancelled, else 0.
 
     Raises: ClusterddpError: not all have ended after `timeout_s` seconds.
     """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        status = _poll(sweep, None if timeout_s is None else time.monotonic() + timeout_s)
+        with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
+            status = _poll(sweep, home, deadline)
+            if status.finished:
+                home.fetch()
     except KeyboardInterrupt:
         say(f"\ndetached; the sweep goes on. cancel: clusterddp cancel {sweep.name}")
         raise
@@ -134,6 +151,8 @@ def wait_for_all(sweep: SweepDir, *, timeout_s: float | None = None) -> int:
         say(f"  {run.run}  {printable(run.variant)}  {printable(run.reason)}")
     if len(failed) > 8:
         say(f"  ... and {len(failed) - 8} more: clusterddp list --state FAILED {sweep.name}")
+    if status.queue and any(run.state.value == "LOST" for run in status.runs):
+        say(f"  go on   clusterddp resume {sweep.name}")
     return 5 if failed else 6 if "CANCELLED" in status.states else 0
 
 
@@ -142,21 +161,24 @@ def counts_text(status: SweepStatus) -> str:
     return ", ".join(f"{count} {state_text(state)}" for state, count in status.states.items())
 
 
-def _poll(sweep: SweepDir, deadline: float | None) -> SweepStatus:
+def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
     """Look until all runs have ended or the time is up, and tell when something has changed."""
     from clusterddp.look.sweep import read_sweep_status
 
-    said: dict[str, int] = {}
+    said: tuple[str, str] = ("", "")
     said_at = 0.0
     while True:
         begun = time.monotonic()
+        home.look()
         status = read_sweep_status(sweep)
         now = time.monotonic()
         if status.finished or (deadline is not None and now >= deadline):
             return status
-        if status.states != said or now - said_at > _LINE_INTERVAL_S:
-            said, said_at = status.states, now
-            say(f"{sweep.name}  {_plain_counts(said)}")
+        waits_for = status.queue.waits_for if status.queue else ""
+        news = (_plain_counts(status.states), waits_for)
+        if news != said or now - said_at > _LINE_INTERVAL_S:
+            said, said_at = news, now
+            say(f"{sweep.name}  {news[0]}" + (f"; waits: {printable(waits_for)}" if waits_for else ""))
         time.sleep(max(_POLL_INTERVAL_S, _POLL_COST_SHARE * (now - begun)))
 
 
@@ -165,8 +187,26 @@ def _plain_counts(states: dict[str, int]) -> str:
 
 
 def _where(status: SweepStatus) -> str:
-    job = f"{status.launcher} job array {status.job_id}" if status.job_id else status.launcher
+    job = _carrier(status.launcher, status.job_id) if status.job_id else status.launcher
     return f"{_count(len(status.runs))}, {job}" + (f", {status.throttle} at a time" if status.throttle else "")
+
+
+def _carrier(launcher: str, job_id: str) -> str:
+    return f"{launcher} job array {job_id}" if launcher == "slurm" else f"{launcher} queue, pid {job_id}"
+
+
+def _queue_lines(status: SweepStatus) -> list[str]:
+    """Tell what the queue is about, unless it has nothing to do any more."""
+    assert status.queue is not None
+    state, host = status.queue.state, status.queue.identity.host
+    if state == "RUNNING":
+        return [f"the queue waits: {printable(status.queue.waits_for)}"] if status.queue.waits_for else []
+    if state == "UNKNOWN":
+        return [f"the queue is on {host}, which cannot be asked from here"]
+    if "LOST" not in status.states:
+        return []
+    what = f"has ended: {status.queue.why}" if state == "ENDED" else "is gone"
+    return [f"the queue {printable(what)}; what is left goes on with: clusterddp resume {status.sweep}"]
 
 
 def _count(runs: int) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
-from clusterddp.run.record import AttemptEnd, read_end, write_end
+from clusterddp.run.record import AttemptEnd, read_end, read_run, write_end
+from clusterddp.run.sweep_queue import claim
 
 
 class Closeable(Protocol):
@@ -61,6 +62,14 @@ def end_run(run: RunDir, end: AttemptEnd) -> None:
             make_attempt(run, attempt.number + 1)
         attempt = run.attempt(attempt.number + 1)
     write_end(attempt, end)
+
+
+def end_queued(run: RunDir, reason: str) -> bool:
+    """End a run that waits in the queue of a sweep; False: it does not, or somebody is just starting it."""
+    if not read_run(run).queued or final_end(run) is not None or not claim(run.attempts()[-1]):
+        return False
+    end_run(run, AttemptEnd(outcome="CANCELLED", reason=reason))
+    return True
 
 
 def final_end(run: RunDir) -> AttemptEnd | None:

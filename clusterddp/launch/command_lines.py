@@ -11,6 +11,11 @@ def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
 
 
+def queue_command(sweep_dir: Path) -> tuple[str, ...]:
+    """Return the command that starts the runs of a sweep, where Slurm does not."""
+    return (sys.executable, "-m", "clusterddp.launch.sweep_queue", str(sweep_dir))
+
+
 def supervisor_command() -> tuple[str, ...]:
     """Return the command that supervises one node; which node, it is told over its standard input."""
     return (sys.executable, "-m", "clusterddp.node.supervisor")

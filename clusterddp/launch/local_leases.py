@@ -15,8 +15,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from clusterddp.dist.devices import list_gpus
-from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.launch.placement import assign_gpus, place_here
+from clusterddp.errors import ClusterddpError
+from clusterddp.launch.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.launch.plan import Plan, move_plan
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.gang import Node
@@ -54,7 +54,7 @@ def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
             for lease in taken.values():
                 lease.close()
         nodes = place_here(functools.partial(assign_gpus, run.name, nodes), environ)
-    raise PreflightError(f"{run.name}: the GPUs that are free are taken by others again and again")
+    raise GpusInUseError(f"{run.name}: the GPUs that are free are taken by others again and again")
 
 
 def receive_leases(nodes: Sequence[Node], descriptor: int) -> dict[int, tuple[int, ...]]:

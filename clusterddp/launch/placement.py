@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import socket
@@ -41,6 +42,10 @@ class Machine:
     loopback: str
     busy: Mapping[str, str] = field(default_factory=dict)
     """Those of `gpus` that are in use -> by whom, in words."""
+
+    def idle(self) -> Machine:
+        """Return what the machine offers when nobody else uses it."""
+        return dataclasses.replace(self, busy={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

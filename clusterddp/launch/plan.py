@@ -125,16 +125,18 @@ def plan_run(
     environ: Mapping[str, str],
     parent: str | None = None,
     attached: bool = False,
+    queued: bool = False,
 ) -> Plan:
     """Compute everything that submitting this spec from here would do; nothing is written or started.
 
-    `attached`: a run over SSH is to end with the process that starts it.
+    `attached`: a run over SSH is to end with the process that starts it. `queued`: the run waits for its GPUs, so it
+    does not matter who uses them now.
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
     job = with_absolute_paths(resolved.job, working_dir)
     _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
-    placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
+    placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=queued)
     ssh = ssh and dataclasses.replace(ssh, attached=attached)
     placement, spawns = with_one_process_each(job, placement)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
@@ -236,7 +238,7 @@ def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
 
 
 def _place(
-    job: JobSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]
+    job: JobSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], queued: bool
 ) -> tuple[Placement, SlurmPlan | None, SshPlan | None]:
     """Lay the ranks out where the launcher will start them."""
     if job.launcher == "ssh":
@@ -245,7 +247,7 @@ def _place(
         shares = share_out(job)
         return plan_ssh_placement(job, shares, unused_hosts(job)), None, plan_ssh(job, shares)
     if job.launcher != "slurm":
-        placement = place_here(lambda machine: plan_placement(job, machine), environ)
+        placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), environ)
         if job.resources.memory_gb:
             note = "resources.memory_gb is not enforced on this machine"
             placement = dataclasses.replace(placement, notes=(*placement.notes, note))

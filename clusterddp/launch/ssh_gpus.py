@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from clusterddp.errors import PreflightError, SshError
+from clusterddp.launch.placement import GpusInUseError
 from clusterddp.run.lease import spell_busy
 from clusterddp.ssh.session import Reply, Session, ask_all
 
@@ -125,9 +126,9 @@ def _spell_wait(host: str, count: int, answer: Mapping[str, Any]) -> str:
     return f"{needs}: {spell_busy(answer['busy'])}"
 
 
-def _refusal(run: str, busy: Mapping[str, str]) -> PreflightError:
+def _refusal(run: str, busy: Mapping[str, str]) -> GpusInUseError:
     users = "\n".join(f"{host}: {words}" for host, words in busy.items())
-    return PreflightError(f"{run}: GPUs are in use\n{users}", hint="ssh.when_busy=wait waits in line for them")
+    return GpusInUseError(f"{run}: GPUs are in use\n{users}", hint="ssh.when_busy=wait waits in line for them")
 
 
 def _machine(session: Session) -> tuple[str, str]:

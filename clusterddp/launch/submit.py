@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
 from clusterddp.launch import local, slurm, ssh
-from clusterddp.launch.attempts import Closeable, Tell, end_run, final_end, make_attempt, silence
+from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
+from clusterddp.launch.placement import GpusInUseError
 from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
@@ -35,6 +36,7 @@ from clusterddp.run.record import (
 )
 from clusterddp.run.state import read_state
 from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 
@@ -47,6 +49,7 @@ _CANCELLED = {
     "slurm": "cancelled; Slurm has ended its job",
     "ssh": "cancelled; its supervisors did not answer",
 }
+CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
@@ -89,30 +92,45 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
         home.look()
     view = read_state(run)
     _refuse_resume(run, view)
-    _LAUNCHERS[record.launcher].clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
-    plan = _plan_again(run, environ)
+    clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
+    plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
     check_trainer(plan)
-    number = 0 if view.attempt is None else view.attempt + 1
+    number = open_attempt(run, view)
+    log_event(run, "resumed", attempt=number)
+    return start_attempt(run, number, tell)
+
+
+def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
+    """Make the next attempt of a run that has ended; `queued`: it waits for a queue to start it. Return its number.
+
+    An attempt that no queue has come to start is taken as it is.
+    Raises: UsageError: somebody else has made it. ClusterddpError: the file system refuses.
+    """
+    record = read_run(run)
+    number = view.attempt or 0
     try:
-        make_attempt(run, number)
+        if view.attempt is None or not (record.queued and claim(run.attempt(number))):
+            number = 0 if view.attempt is None else view.attempt + 1
+            make_attempt(run, number)
     except FileExistsError:
         raise UsageError(f"{run.name}: somebody else is resuming it") from None
     except OSError as error:
         raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
     submitter = dataclasses.asdict(ProcessIdentity.of())
-    write_run(
-        run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, job_id=None, base_attempt=number)
+    again = dataclasses.replace(
+        record, submitter=submitter, keeper=None, job_id=None, base_attempt=number, queued=queued
     )
+    write_run(run, again)
     run.cancel_file.unlink(missing_ok=True)
-    log_event(run, "resumed", attempt=number)
-    return start_attempt(run, number, tell)
+    return number
 
 
-def start_attempt(run: RunDir, attempt: int, tell: Tell = silence) -> Submitted:
+def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: bool = False) -> Submitted:
     """Start an attempt whose directory is ready.
 
-    Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run.
+    Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run. GpusInUseError: with
+    `may_wait` it is not.
     """
     environ = inherited_environment()
     launcher = read_run(run).launcher
@@ -122,15 +140,17 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence) -> Submitted:
         # Who interrupts a submit does not want the run.
         became = _LAUNCHERS[launcher].withdraw(run, environ)
         reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
-        _record_end(run, "CANCELLED", reason)
+        record_end(run, "CANCELLED", reason)
         raise KeyboardInterrupt(f"{run.name}: {reason}") from None
     except (ClusterddpError, OSError) as error:
         if isinstance(error, SlurmError) and error.transient:
             raise  # Slurm may have the job: that is no end
+        if isinstance(error, GpusInUseError) and may_wait:
+            raise
         reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
         log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
         cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
-        _record_end(run, "FAILED", reason, cause)
+        record_end(run, "FAILED", reason, cause)
         if isinstance(error, ClusterddpError):
             raise
         raise ClusterddpError(f"{run.name}: {reason}") from error
@@ -176,6 +196,15 @@ def wait(
         interval = min(1.0, interval * 1.2)
 
 
+def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    """See to it that nothing is left of a run that has ended; return how much of it had to be ended for that.
+
+    Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
+    """
+    num_ended: int = _LAUNCHERS[record.launcher].clear_away(run, record, environ)
+    return num_ended
+
+
 def check_trainer(plan: Plan) -> None:
     """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
     if plan.ssh or (plan.slurm and plan.slurm.container):
@@ -193,8 +222,11 @@ def _refuse_resume(run: RunDir, view: RunView) -> None:
         raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
-def _plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
-    """Keep to the plan, but for what depends on the machine and on the place of the run directory."""
+def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
+    """Keep to the plan, but for what depends on the machine and on the place of the run directory.
+
+    Raises: GpusInUseError, PreflightError: the machine does not have what it takes, or not now.
+    """
     data = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
@@ -206,10 +238,12 @@ def _plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
 
 
 def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
+    if end_queued(run, CANCELLED_IN_QUEUE):
+        return CANCELLED_IN_QUEUE
     view = read_state(run)
     record = read_run(run)
     if view.state is RunState.LOST:
-        num_strays = _LAUNCHERS[record.launcher].clear_away(run, record, inherited_environment())
+        num_strays = clear_away(run, record, inherited_environment())
         if num_strays:
             things = "jobs" if record.launcher == "slurm" else "processes"
             return f"was lost; {num_strays} {things} that were left of it are ended"
@@ -251,7 +285,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
     view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
     # Nobody answers, or nobody is there who could: it is ended from here.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
-        _record_end(run, "CANCELLED", _CANCELLED[record.launcher])
+        record_end(run, "CANCELLED", _CANCELLED[record.launcher])
         view = read_state(run, slurm)
     if not view.finished:
         view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
@@ -268,7 +302,8 @@ def _became(view: RunView) -> str:
     return word.get(view.state, f"ended: {view.state.value} ({view.reason})")
 
 
-def _record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
+def record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
+    """Record how a run ended, unless that is recorded already."""
     # A disk that is full must not hide why the start failed.
     with contextlib.suppress(ClusterddpError):
         end_run(run, AttemptEnd(outcome=outcome, reason=reason, root_cause=cause))

@@ -1,11 +1,10 @@
-"""Carry out a sweep: its runs, each an ordinary one, become the tasks of one Slurm job array."""
+"""Carry out a sweep: its runs, each an ordinary one, become the tasks of one Slurm job array, or wait in a queue."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.dist.environment import inherited_environment
@@ -16,24 +15,14 @@ from clusterddp.launch.slurm_jobs import cancel_job, settle
 from clusterddp.launch.staging import refusal
 from clusterddp.launch.submit import check_trainer
 from clusterddp.launch.sweep_plan import SweepPlan, rename_sweep
+from clusterddp.launch.sweep_queued import SubmittedSweep, submit_to_queue
 from clusterddp.launch.sweep_staging import make_sweep, record_text, replace_files, take_back
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SubmittedSweep:
-    """What a submit of a sweep gives back."""
-
-    sweep: str
-    launcher: str
-    job_id: str
-    path: Path
-    runs: tuple[str, ...]
-
-
 def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
-    """Carry out the plan: make the directory of the sweep, then submit its job array.
+    """Carry out the plan: make the directory of the sweep, then submit its job array, or start its queue.
 
     Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: it cannot be told whether Slurm has the
     job, and the sweep is there.
@@ -43,11 +32,13 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     check_trainer(plan.base)
     while True:
         try:
-            make_sweep(plan, environ, variables_for(plan.base, environ))
+            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
             break
         except FileExistsError:
             plan = rename_sweep(plan)
     sweep = SweepDir(plan.path)
+    if plan.job is None:
+        return submit_to_queue(sweep, environ)
     job_id, cluster = _submit(sweep, plan, environ)
     try:
         _record_job(sweep, job_id, cluster)

@@ -1,4 +1,4 @@
-"""Ending a sweep: all of its runs at once, with one order to Slurm for the whole job array."""
+"""Ending a sweep: all of its runs at once; on Slurm with one order for the whole job array."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import pwd
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.submit import cancel
+from clusterddp.launch.sweep_queued import cancel_queued, spell_states
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import AttemptEnd, RunRecord, log_event, read_run
 from clusterddp.run.state import announce, read_state
@@ -37,14 +37,19 @@ def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
 
     Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
     """
+    sweep = SweepDir(sweep.path.absolute())
+    record = read_sweep(sweep)
+    return _cancel_array(sweep, record, save=save) if record.launcher == "slurm" else cancel_queued(sweep, save=save)
+
+
+def _cancel_array(sweep: SweepDir, record: SweepRecord, *, save: bool) -> str:
     environ = inherited_environment()
-    record = read_sweep(SweepDir(sweep.path.absolute()))
     slurm = Slurm(environ, max_age_s=_POLL_S)
-    runs = [(run, read_run(run)) for run in SweepDir(sweep.path.absolute()).runs()]
+    runs = [(run, read_run(run)) for run in sweep.runs()]
     views = _read_states(runs, slurm)
     going = [(run, known) for run, known in runs if not views[run].finished]
     if not going:
-        return f"has already ended: {_count(views)}"
+        return f"has already ended: {spell_states(views.values())}"
     of_array = [(run, known) for run, known in going if known.job_tag == record.job_tag]
     stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
     for run in stopping:
@@ -101,7 +106,7 @@ def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: floa
         views = _read_states(going, slurm)
         left = [run.name for run, _ in going if not views[run].finished]
         if not left:
-            return f"ended: {_count(views)}"
+            return f"ended: {spell_states(views.values())}"
         if time.monotonic() >= deadline:
             few = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
             raise ClusterddpError(f"{sweep.name}: {len(left)} runs have not ended after {timeout_s:.0f} s: {few}")
@@ -111,8 +116,3 @@ def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: floa
 def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
     announce(runs, slurm)
     return {run: read_state(run, slurm) for run, _ in runs}
-
-
-def _count(views: Mapping[RunDir, RunView]) -> str:
-    counts = Counter(view.state.value for view in views.values())
-    return ", ".join(f"{count} {state}" for state, count in counts.most_common())

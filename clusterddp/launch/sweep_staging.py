@@ -58,7 +58,7 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
 
 
 def take_back(sweep: SweepDir) -> None:
-    """Remove a sweep that Slurm has refused: first out of sight, at once and whole, then from the disk."""
+    """Remove a sweep that was not submitted: first out of sight, at once and whole, then from the disk."""
     hidden = sweep.path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(8)}")
     sweep.path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -103,8 +103,10 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
         digest = write_snapshot(chosen, plan.path.parent / STORE_NAME, sweep.code)
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(sweep.environment, surroundings)
-    write_json(sweep.job_environment, dict(variables))
-    hidden = {name: environ[name] for name in plan.base.secrets}
+    hidden: dict[str, str] = {}
+    if plan.job:
+        write_json(sweep.job_environment, dict(variables))
+        hidden = {name: environ[name] for name in plan.base.secrets}
     for index, run in enumerate(plan.runs):
         _fill_run(sweep, run, _run_record(plan, record, index), hidden)
     _write(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
@@ -124,7 +126,8 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     if hidden:
         _write(run.job_secrets, json.dumps(hidden))
     run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
-    run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
+    if plan.slurm:
+        run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
     if plan.snapshot is not None:
         run.code.symlink_to(Path("..", sweep.code.readlink()))
 
@@ -154,8 +157,9 @@ def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
         created_ns=sweep.created_ns + index,
         submitter=sweep.submitter,
         job_tag=plan.tag,
-        array_index=index,
+        array_index=index if plan.job else None,
         variant=plan.labels[index],
+        queued=plan.job is None,
     )
 
 

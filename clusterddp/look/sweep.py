@@ -10,6 +10,7 @@ from clusterddp.look.status import RunSummary, read_summary
 from clusterddp.run.record import read_run
 from clusterddp.run.state import announce, read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.run.sweep_queue import QueueRecord, read_queue
 from clusterddp.run.view import RunState
 
 
@@ -25,6 +26,8 @@ class SweepStatus:
     created: float
     """Seconds since the epoch."""
     runs: tuple[RunSummary, ...]
+    queue: QueueRecord | None = None
+    """What starts the runs, where Slurm does not."""
 
     @property
     def states(self) -> dict[str, int]:
@@ -43,6 +46,7 @@ class SweepStatus:
             "job_id": self.job_id,
             "keys": list(self.keys),
             "throttle": self.throttle,
+            "queue": self.queue and _queue_json(self.queue),
             "states": self.states,
             "runs": [run.to_json() for run in self.runs],
         }
@@ -60,5 +64,18 @@ def read_sweep_status(sweep: SweepDir) -> SweepStatus:
         keys=record.keys,
         throttle=record.throttle,
         created=record.created_ns / 1e9,
+        queue=None if record.launcher == "slurm" else read_queue(sweep),
         runs=tuple(read_summary(run, record=known, view=read_state(run, record=known)) for run, known in runs),
     )
+
+
+def _queue_json(queue: QueueRecord) -> dict[str, Any]:
+    identity = queue.identity
+    return {
+        "state": queue.state,
+        "pid": identity.pid,
+        "host": identity.host,
+        "waits_for": queue.waits_for or None,
+        "ended": queue.ended,
+        "why": queue.why or None,
+    }

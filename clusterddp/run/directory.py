@@ -49,7 +49,7 @@ class AttemptDir:
 
     @property
     def claim(self) -> Path:
-        """On Slurm: which start of which job carries this attempt."""
+        """Who starts this attempt, where several could: a start of a job on Slurm; who takes it out of a queue."""
         return self.path / "claim.json"
 
     @property

@@ -87,6 +87,8 @@ class RunRecord:
     """In a sweep: what tells this run from the others, `lr=0.1 seed=0`."""
     cluster: str | None = None
     """On Slurm: the cluster that sbatch named, where it names one."""
+    queued: bool = False
+    """In a sweep elsewhere than on Slurm: the queue of the sweep has still to start the newest attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ An `end.json` is the truth. Without one the question is whether anybody is left 
 answer for the run (the submitter before the start; then the task that carries it, the supervisors and their guards).
 Somebody left: PENDING or RUNNING. Nobody left: LOST. No clock is asked, so a slow machine never looks like a dead run.
 Of a run on Slurm that question is asked of Slurm (job_state.py); of one on SSH hosts they have answered it
-(host_state.py).
+(host_state.py). A run that waits in the queue of a sweep is answered for by the queue (sweep_queue.py).
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
     end = read_end(newest) if newest else None
     if newest and end and not end.will_restart:
         return final_view(newest, end)
+    if newest and record.queued:
+        return _queued(run, newest)
     if record.launcher == "slurm":
         from clusterddp.run.job_state import read_job_state
 
@@ -66,6 +68,20 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
         from clusterddp.run.host_state import read_host_state
 
         return read_host_state(run, record, newest, end)
+    return _read_here(run, record, newest, end)
+
+
+def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
+    from clusterddp.run.sweep_queue import read_queued_state
+
+    view, now = read_queued_state(run, attempt), read_run(run)
+    # The queue may have started the run, and ended, while we looked.
+    overtaken = view.state is RunState.LOST and (not now.queued or attempt.end.exists())
+    return _read_state(run, now) if overtaken else view
+
+
+def _read_here(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: AttemptEnd | None) -> RunView:
+    """Read the state of a run of this machine that has not ended for good."""
     if newest and end:
         return _restarting(run, record, newest, end)
     start = read_json(newest.start) if newest else None

@@ -3,7 +3,8 @@
 runs/brisk-otter-3/                     one rename puts all of it in place
   sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
   env.json environment.json code        shared by the runs, which have symlinks
-  launcher/                             what sbatch was told, the batch script
+  queue.json CANCEL                     elsewhere than on Slurm: the process that starts the runs; that it is to end
+  launcher/                             what sbatch was told, the batch script; the log of the queue
   brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
 """
 
@@ -52,6 +53,25 @@ class SweepDir:
         return self.path / "code"
 
     @property
+    def queue(self) -> Path:
+        """Who starts the runs, where Slurm does not (run/sweep_queue.py)."""
+        return self.path / "queue.json"
+
+    @property
+    def queue_log(self) -> Path:
+        return self.launcher_dir / "queue.log"
+
+    @property
+    def queue_lock(self) -> Path:
+        """Held by the queue, so that there is never a second one."""
+        return self.launcher_dir / "queue.lock"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Whoever creates this file asks the queue to start no more."""
+        return self.path / "CANCEL"
+
+    @property
     def launcher_dir(self) -> Path:
         return self.path / "launcher"
 
@@ -82,7 +102,7 @@ class SweepRecord:
     size: int
     throttle: int | None = None
     job_id: str | None = None
-    """The number of the job array; None: not submitted, or the answer was lost."""
+    """The number of the job array, or the pid of the queue; None: not submitted, or the answer was lost."""
     job_tag: str | None = None
     cluster: str | None = None
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -97,13 +97,19 @@ class Container(Section):
 
 
 class Sweep(Section):
-    """Values that some keys take in turn: each combination of them is a run, and all of them are one job array."""
+    """Values that some keys take in turn: each combination of them is a run; on Slurm all are one job array."""
 
     values: dict[str, fields.SweepValues] = Field(
         default_factory=dict,
-        description="Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; train.*, env.* or entry.args.",
+        description="Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; of train, env, entry or "
+        "network.",
     )
-    throttle: Count | None = Field(default=None, description="Runs of the sweep at a time; default: as Slurm likes.")
+    throttle: Count | None = Field(
+        default=None,
+        validation_alias=AliasChoices("throttle", "max_parallel"),
+        description="Runs of the sweep at a time; default: as Slurm likes; elsewhere as many as there are GPUs for, on "
+        "the CPU one. Alias: max_parallel.",
+    )
 
 
 class JobSpec(Section):

@@ -20,6 +20,7 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.problems import in_order, problem_at
+from clusterddp.spec.sweep_keys import WHICH, why_not_swept
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
 from clusterddp.spec.yamlfile import parse_value
 
@@ -27,9 +28,6 @@ MAX_VARIANTS = 10_000
 ORIGIN = "sweep"
 """What the plan of a variant names as the origin of a swept value."""
 _SECTION = "sweep"
-_SWEPT = ("train", "env")
-"""Sections whose values a sweep may vary; everything else decides what the job is, and all variants share one job."""
-_WHICH = "a sweep varies train.*, env.* and entry.args; its runs share everything else, for they are one job array"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +168,7 @@ def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...],
         try:
             path = parse_argument(f"{key}=1").path
         except SpecError:
-            problems.append(problem_at(place, "expected a dotted key such as train.lr", _WHICH, key=key))
+            problems.append(problem_at(place, "expected a dotted key such as train.lr", WHICH, key=key))
             continue
         nodes = node.items if isinstance(node, ListNode) else (node,)
         axes[path] = Axis(path=path, nodes=tuple(_as_swept(item) for item in nodes), place=place)
@@ -206,8 +204,9 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
     """Say which axes cannot be, before any variant is made of them."""
     problems: list[Problem] = []
     for axis in axes.values():
-        if not (axis.path[0] in _SWEPT and len(axis.path) == 2) and axis.path != ("entry", "args"):
-            problems.append(problem_at(axis.place, "cannot be swept", _WHICH, key=axis.key))
+        reason = why_not_swept(axis.path)
+        if reason:
+            problems.append(problem_at(axis.place, reason, WHICH, key=axis.key))
             continue
         problems += _twice(axis)
         lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
@@ -266,8 +265,9 @@ def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
     """Look up the typed values of the swept keys."""
     values: dict[str, Any] = {}
     for axis in axes:
-        section = getattr(resolved.job, axis.path[0])
-        found = section[axis.path[1]] if isinstance(section, dict) else getattr(section, axis.path[1])
+        found: Any = resolved.job
+        for name in axis.path:
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
         values[axis.key] = list(found) if isinstance(found, tuple) else found
     return values
 
