@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bare_python import lay_out
+from cuda_hosts import cuda_hosts
 from fake_gpus import FakeGpus
-from rack.gpus import fit_gpus, remove_gpus
 from rack.plan import HEAD
 from rack.rack import wait_until
 from ssh_person import Person
@@ -238,18 +236,8 @@ def place(ssh_place: SshPlace) -> Iterator[SshPlace]:
     (ssh_place.path / "sleep.py").write_text(
         "import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
     )
-    for node in ("node1", "node2"):
-        fit_gpus(ssh_place.rack, node, 1)
-        home = ssh_place.rack.outside(node, ssh_place.rack.home(node)) / "claims-cuda"
-        lay_out(home, ())
-        (torch,) = (site / "torch" for site in home.glob("lib/*/site-packages"))
-        torch.mkdir()
-        (torch / "__init__.py").touch()
-        (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda = '12.8'\n")
-    yield ssh_place
-    for node in ("node1", "node2"):
-        remove_gpus(ssh_place.rack, node)
-        shutil.rmtree(ssh_place.rack.outside(node, ssh_place.rack.home(node)) / "claims-cuda")
+    with cuda_hosts(ssh_place.rack, {"node1": 1, "node2": 1}):
+        yield ssh_place
 
 
 def test_a_detached_run_keeps_its_gpus_and_another_submit_is_refused_with_its_name(place: SshPlace) -> None:
