@@ -176,6 +176,13 @@ def test_a_hostfile_has_hosts_sets_slots_and_comments(hostfile: Path) -> None:
     assert job.resources.nodes == 4
 
 
+def test_a_number_behind_a_host_is_its_slots_as_with_horovod_and_mpich(hostfile: Path) -> None:
+    expected = [("a", 4), ("b", None), ("gpu[1-2]", 8), ("fe80::1", None)]
+    written = from_file(hostfile, "a:4\nb\ngpu[1-2]:8\nfe80::1\n")
+    named = load_spec(SSH, environ={}, hosts=parse_hosts("a:4,b,gpu[1-2]:8,fe80::1")).job
+    assert [[(host.host, host.gpus) for host in job.ssh.hosts] for job in (written, named)] == [expected, expected]
+
+
 def test_a_hostfile_takes_the_place_of_the_hosts_of_the_spec(hostfile: Path) -> None:
     hostfile.write_text("b\n")
     text = SSH + "ssh: {hosts: [a], venv: ~/v}\n"
@@ -194,11 +201,12 @@ def test_a_hostfile_takes_the_place_of_the_hosts_of_the_spec(hostfile: Path) -> 
         ("a slots = 1 port=22", 13, 'found "port=22", expected slots=N with N from 1', "a port belongs in ssh_config"),
         ("a slots=1 gpus=2", 11, '"gpus=2": the slots of "a" are there already', None),
         (
-            "a:4",
+            "a:0",
             1,
-            'found "a:4", expected a host without a number behind it',
+            'found "a:0", expected a host without a number behind it',
             "{host: a, gpus: N} says how many GPUs to use; a port belongs in ssh_config",
         ),
+        ("a:2 slots=2", 5, '"slots=2": the slots of "a:2" are there already', None),
     ],
 )
 def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(

@@ -1,4 +1,7 @@
-"""Hosts from the command line: `--hosts`, and hostfiles as mpirun and DeepSpeed have them, `host slots=N` a line."""
+"""Hosts from the command line: `--hosts`, and hostfiles as mpirun, DeepSpeed, Horovod and MPICH have them.
+
+A line is `host`, `host slots=N` or `host:N`; `--hosts a:4,b:4` is Horovod's -H.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
 _PATH = ("ssh", "hosts")
 _SLOTS = ("slots", "gpus")
 _WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
+_NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0*[1-9][0-9]{0,5})")
 _HINTS = {
     "port": "a port belongs in ssh_config",
     "user": "a user belongs in ssh_config, or before the host: user@host",
@@ -44,9 +48,9 @@ def read_hostfile(path: Path) -> Override:
 
 
 def parse_hosts(text: str) -> Override:
-    """Parse `--hosts`: hosts or sets of hosts with commas in between."""
+    """Parse `--hosts`: hosts or sets of hosts with commas in between, each with `:N` behind it for its slots."""
     place = Place(source=f"--hosts {show(text)}", origin="--hosts")
-    items = tuple(Scalar(text=part.strip(), quoted=True, place=place) for part in _split(text))
+    items = tuple(_host_with_number(part.strip(), place) for part in _split(text))
     return Override(path=_PATH, node=ListNode(items=items, place=place), place=place)
 
 
@@ -66,11 +70,11 @@ def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) ->
     if not words:
         return None
     name, start = words[0]
-    host = Scalar(text=name, quoted=True, place=place(start))
+    host = _host_with_number(name, place(start))
     if not words[1:]:
         return host
-    entries: dict[str, Node] = {"host": host}
-    keys = {"host": place(start)}
+    entries: dict[str, Node] = dict(host.entries) if isinstance(host, Mapping) else {"host": host}
+    keys = {key: place(start) for key in entries}
     for word, column in words[1:]:
         key, equals, value = word.partition("=")
         if key not in _SLOTS or not re.fullmatch("[0-9]{1,6}", value) or not int(value):
@@ -81,6 +85,18 @@ def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) ->
             entries["gpus"] = Scalar(text=str(int(value)), quoted=False, place=place(column))
             keys["gpus"] = place(column)
     return Mapping(entries=entries, keys=keys, place=place(start))
+
+
+def _host_with_number(text: str, place: Place) -> Scalar | Mapping:
+    """Read `host`, or `host:N` for a host with N slots; an IPv6 address has more colons than one."""
+    numbered = _NUMBERED.fullmatch(text)
+    if not numbered:
+        return Scalar(text=text, quoted=True, place=place)
+    entries: dict[str, Node] = {
+        "host": Scalar(text=numbered["host"], quoted=True, place=place),
+        "gpus": Scalar(text=str(int(numbered["slots"])), quoted=False, place=place),
+    }
+    return Mapping(entries=entries, keys=dict.fromkeys(entries, place), place=place)
 
 
 def _wrong_word(place: Place, word: str, key: str) -> Problem:
