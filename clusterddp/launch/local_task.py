@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,9 +22,8 @@ from typing import Any
 from clusterddp.dist.environment import cookie, inherited_environment
 from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_run, final_end
-from clusterddp.launch.command_lines import supervisor_command
-from clusterddp.launch.environment import process_environment
 from clusterddp.launch.local_leases import receive_leases
+from clusterddp.launch.supervisors import read_link, start_supervisor, supervisor_log, tell
 from clusterddp.run.directory import RunDir, read_json, read_tail
 from clusterddp.run.gang import Gang, Node, spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, signal_name
@@ -101,12 +98,12 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
     for node in gang.nodes:
         hold = holds.get(node.node_rank, ())
         try:
-            supervisor = _start_supervisor(run, gang, node, hold)
+            process = start_supervisor(run, gang, node, hold, inherited_environment())
         except OSError as error:
             return f"the supervisor of node {node.node_rank} could not be started: {error}"
-        supervisors.append(supervisor)
-        _tell(
-            supervisor.process,
+        supervisors.append(_Supervisor(node=node, process=process, log=supervisor_log(run, node.node_rank)))
+        tell(
+            process,
             {
                 "run_dir": str(run.path),
                 "gang": gang.to_json(),
@@ -118,49 +115,12 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
             },
         )
         if node.node_rank == 0:
-            link = _read_link(supervisor.process)
-            if link is None and supervisor.process.poll() is None:
+            link = read_link(process, LINK_TIMEOUT_S)
+            if link is None and process.poll() is None:
                 return f"the supervisor of node 0 did not say where it listens within {LINK_TIMEOUT_S:.0f} s"
             if link is None:
                 return None
     return None
-
-
-def _start_supervisor(run: RunDir, gang: Gang, node: Node, hold: tuple[int, ...]) -> _Supervisor:
-    log = run.launcher_dir / f"supervisor-{node.node_rank}.log"
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        process = subprocess.Popen(
-            supervisor_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if node.node_rank == 0 else descriptor,
-            stderr=descriptor,
-            cwd=run.launcher_dir,
-            env=process_environment(cookie(gang.token, f"s{node.node_rank}"), inherited_environment()),
-            start_new_session=True,
-            pass_fds=hold,
-        )
-    finally:
-        os.close(descriptor)
-    return _Supervisor(node=node, process=process, log=log)
-
-
-def _tell(supervisor: subprocess.Popen[bytes], words: dict[str, Any]) -> None:
-    """Give a supervisor its order, or news; the pipe stays open, for its end would mean that this task has died."""
-    assert supervisor.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended: the wait tells how
-        supervisor.stdin.write(json.dumps(words).encode() + b"\n")
-        supervisor.stdin.flush()
-
-
-def _read_link(head: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """Read where the head listens; None when it has ended, or says nothing in time."""
-    assert head.stdout is not None
-    readable, _, _ = select.select([head.stdout], [], [], LINK_TIMEOUT_S)
-    try:
-        return dict(json.loads(head.stdout.readline())["link"]) if readable else None
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
@@ -172,7 +132,7 @@ def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
         news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
         for each in news:
             if each.node.node_rank != 0:
-                _tell(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
+                tell(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
         ended += news
         time.sleep(0.05)
 
