@@ -21,6 +21,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "submit": ("submit", "Run", "start what a spec describes"),
+    "join": ("join", "Run", "take part in a run, typed on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
     "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
     "cancel": ("runs", "Run", "end runs"),

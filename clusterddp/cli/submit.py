@@ -185,7 +185,7 @@ def resume(terminal: Terminal, *, name: str, wait: bool, follow: bool, output: s
     if sweep:
         return _resume_sweep(sweep, terminal, wait=wait, follow=follow, output=output)
     submitted = resume_run(find_run(runs_dir, name), tell=say)
-    return _stay_with(submitted, terminal, verb="resumed", wait=wait, follow=follow, output=output)
+    return stay_with(submitted, terminal, verb="resumed", wait=wait, follow=follow, output=output)
 
 
 COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
@@ -200,7 +200,7 @@ def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, foll
     for note in plan.notes:
         say(f"note: {printable(note)}")
     submitted = submit_plan(plan, tell=say)
-    return _stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
+    return stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
 
 
 def _show(plan: Plan, terminal: Terminal, output: str) -> int:
@@ -249,7 +249,8 @@ def _resume_sweep(sweep: SweepDir, terminal: Terminal, *, wait: bool, follow: bo
     return sweeps.wait_for_all(SweepDir(submitted.path), terminal) if wait else 0
 
 
-def _stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:
+def stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:
+    """Tell what was started and stay with it as long as was asked for; return the exit code."""
     if submitted.tie:
         with _ending(RunDir(Path(submitted.run_dir)), submitted.tie):
             return _tell_and_stay(submitted, terminal, verb=verb, stay=True, follow=follow, output=output)

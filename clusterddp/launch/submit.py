@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
-from clusterddp.launch import local, slurm, ssh
+from clusterddp.launch import join, local, slurm, ssh
 from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
@@ -43,11 +43,12 @@ from clusterddp.slurm.jobs import Phase
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh}
+_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": join}
 _CANCELLED = {
     "local": "cancelled; its supervisors did not answer",
     "slurm": "cancelled; Slurm has ended its job",
     "ssh": "cancelled; its supervisors did not answer",
+    "join": "cancelled; its supervisors did not answer",
 }
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25

@@ -1,0 +1,94 @@
+"""The command that is typed on each machine of a run: join."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.login import profile_option
+from clusterddp.cli.submit import stay_with
+from clusterddp.cli.terminal import Terminal, say
+from clusterddp.look.printable import printable
+
+_TIMEOUT_S = 300
+
+
+@command("join")
+@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--node-rank", type=click.IntRange(min=0), metavar="N", help="Which of the hosts this machine is.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=_TIMEOUT_S,
+    show_default=True,
+    metavar="S",
+    help="How many seconds to wait for the other machines.",
+)
+@click.option("--cpu", is_flag=True, help="Run the ranks on the CPU, with gloo; on all machines or none.")
+@click.option("-f", "--follow", is_flag=True, help="Show what rank 0 writes; on node 0.")
+@output_option
+@profile_option
+@runs_option
+@click.pass_obj
+def join(
+    terminal: Terminal,
+    *,
+    spec: str,
+    overrides: tuple[str, ...],
+    node_rank: int | None,
+    timeout_s: float,
+    cpu: bool,
+    follow: bool,
+    output: str,
+    profile: str | None,
+    runs_dir: Path,
+) -> int:
+    """Take part in the run of a spec, typed on each of its machines; no SSH, no scheduler.
+
+    The machines are those of ssh.hosts, in that order: each finds itself by its own addresses and names. They meet at
+    the first one, compare spec and versions, and start together. The run ends with this command, on any of them.
+
+    \b
+    clusterddp join job.yaml                  on every machine, where the code lies
+    clusterddp join job.yaml --follow         on the first one, to see what rank 0 writes
+    CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     nobody without the key takes part
+    """
+    from clusterddp.launch.join import join as join_run
+    from clusterddp.launch.submit import Submitted
+    from clusterddp.run.directory import read_json
+    from clusterddp.run.record import read_run
+    from clusterddp.spec.load import load_spec
+
+    flags = {"launcher": "ssh"} | ({"device": "cpu"} if cpu else {})
+    resolved = load_spec(
+        "-" if spec == "-" else Path(spec), overrides, profile=profile, environ=terminal.environ, flags=flags
+    )
+    joined = join_run(
+        resolved,
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=terminal.environ,
+        node_rank=node_rank,
+        timeout_s=timeout_s,
+        say=lambda words: say(printable(words)),
+    )
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
+    for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():
+        say(f"note: {printable(note)}")
+    job_id = read_run(joined.run).job_id
+    submitted = Submitted(run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, tie=joined)
+    follow = follow and joined.node_rank == 0
+    return stay_with(submitted, terminal, verb="joined", wait=True, follow=follow, output=output)
+
+
+COMMANDS = {"join": join}
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
