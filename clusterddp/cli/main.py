@@ -20,6 +20,7 @@ _COMMANDS = {
     "init": ("setup", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
+    "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes"),
     "join": ("join", "Run", "take part in a run, typed on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),

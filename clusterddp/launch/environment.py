@@ -70,9 +70,13 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in chosen.items()
         if (name in _TRAVELLING or name.upper() in _PROXIES or name.startswith(_TRAVELLING_PREFIXES))
         and name not in _OF_THIS_HOST
-        and not _SECRET.search(name)
-        and not _SECRET_URL.search(value)
+        and not is_secret(name, value)
     }
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Say whether a variable looks like one that nobody else should read."""
+    return bool(_SECRET.search(name) or _SECRET_URL.search(value))
 
 
 def _is_installed() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.spec.model import JobSpec
@@ -21,8 +22,13 @@ _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 def resolved_yaml(job: JobSpec) -> str:
     """Write every value of `job`, defaults too."""
+    return spec_yaml(job.model_dump(mode="json"))
+
+
+def spec_yaml(values: Mapping[str, Any]) -> str:
+    """Write values as a spec has them, sections as mappings; those that are None are left out."""
     lines: list[str] = []
-    for key, value in job.model_dump(mode="json").items():
+    for key, value in values.items():
         if value is None:
             continue
         if isinstance(value, dict) and value:

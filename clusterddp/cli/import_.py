@@ -1,0 +1,65 @@
+"""The command that turns files of other launchers into a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from clusterddp.cli.arguments import command
+from clusterddp.cli.terminal import Terminal, put, say
+from clusterddp.errors import UsageError
+
+if TYPE_CHECKING:
+    from clusterddp.launch.importing.findings import Left
+    from clusterddp.launch.importing.reading import Kind
+
+_KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
+
+
+@command("import")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--from", "kind", type=_KINDS, help="What FILE is, where it cannot be told.")
+@click.option("--line", type=click.IntRange(min=1), help="Of a batch script: the line of the command that trains.")
+@click.option("-o", "--output", metavar="PATH", type=click.Path(path_type=Path, dir_okay=False), help="Write it there.")
+@click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
+@click.pass_obj
+def import_(
+    terminal: Terminal, *, files: tuple[Path, ...], kind: str | None, line: int | None, output: Path | None, force: bool
+) -> None:
+    """Write the spec that files of other launchers come to; nothing in them is executed.
+
+    A Slurm batch script, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed, Horovod, mpirun), a
+    .deepspeed_env. What the spec does not carry is listed, with its line and why, and stands in its comments, too.
+
+    \b
+    clusterddp import train.slurm > job.yaml
+    clusterddp import train.slurm -o job.yaml && clusterddp submit job.yaml -n
+    clusterddp import hostfile .deepspeed_env      hosts and variables, in one spec
+    """
+    from clusterddp.launch.importing.reading import import_files
+    from clusterddp.run.directory import write_text
+
+    imported = import_files(files, kind=cast("Kind | None", kind), line=line)
+    if output is None:
+        put(imported.text.rstrip("\n"))
+    elif not write_text(output, imported.text, exclusive=not force) and not force:
+        raise UsageError(f"{output}: exists, and is left as it is", hint="give another path, or --force")
+    _say_left(imported.left)
+    if output is not None:
+        say(f"wrote {output}")
+
+
+def _say_left(left: tuple[Left, ...]) -> None:
+    from clusterddp.launch.importing.writing import HEADINGS, spell
+
+    for fate, heading in HEADINGS.items():
+        lines = [spell(each) for each in left if each.fate == fate]
+        if lines:
+            say(f"{heading}:")
+        for text in lines:
+            say(f"  {text}")
+
+
+COMMANDS = {"import": import_}
