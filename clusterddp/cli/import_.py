@@ -1,4 +1,4 @@
-"""The command that turns files of other launchers into a spec."""
+"""Commands between specs and files of other launchers: import, manifest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from clusterddp.cli.arguments import command
+from clusterddp.cli.login import profile_option
 from clusterddp.cli.terminal import Terminal, put, say
 from clusterddp.errors import UsageError
 
@@ -51,6 +52,38 @@ def import_(
         say(f"wrote {output}")
 
 
+@command("manifest")
+@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--image", required=True, metavar="IMAGE", help="With Python, torch, clusterddp and your code.")
+@click.option("--workdir", metavar="DIR", default="/workspace", show_default=True, help="Where the code is in it.")
+@click.option("--claim", metavar="NAME", help="Volume claim (ReadWriteMany) for the runs; without: gone with the pods.")
+@profile_option
+@click.pass_obj
+def manifest(
+    terminal: Terminal,
+    *,
+    spec: str,
+    overrides: tuple[str, ...],
+    image: str,
+    workdir: str,
+    claim: str | None,
+    profile: str | None,
+) -> None:
+    """Print a Kubeflow PyTorchJob that runs a spec: a pod for each node, torchrun in it, a rank for each process.
+
+    \b
+    clusterddp manifest job.yaml --image registry/train:1 --claim runs | kubectl apply -f -
+    """
+    from clusterddp.launch.manifest import write_manifest
+    from clusterddp.spec.load import load_spec, resolved_yaml
+
+    source = "-" if spec == "-" else Path(spec)
+    resolved = load_spec(source, overrides, profile=profile, environ=terminal.environ)
+    text = resolved_yaml(resolved.job)
+    put(write_manifest(resolved.job, text, image=image, workdir=workdir, claim=claim).rstrip("\n"))
+
+
 def _say_left(left: tuple[Left, ...]) -> None:
     from clusterddp.launch.importing.writing import HEADINGS, spell
 
@@ -62,4 +95,4 @@ def _say_left(left: tuple[Left, ...]) -> None:
             say(f"  {text}")
 
 
-COMMANDS = {"import": import_}
+COMMANDS = {"import": import_, "manifest": manifest}

@@ -22,6 +22,7 @@ _COMMANDS = {
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes"),
+    "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
     "join": ("join", "Run", "take part in a run, typed on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
     "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
