@@ -243,10 +243,11 @@ def test_modules_environments_and_directories_are_said_to_come_before_a_submit()
 
 
 def test_what_only_the_jobs_shell_knows_is_listed_with_its_line() -> None:
-    found = read(EACH + 'srun python t.py --out "$SCRATCH/x" --now $(date +%s) --all *.tar\n')
-    assert found.values["entry"]["args"] == ["--out", "$SCRATCH/x", "--now", "$(date +%s)", "--all", "*.tar"]
+    found = read(EACH + 'srun python t.py --out "$SCRATCH/x" --now $(date +%s) --all *.tar {a,b} {c}\n')
+    args = ["--out", "$SCRATCH/x", "--now", "$(date +%s)", "--all", "*.tar", "{a,b}", "{{c}}"]
+    assert found.values["entry"]["args"] == args
     lost = [(each.line, each.text) for each in found.left if "only the shell of the job knows" in each.why]
-    assert lost == [(3, "$SCRATCH/x"), (3, "$(date +%s)"), (3, "*.tar")]
+    assert lost == [(3, "$SCRATCH/x"), (3, "$(date +%s)"), (3, "*.tar"), (3, "{a,b}")]
 
 
 def test_a_default_of_a_variable_is_taken_and_said() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 _BREAKS = frozenset(" \t\n;&|()<>")
-_GLOB = frozenset("*?[{")
+_GLOB = frozenset("*?[")
+_BRACES = re.compile(r"\{[^{}\s]*(,|\.\.)[^{}\s]*\}")
+"""What a shell turns into several words; `{a}` it leaves alone."""
 _ESCAPED_IN_QUOTES = frozenset('$`"\\\n')
 _NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _NAME = _NAME_FIRST | frozenset("0123456789")
@@ -202,7 +205,7 @@ class _Scanner:
             text = "" if follower == "\n" else follower or char
             return [Piece(kind="text", text=text, raw=self._text[begin : self._at], quoted=True)]
         at_begin = begin == 0 or self._text[begin - 1] in _BREAKS or self._text[begin - 1] == "="
-        computed = char in _GLOB or (char == "~" and at_begin)
+        computed = char in _GLOB or (char == "~" and at_begin) or _BRACES.match(self._text, begin) is not None
         return [Piece(kind="opaque" if computed else "text", text=char, raw=char, quoted=False)]
 
     def _single_quoted(self) -> Piece:
