@@ -14,6 +14,8 @@ SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
 """Tells a starting rank whose death ends it; removed before the user's program runs."""
 GPU = "CLUSTERDDP_GPU"
 """Which of the GPUs that a rank sees is its own, where that is not LOCAL_RANK."""
+ALONE = "CLUSTERDDP_ALONE"
+"""Tells a rank that no supervisor answers for it: it records its own end."""
 USERS = "env in the spec"
 """The origin of the user's own variables."""
 

@@ -102,6 +102,13 @@ def loopback() -> Interface:
     return Interface(name=loopback_interface(), address=LOOPBACK_ADDRESS, why="all ranks are on one host")
 
 
+def own_addresses() -> tuple[str, ...]:
+    """List the addresses at which other hosts may reach this one, IPv4 first; this host alone knows those left out."""
+    found = [entry.address for link in read_links() if _leads_out(link) for entry in link.addresses if entry.lasting]
+    outside = [address for address in found if not is_loopback(address)]
+    return tuple(sorted(outside, key=lambda address: ":" in address)) or (LOOPBACK_ADDRESS,)
+
+
 def interface_towards(address: str) -> Interface:
     """Return the interface by which this host sends to `address`, or that has it when the address is its own.
 
@@ -145,6 +152,10 @@ def is_loopback(address: str) -> bool:
 def plain_address(address: str) -> str:
     """Write an IPv4 address that came over an IPv6 socket (`::ffff:10.0.0.1`) as people do."""
     return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _leads_out(link: Link) -> bool:
+    return link.up and not link.loopback and not link.of_containers
 
 
 def _owner(address: str) -> str | None:
