@@ -26,6 +26,7 @@ _COMMANDS = {
     "join": ("join", "Run", "take part in a run, typed on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
     "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
+    "worker": ("worker", "Run", "be one rank, under torchrun, srun, mpirun, or by hand"),
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
@@ -33,6 +34,7 @@ _COMMANDS = {
     "list": ("runs", "Look", "show all runs, newest first"),
     "ps": ("ps", "Look", "show which processes of runs live here or on hosts, and what is left over"),
     "gc": ("ps", "Run", "end what is left over of runs here or on hosts"),
+    "explain": ("explain", "Settings", "say where each rank variable comes from under each launcher"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }

@@ -50,12 +50,15 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
         for name, value in environ.items()
         if not name.startswith(_FOREIGN_PREFIXES) and name not in _RANK_VARIABLES
     }
-    paths = [str(Path(path).absolute()) for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return kept | python_path(environ) | {COOKIE: cookie}
+
+
+def python_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return PYTHONPATH, unless it is empty, so that it means the same, and finds this package, wherever it is used."""
+    paths = [str(Path(path).absolute()) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not _is_installed():
         paths.append(str(Path(__file__).absolute().parents[2]))
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    return kept | {COOKIE: cookie}
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else {}
 
 
 def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:

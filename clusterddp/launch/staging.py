@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
@@ -35,8 +35,10 @@ _NAMELESS_AFTER_S = 600.0
 """When one is swept whose submitter was killed before it could write a name into it."""
 
 
-def make_run(plan: Plan, environ: Mapping[str, str]) -> Plan:
+def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Plan] = rename_plan) -> Plan:
     """Write the run directory of `plan`; return the plan as carried out, whose name differs if it was taken meanwhile.
+
+    `rename` gives the plan another name then.
 
     Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
     """
@@ -47,7 +49,7 @@ def make_run(plan: Plan, environ: Mapping[str, str]) -> Plan:
         staging.mkdir(mode=0o700)
         _fill(staging, plan, environ)
         while not put_in_place(staging, plan.run_dir):
-            plan = rename_plan(plan)
+            plan = rename(plan)
             _write_identity(RunDir(staging), plan)
         return plan
     except OSError as error:

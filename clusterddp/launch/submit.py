@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
-from clusterddp.launch import join, local, slurm, ssh
+from clusterddp.launch import foreign, join, local, slurm, ssh
 from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
@@ -25,6 +25,7 @@ from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import (
+    FOREIGN,
     AttemptEnd,
     AttemptOutcome,
     ProcessIdentity,
@@ -43,12 +44,13 @@ from clusterddp.slurm.jobs import Phase
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": join}
+_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": join, FOREIGN: foreign}
 _CANCELLED = {
     "local": "cancelled; its supervisors did not answer",
     "slurm": "cancelled; Slurm has ended its job",
     "ssh": "cancelled; its supervisors did not answer",
     "join": "cancelled; its supervisors did not answer",
+    FOREIGN: "cancelled; its ranks here were killed",
 }
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25

@@ -42,9 +42,12 @@ def main() -> None:
     except SystemExit as left:
         if isinstance(left.code, str):
             _write_error_file(f"SystemExit: {left.code}", "")
+        _record_end(left.code if isinstance(left.code, int) else int(left.code is not None), str(left.code))
         raise
     except BaseException as error:
         _fail(error)
+    else:
+        _record_end(0)
     finally:
         _ignore_late_signals()
 
@@ -105,6 +108,7 @@ def _fail(error: BaseException) -> NoReturn:
         sys.stderr.write(told)
     words = "".join(traceback.format_exception_only(type(error), error)).strip()
     _write_error_file(words, told)
+    _record_end(1, words, told)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -133,6 +137,14 @@ def _write_error_file(words: str, told: str) -> None:
     # torch's @record may have written the same exception already.
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
         json.dump({"message": {"message": words, "extraInfo": extra}}, file)
+
+
+def _record_end(exit_code: int, error: str = "", told: str = "") -> None:
+    """Record this rank's own end where no supervisor does."""
+    if "CLUSTERDDP_ALONE" in os.environ:
+        from clusterddp.node.alone import record_end
+
+        record_end(exit_code, error, told)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json
 from clusterddp.run.process_table import read_process
 
 _T = TypeVar("_T")
+FOREIGN = "none"
+"""The launcher of a run that torchrun, mpirun or the like has started; `job_id` says who."""
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 
 
@@ -131,6 +133,8 @@ class RankRecord:
     master_addr: str
     master_port: int
     started: float
+    process: dict[str, Any] | None = None
+    """Its `ProcessIdentity`, where no supervisor answers for it."""
     ended: float | None = None
     exit_code: int | None = None
     signal: str | None = None
@@ -174,6 +178,12 @@ def read_ranks(attempt: AttemptDir) -> list[RankRecord]:
     except FileNotFoundError:
         return []
     return [_read(RankRecord, attempt.ranks / name) for name in names if not name.startswith(".")]
+
+
+def read_rank(attempt: AttemptDir, rank: int) -> RankRecord | None:
+    """Read the record of one rank; None: it was not started."""
+    path = attempt.rank_record(rank)
+    return _read(RankRecord, path) if path.exists() else None
 
 
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
+from clusterddp.run.record import FOREIGN, AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.sweep import answers_for_its_run, find_processes
 from clusterddp.run.view import RunState, RunView, final_view
 
@@ -64,10 +64,8 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
         # No view: files came while Slurm was asked.
         view = read_job_state(run, record, newest, end, slurm or _slurm_here())
         return view or _read_state(run, read_run(run), slurm)
-    if record.launcher == "ssh":
-        from clusterddp.run.host_state import read_host_state
-
-        return read_host_state(run, record, newest, end)
+    if record.launcher in {"ssh", FOREIGN}:
+        return _unsupervised_here(run, record, newest, end)
     return _read_here(run, record, newest, end)
 
 
@@ -88,6 +86,16 @@ def _read_here(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: A
     if newest and start is not None:
         return _started(run, record, newest, start)
     return _unstarted(run, record, newest)
+
+
+def _unsupervised_here(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: AttemptEnd | None) -> RunView:
+    if record.launcher == FOREIGN:
+        from clusterddp.run.worker_state import read_worker_state
+
+        return read_worker_state(run, record, newest)
+    from clusterddp.run.host_state import read_host_state
+
+    return read_host_state(run, record, newest, end)
 
 
 def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd) -> RunView:

@@ -1,8 +1,9 @@
 """The sweep: find and end the processes of a run by the cookie that each of them carries in its environment.
 
 A cookie is `<token>.<role>`: `task` (what carries the run), `s2` (node 2's supervisor), `g2` (its guard), `n2` (node
-2's ranks and everything that they started). The environment that a process was started with cannot be lost by a
-double fork, a new session or a dead parent, and no pid of a stranger ever matches it.
+2's ranks and everything that they started), `w2` (the same of a run that another launcher has started). The
+environment that a process was started with cannot be lost by a double fork, a new session or a dead parent, and no
+pid of a stranger ever matches it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ def read_cookie(process: Process) -> str:
 
 
 def answers_for_its_run(process: Process) -> bool:
-    """Say whether a process of a run puts things in order when the run ends, and records the end; ranks do not."""
+    """Say whether a process of a run puts things in order when the run ends, and records the end; ranks do not.
+
+    What another launcher has started is that launcher's to end.
+    """
     role = read_cookie(process).rpartition(".")[2]
-    return role == "task" or role[:1] in {"s", "g"}
+    return role == "task" or role[:1] in {"s", "g", "w"}
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from clusterddp.spec.scalars import (
     read_sweep_values,
     read_variable,
     read_word,
+    without_mpi,
 )
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -108,6 +109,11 @@ SweepValues = Annotated[
     tuple[Any, ...],
     BeforeValidator(read_sweep_values),
     WithJsonSchema({"type": "array", "minItems": 1}),
+]
+Backend = Annotated[
+    Literal["auto", "gloo", "nccl"],
+    Word,
+    BeforeValidator(without_mpi),
 ]
 Port = Annotated[
     int | Literal["auto"],

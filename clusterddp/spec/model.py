@@ -68,7 +68,12 @@ class Network(Section):
     master_port: fields.Port = Field(
         default="auto", description="Port of the rendezvous on node 0, 1024 to 65535; auto: a free one."
     )
-    backend: Annotated[Literal["auto", "gloo", "nccl"], Word] = Field(
+    start_timeout: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long ranks wait for each other under another launcher (clusterddp worker), written as "
+        'time is: "0:30" is 30 seconds. Default: 2 minutes.',
+    )
+    backend: fields.Backend = Field(
         default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
     )
     init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = Field(

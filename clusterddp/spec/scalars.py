@@ -44,6 +44,16 @@ def problem(message: str, hint: str | None = None) -> PydanticCustomError:
     return PydanticCustomError("clusterddp", "{message}", {"message": message, "hint": hint})
 
 
+def without_mpi(value: object) -> object:
+    """Refuse the one backend of torch.distributed that people know from elsewhere and that is not there."""
+    if str(value.text if isinstance(value, Scalar) else value).strip().lower() == "mpi":
+        raise problem(
+            "mpi is not in PyTorch's wheels: it exists only in a torch built from source against an MPI",
+            "auto takes nccl on GPUs and gloo on the CPU; mpirun can start the ranks all the same: clusterddp worker",
+        )
+    return value
+
+
 def read_int(value: object) -> int:
     """Read a whole number in decimal digits."""
     expected = "a whole number"

@@ -1,0 +1,67 @@
+"""The command that says where the variables of a rank come from: explain."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.arguments import command, output_option
+from clusterddp.cli.terminal import Terminal, put, put_json
+
+if TYPE_CHECKING:
+    from clusterddp.launch.origins import Origin
+
+_COLUMNS = 110
+
+
+@command("explain")
+@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--under", metavar="LAUNCHER", help="One of them only: local, ssh, slurm, torchrun, srun, mpirun, ...")
+@output_option
+@click.pass_obj
+def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under: str | None, output: str) -> None:
+    """Say where each variable of a rank comes from, under each launcher.
+
+    \b
+    clusterddp explain job.yaml
+    clusterddp explain job.yaml --under mpirun
+    clusterddp explain job.yaml -o json | jq '.srun.RANK'
+    """
+    from clusterddp.launch import origins
+    from clusterddp.spec.load import load_spec
+
+    job = load_spec("-" if spec == "-" else Path(spec), overrides, environ=terminal.environ).job
+    titles = [title for title, _ in origins.COLUMNS]
+    if under is not None:
+        titles = [title for title in titles if title.lower().startswith(under.lower())]
+        if not titles:
+            raise click.BadParameter(f"{under}: one of {', '.join(title for title, _ in origins.COLUMNS)} is expected")
+    rows = [row for row in origins.explain(job) if row.launcher in titles]
+    if output == "json":
+        put_json({title: {row.variable: row.origin for row in rows if row.launcher == title} for title in titles})
+    else:
+        put("\n".join(_lines(rows)))
+
+
+def _lines(rows: list[Origin]) -> list[str]:
+    """Lay out the variables by launcher and origin, those of one origin together."""
+    lines: list[str] = []
+    for launcher, group in itertools.groupby(rows, key=lambda row: row.launcher):
+        lines += [*([""] if lines else []), click.style(launcher, bold=True)]
+        by_origin: dict[str, list[str]] = {}
+        for row in group:
+            by_origin.setdefault(row.origin, []).append(row.variable)
+        for origin, names in by_origin.items():
+            text = textwrap.wrap(", ".join(sorted(names)), 44)
+            why = textwrap.wrap(origin, _COLUMNS - 50)
+            for left, right in itertools.zip_longest(text, why, fillvalue=""):
+                lines.append(f"  {left:<46}{right}".rstrip())
+    return lines
+
+
+COMMANDS = {"explain": explain}
