@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterddp.dist.environment import Variable
-from clusterddp.dist.hostlist import expand
+from clusterddp.dist.hostlist import MAX_HOSTS, expand
 from clusterddp.dist.interface import LOOPBACK_ADDRESS
 from clusterddp.dist.launched_sources import Key, Launcher, Source, read_source, read_starter, witnesses
 from clusterddp.errors import ClusterddpError, UsageError
@@ -198,9 +198,10 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
             if environ.get(name):
                 return expand(environ[name])[:1], f"the first host of {name}"
     if launched.launcher == "openmpi" and environ.get("OMPI_MCA_orte_hnp_uri"):
-        addresses = _addresses_of(environ["OMPI_MCA_orte_hnp_uri"])
-        if addresses:
-            return addresses, "OMPI_MCA_orte_hnp_uri, mpirun's own host"
+        # mpirun's own host has rank 0 if it has any rank; else rank 0 is on the host of its first daemon.
+        others = _hosts_of(environ.get("OMPI_MCA_orte_node_regex", ""))[1:]
+        addresses = (*others[:1], *_addresses_of(environ["OMPI_MCA_orte_hnp_uri"]), *others[1:])
+        return addresses, "OMPI_MCA_orte_node_regex and OMPI_MCA_orte_hnp_uri: the hosts of mpirun"
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         return (), "PMI"
     hints = {
@@ -219,6 +220,18 @@ def _addresses_of(uri: str) -> tuple[str, ...]:
     six = re.findall(r"tcp6://([^;]+):\d+", uri)
     found = [*",".join(plain).split(","), *(part.strip("[]") for part in ",".join(six).split(","))]
     return tuple(filter(None, found))
+
+
+def _hosts_of(regex: str) -> tuple[str, ...]:
+    """Name the hosts of mpirun's daemons in their order: `head,node[1:1-2]@0(3)` is head, node1, node2."""
+    hosts: list[str] = []
+    for name, width, ranges, rest in re.findall(r"([^,\[]+)(?:\[(\d+):([\d,-]+)\]([^,]*))?", regex.partition("@")[0]):
+        for span in ranges.split(",") if ranges else ():
+            first, _, last = span.partition("-")
+            numbers = range(int(first), min(int(last or first), int(first) + MAX_HOSTS) + 1)
+            hosts += [f"{name}{str(number).zfill(int(width))}{rest}" for number in numbers]
+        hosts += [] if ranges else [name]
+    return tuple(hosts)
 
 
 def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> tuple[str, int]:

@@ -50,8 +50,8 @@ def attend(launched: Launched, own: Hello, ports: Sequence[int], deadline: float
     """
     found = "nothing was tried"
     while True:
-        for address in launched.master_addrs:
-            for port in ports:
+        for port in ports:
+            for address in launched.master_addrs:
                 answer = knock(address, port, own, deadline)
                 if not isinstance(answer, str):
                     return answer
@@ -109,7 +109,8 @@ def _unreached(launched: Launched, own: Hello, ports: Sequence[int], found: str,
     told = launched.told
     address = f"{told['MASTER_ADDR'].origin}" if "MASTER_ADDR" in told else "the launcher"
     port = told["MASTER_PORT"].origin if "MASTER_PORT" in told and not launched.port_is_taken else "the job's name"
-    where = " or ".join(launched.master_addrs)
+    few = launched.master_addrs[:4]
+    where = " or ".join(few) + (" or elsewhere" if launched.master_addrs[4:] else "")
     many = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
     return refusal(
         f"{own.name} did not reach rank 0 at {where} (from {address}), {many} (from {port}), "

@@ -65,6 +65,8 @@ class _Muster:
         self._left: dict[int, Hello] = {}
         """Ranks that came and have gone again."""
         self._reached: Counter[str] = Counter()
+        """At which address ranks of other hosts have come here."""
+        self._reached_at_home: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(door.listener, selectors.EVENT_READ)
         self._scout = _Scout(launched, own, door.port, deadline)
@@ -90,10 +92,10 @@ class _Muster:
 
     def seen(self) -> Seen:
         hellos = {0: self._own} | {rank: guest.hello for rank, guest in self._guests.items() if guest.hello}
-        outside = Counter({address: many for address, many in self._reached.items() if not is_loopback(address)})
+        reached = self._reached or Counter(self._reached_at_home)
         return Seen(
             hellos=tuple(hellos[rank] for rank in sorted(hellos)),
-            reached=(outside or self._reached).most_common(1)[0][0],
+            reached=reached.most_common(1)[0][0],
             port=self._door.port,
         )
 
@@ -173,7 +175,11 @@ class _Muster:
             raise error
         self._guests[hello.rank] = guest
         self._left.pop(hello.rank, None)
-        self._reached[plain_address(str(guest.sock.getsockname()[0]))] += 1
+        address = plain_address(str(guest.sock.getsockname()[0]))
+        if hello.place == self._own.place:
+            self._reached_at_home.append(address)
+        elif not is_loopback(address):
+            self._reached[address] += 1
         self._deadline = min(self._deadline, time.monotonic() + max(0.0, float(hello.left_s)))
         self.tell({"welcome": True}, [guest])
 
