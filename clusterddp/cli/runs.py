@@ -23,6 +23,7 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launch.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
 
@@ -106,7 +107,11 @@ def logs(
     if not anything:
         demand_sight(run, read_state(run))
     if not anything and tail_lines != 0:
-        say(f"rank {ranks} of {run.name} has written nothing")
+        record = read_run(run)
+        what = "has written nothing"
+        if record.launcher == FOREIGN:
+            what = f"has no log here: what ranks of clusterddp worker write goes to what started them ({record.job_id})"
+        say(f"rank {ranks} of {run.name} {what}")
     if not follow and ranks == "0":
         _say_who_failed(run, attempt, terminal)
 
@@ -283,7 +288,6 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
 
 
 def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
-    from clusterddp.run.record import read_run
 
     for run in runs:
         try:

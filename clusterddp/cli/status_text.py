@@ -11,6 +11,7 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
+from clusterddp.run.record import FOREIGN
 
 if TYPE_CHECKING:
     from clusterddp.look.progress import Progress
@@ -158,6 +159,8 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
 
 def _where(status: RunStatus) -> str:
     parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
+    if status.launcher == FOREIGN:
+        parts = [f"started by {status.job_id}"]
     if status.job:
         parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)

@@ -251,7 +251,7 @@ def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> t
         return f"mpirun {namespace or meeting}", 0
     if launched.launcher in {"mpich", "pmi"}:
         return _identify_mpich(launched, environ, meeting), 0
-    return f"ranks at {meeting}", 0
+    return f"hand at {meeting}", 0
 
 
 def _identify_mpich(launched: Launched, environ: Mapping[str, str], meeting: str) -> str:

@@ -87,7 +87,7 @@ class Worker:
             run=earlier.name if earlier else self._choose_name(),
             token=read_run(earlier).token if earlier else secrets.token_hex(16),
             attempt=earlier.attempts()[-1].number + 1 if earlier else 0,
-            identity=self.launched.identity or "one rank",
+            identity=self.launched.identity or "hand",
             nodes=nodes_of(seen.hellos),
             gpus=gpus,
             backend="nccl" if gpus and self.job.network.backend != "gloo" else "gloo",
