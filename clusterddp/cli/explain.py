@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from clusterddp.launch.origins import Origin
 
 _COLUMNS = 110
+_NOTE = "Under another launcher variables that are set already stay as they are; numbers that disagree are an error."
 
 
 @command("explain")
@@ -46,6 +47,8 @@ def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under:
         put_json({title: {row.variable: row.origin for row in rows if row.launcher == title} for title in titles})
     else:
         put("\n".join(_lines(rows)))
+        if set(titles) - {"local", "ssh", "slurm"}:
+            put(f"\n{_NOTE}")
 
 
 def _lines(rows: list[Origin]) -> list[str]:

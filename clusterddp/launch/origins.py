@@ -1,4 +1,7 @@
-"""Where each variable of a rank comes from under each launcher: what `clusterddp explain` shows."""
+"""Where each variable of a rank comes from under each launcher: what `clusterddp explain` shows.
+
+Under another launcher this is about variables that are not set: those that are stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ _OF_TORCHRUN = frozenset(
     | {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"}
 )
 """What torchrun itself sets for its workers. Source: torch 2.13, local_elastic_agent.py, _start_workers."""
-_MUSTER = "counted when the ranks muster"
+_MUSTER = "counted at the muster"
 _WALK = "the first free port of a walk from"
 _MASTER: dict[str, tuple[str, str]] = {
-    "srun": ("MASTER_ADDR, else the first host of SLURM_STEP_NODELIST", f"MASTER_PORT, else {_WALK} job and step"),
+    "srun": ("the first host of SLURM_STEP_NODELIST", f"{_WALK} job and step"),
     "openmpi": (
-        "MASTER_ADDR, else loopback on one host, else OMPI_MCA_orte_hnp_uri",
-        f"MASTER_PORT, else {_WALK} PMIX_NAMESPACE",
+        "loopback on one host, else that of mpirun's hosts where rank 0 listens",
+        f"{_WALK} PMIX_NAMESPACE",
     ),
     "mpich": (
-        "MASTER_ADDR, else loopback on one host, else rank 0's over PMI",
-        f"MASTER_PORT, else {_WALK} PMI's kvsname",
+        "loopback on one host, else rank 0's over PMI",
+        f"{_WALK} PMI's kvsname",
     ),
     "kubeflow": ("MASTER_ADDR or PET_MASTER_ADDR", "MASTER_PORT or PET_MASTER_PORT, else 29500"),
     "hand": ("MASTER_ADDR", "MASTER_PORT, else 29500"),
@@ -106,18 +109,17 @@ def _origin(name: str, planned: str, title: str, launcher: Launcher | None) -> s
     if launcher == "torchrun" and name in _OF_TORCHRUN:
         return "torchrun"
     if name not in _PLACE:
-        kept = f"{name}, else " if not name.startswith("TORCHELASTIC_") else ""
-        return f"{kept}{_planned_here(name, planned)}"
+        return _planned_here(name, planned)
     names = NAMES[launcher].get(_PLACE[name], ())
-    own = names if name in names else (name, *names) if launcher != "torchrun" else names
-    counted = () if _PLACE[name] in {"rank", "world_size"} else (_MUSTER,)
-    return ", else ".join((*own, *counted))
+    counted = () if _PLACE[name] in {"rank", "world_size"} or launcher in {"torchrun", "srun"} else (_MUSTER,)
+    return ", else ".join((*names, *counted))
 
 
 def _planned_here(name: str, planned: str) -> str:
     return {
-        "OMP_NUM_THREADS": "resources.cpus_per_task, else the host's cores shared out",
-        "CUDA_VISIBLE_DEVICES": "none where no rank is to see a GPU",
+        "OMP_NUM_THREADS": "resources.cpus_per_task, else a share of the cores",
+        "CUDA_VISIBLE_DEVICES": "empty where ranks compute on the CPU",
         "GLOO_SOCKET_IFNAME": "the interface of the route to rank 0",
         "NCCL_SOCKET_IFNAME": "the interface of the route to rank 0",
+        "ROLE_NAME": "always default",
     }.get(name, planned)
