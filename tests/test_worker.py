@@ -185,7 +185,9 @@ def test_the_spec_may_name_the_port(place: Place) -> None:
 
 
 def test_a_port_in_the_spec_that_is_not_the_launchers_is_an_error(place: Place) -> None:
-    done = place.run(*worker("network.master_port=12345"), RANK="0", WORLD_SIZE="2", MASTER_PORT="12346")
+    done = place.run(
+        *worker("network.master_port=12345"), RANK="0", WORLD_SIZE="2", MASTER_ADDR="gpu01", MASTER_PORT="12346"
+    )
     assert done.returncode == 2
     assert "MASTER_PORT is 12346 and network.master_port is 12345" in done.stderr
 

@@ -53,7 +53,7 @@ def test_srun_works_inside_of_salloc(cluster: Cluster) -> None:
 
 
 def test_cyclic_tasks_are_ranks_as_slurm_counts_them(cluster: Cluster) -> None:
-    done = cluster.run("srun", "-N2", "-n4", "--distribution=cyclic", *worker())
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=2", "--distribution=cyclic", *worker())
     assert done.returncode == 0, done.stderr
     assert cluster.place.values("GROUP_RANK") == ["0", "1", "0", "1"]
 

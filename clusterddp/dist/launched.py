@@ -15,7 +15,7 @@ from clusterddp.dist.environment import Variable
 from clusterddp.dist.hostlist import MAX_HOSTS, expand
 from clusterddp.dist.interface import LOOPBACK_ADDRESS
 from clusterddp.dist.launched_sources import Key, Launcher, Source, read_source, read_starter, witnesses
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import UsageError
 
 DEFAULT_PORT = 29500
 """torchrun's, for those who set MASTER_ADDR alone."""
@@ -78,7 +78,7 @@ class Launched:
 def find_place(environ: Mapping[str, str]) -> Launched:
     """Find out who started this process and which rank it is.
 
-    Raises: UsageError: this is no place to start a rank from. ClusterddpError: a variable is missing or makes no sense,
+    Raises: UsageError: this is no place to start a rank from, or a variable is missing or makes no sense,
     or two of them tell different numbers.
     """
     _refuse_wrong_places(environ)
@@ -126,7 +126,7 @@ def _check_agreement(starter: Source, others: list[Source]) -> None:
             own = starter.find(number.key)
             if own is not None and own.value != number.value:
                 left_over = f"{TITLES[starter.launcher]} has set {own.variable}; unset {number.variable}"
-                raise ClusterddpError(
+                raise UsageError(
                     f"{own.variable} is {own.value} and {number.variable} is {number.value}: "
                     f"two numbers for one thing ({_VARIABLES[number.key]}), and both are set",
                     hint=left_over if starter.launcher != other.launcher else f"unset {number.variable}",
@@ -141,7 +141,7 @@ def _demand(known: object, starter: Source) -> None:
     for key, name in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
         if key not in known:  # type: ignore[operator]
             there = ", ".join(f"{number.variable} is {number.value}" for number in starter.numbers)
-            raise ClusterddpError(f"{there}, and {name} is not set", hint=hints.get(starter.launcher))
+            raise UsageError(f"{there}, and {name} is not set", hint=hints.get(starter.launcher))
 
 
 def _check_sizes(launched: Launched) -> None:
@@ -149,13 +149,13 @@ def _check_sizes(launched: Launched) -> None:
     for prefix in ("", "LOCAL_", "GROUP_"):
         number, size = f"{prefix}RANK", f"{prefix}WORLD_SIZE"
         if number in told and size in told and int(told[number].value) >= int(told[size].value):
-            raise ClusterddpError(
+            raise UsageError(
                 f"{told[number].origin} is {told[number].value} and {told[size].origin} is {told[size].value}: "
                 f"ranks are numbered from 0 to {int(told[size].value) - 1}"
             )
     if launched.local_world_size is not None and launched.local_world_size > launched.world_size:
         local, world = told["LOCAL_WORLD_SIZE"], told["WORLD_SIZE"]
-        raise ClusterddpError(f"{local.origin} is {local.value} and {world.origin} is {world.value}: more than all")
+        raise UsageError(f"{local.origin} is {local.value} and {world.origin} is {world.value}: more than all")
 
 
 def _with_master(launched: Launched, environ: Mapping[str, str]) -> Launched:
@@ -208,7 +208,7 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
         "openmpi": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., HOST being where rank 0 is",
         "mpich": "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..., HOST being where rank 0 is",
     }
-    raise ClusterddpError(
+    raise UsageError(
         f"rank {launched.rank} of {launched.world_size}: MASTER_ADDR is not set, so nothing tells where rank 0 is",
         hint=hints.get(launched.launcher or "", "export MASTER_ADDR=HOST MASTER_PORT=29500, HOST being rank 0's"),
     )
@@ -267,5 +267,5 @@ def _identify_mpich(launched: Launched, environ: Mapping[str, str], meeting: str
 def _read_port(environ: Mapping[str, str], name: str) -> int:
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise ClusterddpError(f"{name} is {environ[name]!r}, a port from 1 to 65535 is expected")
+        raise UsageError(f"{name} is {environ[name]!r}, a port from 1 to 65535 is expected")
     return int(text)

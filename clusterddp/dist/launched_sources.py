@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clusterddp.dist.slurm_step import expand_counts
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import UsageError
 
 Key = Literal["rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"]
 Launcher = Literal["torchrun", "openmpi", "mpich", "srun", "pmi", "pmix", "kubeflow", "hand"]
@@ -86,7 +86,7 @@ class Source:
 def read_starter(environ: Mapping[str, str]) -> Source | None:
     """Read from the launcher that has started this very process; what surrounds that launcher is not it.
 
-    Raises: ClusterddpError: a variable holds no number.
+    Raises: UsageError: a variable holds no number.
     """
     launcher = _find_starter(environ)
     return read_source(launcher, environ) if launcher else None
@@ -95,7 +95,7 @@ def read_starter(environ: Mapping[str, str]) -> Source | None:
 def read_source(launcher: Launcher, environ: Mapping[str, str]) -> Source:
     """Read what one launcher tells, as much of it as is set.
 
-    Raises: ClusterddpError: a variable holds no number.
+    Raises: UsageError: a variable holds no number.
     """
     numbers = []
     for key, names in NAMES[launcher].items():
@@ -149,8 +149,8 @@ def _read(environ: Mapping[str, str], name: str) -> int:
     if name == "SLURM_STEP_TASKS_PER_NODE":
         counts, node = expand_counts(text), _read(environ, "SLURM_NODEID")
         if node >= len(counts):
-            raise ClusterddpError(f"SLURM_NODEID is {node}, and {name} ({text}) has {len(counts)} nodes")
+            raise UsageError(f"SLURM_NODEID is {node}, and {name} ({text}) has {len(counts)} nodes")
         return counts[node]
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise ClusterddpError(f"{name} is {environ[name]!r}, a number is expected")
+        raise UsageError(f"{name} is {environ[name]!r}, a number is expected")
     return int(text)

@@ -67,6 +67,8 @@ class Hello:
         hello = cls(**{key: value for key, value in data.items() if key in known})
         if not all(isinstance(number, int) and number >= 0 for number in (hello.rank, hello.world_size, hello.pid)):
             raise ValueError("a number is expected")
+        if not isinstance(hello.left_s, int | float):
+            raise ValueError("a number of seconds is expected")
         return hello
 
 
