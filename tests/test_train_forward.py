@@ -89,14 +89,17 @@ def test_compiled_ranks_have_the_gradients_of_eager_ones_but_for_rounding(gang: 
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_compiled_training_is_the_eager_one_but_for_rounding(tmp_path: Path) -> None:
+def test_a_compiled_training_goes_where_the_eager_one_goes(tmp_path: Path) -> None:
+    """Rounding may turn a max-pool's choice, and so a few gradients: what counts is the way that all weights went."""
     options: dict[str, Any] = {"max_steps": 3, "epochs": 1}
-    eager, compiled = (
-        train(settle(one_rank(), make_run(tmp_path / name), compile=name, **options)) for name in ("never", "always")
+    settings = [settle(one_rank(), make_run(tmp_path / name), compile=name, **options) for name in ("never", "always")]
+    start = torch.cat(
+        [value.flatten() for value in place_model(settings[0].spec, settings[0].dataset, one_rank()).parameters()]
     )
+    eager, compiled = (train(setting) for setting in settings)
+    ends = [torch.cat([value.flatten() for value in state.model.parameters()]) for state in (eager, compiled)]
     assert compiled.compile_seconds > 0
-    for (name, one), (_, other) in zip(eager.model.named_parameters(), compiled.model.named_parameters(), strict=True):
-        assert torch.allclose(one, other, atol=1e-4), name
+    assert (ends[1] - ends[0]).norm() < 0.01 * (ends[0] - start).norm()
 
 
 def test_data_parallel_has_nothing_to_share_out_on_a_cpu() -> None:
