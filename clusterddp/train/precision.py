@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _TRIAL_IMAGES = 16
 _TRIAL_STEPS = 2
+_TRIAL_S = 0.5  # of steps that are short, more are tried
 _WORTH_IT = 1.2  # below it the smaller error of fp32 is worth more than the time
 
 
@@ -38,7 +39,8 @@ def time_precisions(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[f
     """
     trial = copy.deepcopy(model).train()
     seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
-    for _ in range(1 + _TRIAL_STEPS):
+    deadline = time.perf_counter() + _TRIAL_S
+    while len(seconds["bf16"]) <= _TRIAL_STEPS or time.perf_counter() < deadline:
         for precision, times in seconds.items():
             began = time.perf_counter()
             with autocast(precision, images.device):
