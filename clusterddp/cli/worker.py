@@ -131,6 +131,11 @@ def _with_spec_port(launched: Launched, job: JobSpec) -> Launched:
 def _refuse_what_cannot_be(job: JobSpec, environ: Mapping[str, str]) -> None:
     from clusterddp.launch.plan import check_secrets
 
+    if job.entry and job.entry.owns_ranks:
+        raise UsageError(
+            "entry.owns_ranks starts its ranks itself, and here each rank has been started already",
+            hint="clusterddp submit or join starts one process on each machine",
+        )
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
     if job.container:

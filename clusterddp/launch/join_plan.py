@@ -15,6 +15,7 @@ from clusterddp.errors import PreflightError, UsageError
 from clusterddp.launch.entry import entry_of, plan_program
 from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
+from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import Placement, plan_ssh_placement, read_machine
 from clusterddp.launch.plan import Plan, check_secrets, move_plan
 from clusterddp.run.gang import Entry, Gang, Node
@@ -43,10 +44,11 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
     here = with_absolute_paths(resolved.job.model_copy(update={"launcher": "local"}), working_dir)
     shares = share_out(resolved.job)
     placement = plan_ssh_placement(resolved.job, shares, unused_hosts(resolved.job))
+    placement, spawns = with_one_process_each(resolved.job, placement)
     program = plan_program(here, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
     gang = _gang(resolved.job, placement, run, token)
-    entry = entry_of(program, run_dir=runs_dir / run, working_dir=working_dir)
+    entry = entry_of(program, here, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
     plan = Plan(
         run=run,
         token=token,

@@ -227,7 +227,7 @@ class Worker:
         job = with_absolute_paths(self.job, working_dir)
         program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=self.environ)
         run_dir = runs_dir / decided.run
-        entry = entry_of(program, run_dir=run_dir, working_dir=working_dir)
+        entry = entry_of(program, job, run_dir=run_dir, working_dir=working_dir)
         gang = dataclasses.replace(self._gang(decided, entry_working_dir=run_dir), entry=entry)
         variables = gang.variables_of(0, run_dir=str(run_dir), attempt=0, master_port=decided.master_port)
         return Plan(
