@@ -106,7 +106,7 @@ def test_a_join_that_is_killed_ends_the_run_on_all_machines(machines: Machines) 
     assert result(both[0])[0] == 5
     end = read_end(machines.run("node1").attempt(0))
     assert end is not None
-    assert "the task that carries the run (node 1 on 10.77.0.12, pid " in end.reason
+    assert end.reason == "10.77.0.12 lost the command that carries the run; ranks 0-1 ended with it"
     wait_until(lambda: machines.processes() == [], 20)
 
 

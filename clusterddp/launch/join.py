@@ -217,6 +217,7 @@ def _start(part: Part, plan: Plan, run: RunDir, link: dict[str, Any] | None) -> 
         "link": link,
         "parent_bound": True,
         "hold": hold,
+        "over_ssh": True,  # what started this supervisor carries its node alone, as an agent over SSH does
     }
     tell(supervisor, order)
     return supervisor

@@ -101,10 +101,7 @@ class Head:
         if report["kind"] == "parent_gone" and report["over_ssh"]:
             self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
         elif report["kind"] == "parent_gone":
-            spans_hosts = len({each.host for each in self._gang.nodes}) > 1
-            where = f"node {node.node_rank} on {node.host}, " if spans_hosts else ""
-            what = f"the task that carries the run ({where}pid {report['pid']}) was killed"
-            self._fail_nodes(self._gang.nodes, what, now, place=node if spans_hosts else None)
+            self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
         elif report["kind"] == "failed":
             error, weight = str(report["error"]), int(report["weight"])
             rank = int(report.get("rank", min(node.ranks)))
