@@ -64,6 +64,14 @@ def test_the_trainer_learns_over_machines_that_have_nothing_in_common(machines: 
     assert json.loads(machines.run("node1").summary.read_text())["world_size"] == 2
 
 
+def test_a_program_that_owns_its_ranks_is_started_once_on_each_machine(machines: Machines) -> None:
+    machines.write("job.yaml", SPEC + "resources: {procs_per_node: 2}\nentry: {script: entry.py, owns_ranks: true}\n")
+    both = [machines.join(node) for node in ("node1", "node2")]
+    assert [result(process)[0] for process in both] == [0, 0]
+    told = json.loads(machines.run("node2").attempt(0).stdout(1).read_text())
+    assert [told[name] for name in ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")] == ["1", "2", "1", "10.77.0.11"]
+
+
 def test_every_machine_has_a_record_of_the_run_and_of_its_end(machines: Machines) -> None:
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process)[0] for process in both] == [0, 0]

@@ -17,7 +17,7 @@ DATA_DIR = "CLUSTERDDP_DATA_DIR"
 OUTPUT_DIR = "CLUSTERDDP_OUTPUT_DIR"
 CODE_DIR = "CLUSTERDDP_CODE_DIR"
 RENDEZVOUS_FILE = "rendezvous"
-"""The file in an attempt's directory by which ranks meet with init: file. A new attempt has a new one, so none is stale."""
+"""The file in an attempt's directory by which ranks meet with init: file; a new attempt has a new one, never stale."""
 ENVIRONMENT_KEYS = ("init", "spawns", "counts", "data_dir", "output_dir", "code_dir")
 """What `entry_environment` takes of an entry, as a plan has it."""
 _OF_TORCHRUNS_RANKS = (

@@ -26,7 +26,7 @@ class Ground:
 
     @property
     def reserve(self) -> int:
-        """How little it is liked, whatever its speed: 0 a cable, 1 a radio, 2 a tunnel, or an address of last resort."""
+        """How little it is liked, whatever its speed: 0 a cable, 1 a radio, 2 a tunnel or an address of last resort."""
         if self.link.kind in _TUNNELS or self.address.address.startswith(_LINK_LOCAL):
             return 2
         return int(self.link.wireless)
@@ -155,4 +155,6 @@ class _Judge:
     def _is_detour(self, way: Way, grounds: dict[int, Ground]) -> bool:
         link = self._findings.link_used(way)
         same_machine = self._findings.hosts[way.source].machine == self._findings.hosts[way.target].machine
-        return way.source in grounds and not same_machine and (link is None or link.name != grounds[way.source].link.name)
+        return (
+            way.source in grounds and not same_machine and (link is None or link.name != grounds[way.source].link.name)
+        )

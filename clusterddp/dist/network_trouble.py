@@ -65,10 +65,14 @@ def _problems(findings: Findings, candidate: Candidate) -> list[str]:
     for (target, address, port, outcome), places in sources.items():
         names = spell_hosts(findings, [findings.hosts[place].host for place in places])
         link = findings.hosts[target].owner(address)
-        lines.append(f"{names} -> {findings.hosts[target].host} {link.name if link else ''} {address}, {port}: {outcome}")
+        lines.append(
+            f"{names} -> {findings.hosts[target].host} {link.name if link else ''} {address}, {port}: {outcome}"
+        )
     blamed = {way.source for way in candidate.failed}
     for place in (place for place in candidate.lost if place not in blamed):
-        lines.append(f"{findings.hosts[place].host} has no interface of its own into it: {describe_host(findings, place)}")
+        lines.append(
+            f"{findings.hosts[place].host} has no interface of its own into it: {describe_host(findings, place)}"
+        )
     more = len(lines) - _LINES_SHOWN
     return lines[:_LINES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
 
@@ -102,9 +106,9 @@ def _hint(findings: Findings, candidate: Candidate) -> str:
         if found := overlap(findings, way):
             used, other, subnet = found
             return (
-                f"on {hosts[way.source].host} {used.name} and {other.name} both have the subnet {subnet}, and what goes to "
-                f"{way.address} leaves by {used.name} (ip route get {way.address}); give one of them another subnet, or "
-                f"take it down"
+                f"on {hosts[way.source].host} {used.name} and {other.name} both have the subnet {subnet}, and what "
+                f"goes to {way.address} leaves by {used.name} (ip route get {way.address}); give one of them another "
+                f"subnet, or take it down"
             )
         if way.outcome == "stranger":
             return (
@@ -129,8 +133,9 @@ def _hint_mtu(findings: Findings, way: Way) -> str:
         f"{host.host} {link.name} has MTU {link.mtu}" for host, link in ((source, ours), (target, theirs)) if link
     )
     return (
-        f"{settings}, and what lies between lets less through: ping -M do -s {mtu - 28} {way.address} on {source.host}; "
-        f"ip link set {ours.name if ours else 'IFACE'} mtu 1500 on all hosts, or the switch's ports set to {mtu}"
+        f"{settings}, and what lies between lets less through: ping -M do -s {mtu - 28} {way.address} "
+        f"on {source.host}; ip link set {ours.name if ours else 'IFACE'} mtu 1500 on all hosts, "
+        f"or the switch's ports set to {mtu}"
     )
 
 
@@ -141,7 +146,8 @@ def _hint_firewall(findings: Findings, candidate: Candidate) -> str:
     subnet = ground.address.subnet
     commands = {
         "ufw": f"sudo ufw allow from {subnet}",
-        "firewalld": f"sudo firewall-cmd --permanent --zone=trusted --add-source={subnet} && sudo firewall-cmd --reload",
+        "firewalld": f"sudo firewall-cmd --permanent --zone=trusted --add-source={subnet} "
+        "&& sudo firewall-cmd --reload",
     }
     command = commands.get(host.firewall or "")
     why = "ranks listen on ports that the kernel gives them"

@@ -50,7 +50,7 @@ def say_oddities(findings: Findings) -> Iterator[str]:
         )
     slow = [host.host for host in findings.hosts if host.own_addresses is None]
     if slow:
-        yield f"{spell_hosts(findings, slow)}: looking up the own name takes more than a second; is the name server gone?"
+        yield f"{spell_hosts(findings, slow)}: looking up the own name takes over a second; is the name server gone?"
 
 
 def say_shared(findings: Findings) -> Iterator[str]:
@@ -74,7 +74,9 @@ def say_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[st
         missing = [
             host.host
             for host in findings.hosts
-            if not any(link.name == name if exact else link.name.startswith(name) for link in host.links for name in wanted)
+            if not any(
+                link.name == name if exact else link.name.startswith(name) for link in host.links for name in wanted
+            )
         ]
         if missing:
             yield f"env.{variable} is {value}, and {spell_hosts(findings, missing)} has no such interface"
@@ -124,7 +126,9 @@ def overlap(findings: Findings, way: Way) -> tuple[Link, Link, str] | None:
     """Find the other interface of the source that has the target's subnet as well: used one, other one, subnet."""
     used = findings.link_used(way)
     reserved = findings.hosts[way.target].owner(way.address)
-    subnet = next((entry.subnet for entry in reserved.addresses if entry.address == way.address), "") if reserved else ""
+    subnet = (
+        next((entry.subnet for entry in reserved.addresses if entry.address == way.address), "") if reserved else ""
+    )
     if used is None or subnet not in _subnets(used):
         return None
     links = findings.hosts[way.source].links

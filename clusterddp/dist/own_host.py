@@ -45,10 +45,7 @@ def read_own_host() -> OwnHost:
     """
     name = socket.gethostname()
     addresses = {
-        entry.address: link.name
-        for link in read_links()
-        for entry in link.addresses
-        if not is_loopback(entry.address)
+        entry.address: link.name for link in read_links() for entry in link.addresses if not is_loopback(entry.address)
     }
     return OwnHost(names=tuple(dict.fromkeys((name, name.partition(".")[0]))), addresses=addresses)
 
