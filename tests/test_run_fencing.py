@@ -35,7 +35,7 @@ def test_an_overtaken_attempt_adds_no_metrics(tmp_path):
     reporter = Reporter(run, attempt=0, first=True)
     result = Evaluation(step=1, loss=1.0, correct=1, samples=2)
     with pytest.raises(ClusterddpError, match=OVERTAKEN):
-        reporter.evaluation(result, epoch=1, epochs_total=1, steps_total=1)
+        reporter.evaluation(result, epoch=1, epochs_total=1, steps_total=1, train_seconds=1.0)
     assert not run.metrics.exists()
 
 
