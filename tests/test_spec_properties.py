@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clusterddp.dist.placeholders import find_placeholders
 from clusterddp.errors import SpecError
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
@@ -63,9 +64,27 @@ train = section(
     weight_decay=st.floats(0, 1e6),
     augment=st.sampled_from(["none", "flip", "flip_translate"]),
 )
+# Unknown placeholders are refused.
+arguments = words.filter(lambda text: set(find_placeholders(text)) <= {"rank", "init_method"})
+data = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | arguments,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
 entry = st.one_of(
-    st.fixed_dictionaries({"script": filled}, optional={"args": st.lists(words, max_size=5)}),
-    st.fixed_dictionaries({"module": st.sampled_from(["a", "a.b_c"])}, optional={"args": st.lists(words, max_size=5)}),
+    st.fixed_dictionaries({"script": filled}, optional={"args": st.lists(arguments, max_size=5)}),
+    st.fixed_dictionaries(
+        {"module": st.sampled_from(["a", "a.b_c"])}, optional={"args": st.lists(arguments, max_size=5)}
+    ),
+    st.fixed_dictionaries(
+        {"function": st.sampled_from(["a.b:c", "/x y/é.py:c.d"])},
+        optional={"args": st.lists(data, max_size=4), "kwargs": st.dictionaries(st.just("lr"), data)},
+    ),
+    st.fixed_dictionaries({"command": st.lists(arguments.filter(bool), min_size=1, max_size=4)}),
 )
 specs = st.builds(
     lambda base, program: base | program,
