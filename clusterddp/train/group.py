@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clusterddp.dist.entry_environment import INIT_METHOD
 from clusterddp.dist.environment import GPU
 from clusterddp.errors import ClusterddpError
 
@@ -33,6 +34,8 @@ class Place:
     local_rank: int
     world_size: int
     backend: str
+    init_method: str = "env://"
+    """Where the ranks meet."""
     gpu: int | None = None
     """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
 
@@ -44,6 +47,7 @@ class Place:
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             world_size=int(environ.get("WORLD_SIZE", "1")),
             backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+            init_method=environ.get(INIT_METHOD, "env://"),
             gpu=int(environ[GPU]) if environ.get(GPU) else None,
         )
 
@@ -64,7 +68,7 @@ class Group:
 
 
 def join_group(place: Place) -> Group:
-    """Choose this rank's device and meet the other ranks at MASTER_ADDR:MASTER_PORT.
+    """Choose this rank's device and meet the other ranks where `place` says.
 
     Raises: ClusterddpError: the rank has no GPU of its own.
     """
@@ -73,7 +77,7 @@ def join_group(place: Place) -> Group:
         return Group(rank=0, world_size=1, device=device)
     dist.init_process_group(
         place.backend,
-        init_method="env://",
+        init_method=place.init_method,
         rank=place.rank,
         world_size=place.world_size,
         timeout=GROUP_TIMEOUT,
