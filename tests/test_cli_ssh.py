@@ -80,7 +80,6 @@ def test_a_spec_without_hosts_is_told_how_to_name_them(place: Path) -> None:
         (["--attach"], "--attach is for launcher ssh, and this spec's is local"),
         (["--hosts", "-oProxyCommand=x"], "expected a host"),
         (["--hosts", ""], "expected a host"),
-        (["--hosts", "a", "train.lr=0.1,0.2", "--sweep"], "a sweep is one Slurm job array"),
     ],
 )
 def test_what_does_not_go_together_is_refused(place: Path, arguments: list[str], words: str) -> None:

@@ -333,7 +333,9 @@ def test_a_queue_that_does_not_start_leaves_no_sweep(place: Place) -> None:
     (place.path / "sitecustomize.py").write_text(
         "import sys\nif 'sweep_queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
     )
-    done = place.run("submit", "job.yaml", COUNT, "--sweep", PYTHONPATH=f"{place.path}:{os.environ['PYTHONPATH']}")
+    done = place.run(
+        "submit", "job.yaml", COUNT, "--sweep", PYTHONPATH=f"{place.path}:{os.environ.get('PYTHONPATH', '')}"
+    )
     assert (done.returncode, "its queue did not start" in done.stderr) == (1, True)
     assert place.sweeps() == []
 
@@ -344,7 +346,7 @@ def test_a_resume_whose_queue_does_not_start_loses_nothing(place: Place) -> None
     (place.path / "sitecustomize.py").write_text(
         "import sys\nif 'sweep_queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
     )
-    place.run("resume", sweep.name, PYTHONPATH=f"{place.path}:{os.environ['PYTHONPATH']}")
+    place.run("resume", sweep.name, PYTHONPATH=f"{place.path}:{os.environ.get('PYTHONPATH', '')}")
     assert states(sweep) == ["LOST"] * 3
     place.let_go(0, 1, 2)
     assert place.run("resume", sweep.name, "--wait", HOLDS="all").returncode == 0
