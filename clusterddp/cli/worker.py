@@ -129,7 +129,7 @@ def _with_spec_port(launched: Launched, job: JobSpec) -> Launched:
 
 
 def _refuse_what_cannot_be(job: JobSpec, environ: Mapping[str, str]) -> None:
-    from clusterddp.launch.plan import check_secrets
+    from clusterddp.launch.prerequisites import check_secrets
 
     if job.entry and job.entry.owns_ranks:
         raise UsageError(

@@ -26,6 +26,7 @@ from clusterddp.launch.join_plan import hosts_of, join_port, lease_own_gpus, pla
 from clusterddp.launch.join_words import read_facts
 from clusterddp.launch.joined import Joined
 from clusterddp.launch.local import clear_away, end_by_force, observer, request_end, request_stop, withdraw
+from clusterddp.launch.prerequisites import check_trainer
 from clusterddp.launch.staging import make_run
 from clusterddp.launch.supervisors import read_link, start_supervisor, supervisor_log, tell
 from clusterddp.run.directory import RunDir, read_tail
@@ -88,7 +89,6 @@ def join(
     Raises: UsageError, PreflightError, ClusterddpError: it is none of the hosts, or not all fitting ones come in time;
     nothing is left then.
     """
-    from clusterddp.launch.submit import check_trainer
     from clusterddp.spec.hosts import share_out
 
     plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)

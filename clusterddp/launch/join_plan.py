@@ -17,7 +17,8 @@ from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_pat
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import Placement, plan_ssh_placement, read_machine
-from clusterddp.launch.plan import Plan, check_secrets, move_plan
+from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.launch.prerequisites import check_secrets
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.lease import Lease, spell_busy, take_leases
 

@@ -22,6 +22,7 @@ from clusterddp.launch.placement import (
     plan_ssh_placement,
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
+from clusterddp.launch.prerequisites import check_secrets
 from clusterddp.launch.slurm_after import find_dependency
 from clusterddp.launch.slurm_options import choose_options
 from clusterddp.launch.slurm_plan import SlurmPlan, place_slurm, plan_slurm
@@ -220,16 +221,6 @@ def plan_on_hosts(plan: Plan) -> Plan:
     """Return the plan of a run over SSH with its paths as they are on the hosts, for people to read."""
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
-
-
-def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    """Raise a UsageError unless every secret is set where the run is started from."""
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise UsageError(
-            f"secrets: {', '.join(missing)} not set in this environment",
-            hint=f"export {missing[0]}=..., then submit; only the name is stored in the run",
-        )
 
 
 def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import socket
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
+from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launch import foreign, join, local, slurm, ssh
 from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
-from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
 from clusterddp.launch.placement import GpusInUseError
-from clusterddp.launch.plan import Plan, check_secrets, move_plan
+from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.gang import Gang
@@ -206,16 +205,6 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
     """
     num_ended: int = _LAUNCHERS[record.launcher].clear_away(run, record, environ)
     return num_ended
-
-
-def check_trainer(plan: Plan) -> None:
-    """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
-    if plan.ssh or (plan.slurm and plan.slurm.container):
-        return  # what the hosts have, or the image, cannot be told from here
-    if plan.gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
-        raise PreflightError(
-            "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
-        )
 
 
 def _refuse_resume(run: RunDir, view: RunView) -> None:

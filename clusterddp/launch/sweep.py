@@ -9,11 +9,10 @@ from pathlib import Path
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launch.plan import check_secrets
+from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.slurm import submit_job, variables_for
 from clusterddp.launch.slurm_jobs import cancel_job, settle
 from clusterddp.launch.staging import refusal
-from clusterddp.launch.submit import check_trainer
 from clusterddp.launch.sweep_plan import SweepPlan, rename_sweep
 from clusterddp.launch.sweep_queued import SubmittedSweep, submit_to_queue
 from clusterddp.launch.sweep_staging import make_sweep, record_text, replace_files, take_back

@@ -22,9 +22,10 @@ from clusterddp.launch.attempts import end_queued
 from clusterddp.launch.command_lines import queue_command
 from clusterddp.launch.environment import process_environment
 from clusterddp.launch.fresh import kept_fresh
-from clusterddp.launch.plan import Plan, check_secrets
+from clusterddp.launch.plan import Plan
+from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.queued import is_left, queue_again
-from clusterddp.launch.submit import cancel, check_trainer
+from clusterddp.launch.submit import cancel
 from clusterddp.launch.sweep_staging import take_back
 from clusterddp.run.directory import RunDir, read_json, read_tail, write_json
 from clusterddp.run.process_table import read_process
