@@ -92,7 +92,7 @@ def join(
     from clusterddp.spec.hosts import share_out
 
     plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
-    check_trainer(plan)
+    check_trainer(plan.gang.entry, elsewhere=plan.elsewhere)
     rank = _own_rank(hosts_of(plan), node_rank)
     named = resolved.job.network.interface
     plan, lease = lease_own_gpus(plan, rank, share_out(resolved.job)[rank].gpus, environ)

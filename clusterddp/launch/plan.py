@@ -87,6 +87,11 @@ class Plan:
             return str(self.run_dir)
         return f"{self.ssh.root}/runs/{directory_name(self.run, self.token)}"
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether ranks run where this machine cannot look: on hosts over SSH, or in a container."""
+        return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
+
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.launch.entry import TRAINER
-
-if TYPE_CHECKING:
-    from clusterddp.launch.plan import Plan
+from clusterddp.run.gang import Entry
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -23,11 +20,12 @@ def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
         )
 
 
-def check_trainer(plan: Plan) -> None:
-    """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing."""
-    if plan.ssh or (plan.slurm and plan.slurm.container):
-        return  # what the hosts have, or the image, cannot be told from here
-    if plan.gang.entry.target == TRAINER and importlib.util.find_spec("torch") is None:
+def check_trainer(entry: Entry, *, elsewhere: bool) -> None:
+    """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing.
+
+    `elsewhere`: the ranks run where that cannot be told from here.
+    """
+    if not elsewhere and entry.target == TRAINER and importlib.util.find_spec("torch") is None:
         raise PreflightError(
             "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
         )
