@@ -9,6 +9,24 @@ from rack.rack import Rack, find_obstacle, running_rack
 from ssh_person import Person, own_ssh_dir
 from ssh_place import SshPlace, ssh_place_on
 
+LONG = (
+    "slurm_stop",
+    "slurm_show",
+    "ssh_home",
+    "ssh_kills",
+    "slurm_failures",
+    "slurm_losses",
+    "train_loop",
+    "slurm_resume",
+)
+"""Files that take minutes: they begin first, so that no worker is left alone with one at the end (tests/run_all)."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; within a file nothing changes."""
+    order = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
 
 def demand_rack(*, accounting: bool) -> None:
     obstacle = find_obstacle(accounting=accounting)
