@@ -241,6 +241,7 @@ class Round:
         try:
             wait_until(lambda: not self._all(), WITHIN_S - self.since)
             self.facts["gone_s"] = self.since
+            self.expect(self.facts["gone_s"] <= WITHIN_S, "the last of it has gone too late")
         except RackError:
             self.wrong.append(f"left after {self.since} s: {self._all()}")
 
