@@ -32,7 +32,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-print("the sum is", total.item(), flush=True)
+print(f"the sum is {total.item()}\\n", end="", flush=True)  # in one write: ranks share the output
 dist.destroy_process_group()
 """
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
