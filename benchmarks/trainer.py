@@ -144,7 +144,7 @@ def link(arguments: argparse.Namespace) -> None:
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         for mbit_per_s in arguments.mbit:
             # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps.
-            warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 16)
+            warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 32)
             for node in plan.nodes:
                 rack.set_link_rate(node, mbit_per_s)
             turn = partial(rack_turn, place, warm_steps=warm, **NOISE, batch_size=8, samples=1000, log_every=8)

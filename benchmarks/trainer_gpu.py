@@ -78,7 +78,7 @@ def _airbench(script: Path, data_dir: Path) -> Turn:
     """Run the file as it is (200 trainings after a warm-up) in a directory with our images in the form it reads."""
     import torch
 
-    from clusterddp.train.data import load_dataset
+    from clusterddp.train.data.dataset import load_dataset
     from clusterddp.train.spec import TrainSpec
 
     if not script.exists():

@@ -102,7 +102,7 @@ def lightning(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[st
     """
     import torch
 
-    from clusterddp.train.download import import_torchvision
+    from clusterddp.train.data.download import import_torchvision
 
     with contextlib.suppress(ImportError):  # torchvision built for another torch fails when torchmetrics imports it
         import_torchvision()
@@ -198,8 +198,8 @@ def tensors(samples: int) -> Any:
     import torch
     from torch.utils.data import TensorDataset
 
-    from clusterddp.train.augment import normalize
-    from clusterddp.train.data import load_dataset
+    from clusterddp.train.data.augment import normalize
+    from clusterddp.train.data.dataset import load_dataset
     from clusterddp.train.spec import TrainSpec
 
     spec = TrainSpec(dataset="random", samples=samples)

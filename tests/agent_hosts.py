@@ -19,8 +19,8 @@ from typing import Any
 from handmade_runs import make_gang, rank_record
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_mirror import Mirror
-from clusterddp.launch.ssh_plan import SshNode, SshPlan, directory_name
+from clusterddp.launch.ssh.mirror import Mirror
+from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
 from clusterddp.run.sweep import find_processes

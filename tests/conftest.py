@@ -10,6 +10,8 @@ from ssh_person import Person, own_ssh_dir
 from ssh_place import SshPlace, ssh_place_on
 
 LONG = (
+    "launch_table_rack",
+    "third_party",
     "slurm_stop",
     "slurm_show",
     "ssh_home",

@@ -13,7 +13,7 @@ from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_runs import environment
 
-from clusterddp.launch.sweep_plan import SweepPlan, plan_sweep
+from clusterddp.launch.sweep.plan import SweepPlan, plan_sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.spec.sweep import load_sweep

@@ -81,6 +81,11 @@ def test_no_gpu_means_that_ranks_see_none():
     assert values(gpus=())["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_accelerate_is_told_where_ranks_compute_on_the_cpu():
+    assert values(on_cpu=True)["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in values()
+
+
 def test_a_plan_may_say_in_words_that_the_port_is_not_known_yet():
     assert values(master_port="chosen at the start")["MASTER_PORT"] == "chosen at the start"
 

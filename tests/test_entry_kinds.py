@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import unstyle
 from launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
 
 import clusterddp
+from clusterddp.cli.status_text import status_lines
 from clusterddp.launch.submit import cancel, submit, wait
+from clusterddp.look.status import read_status
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RootCause, read_end, read_run
 from clusterddp.run.sweep import sweep
@@ -209,6 +212,12 @@ def test_a_program_that_owns_its_ranks_is_told_of_the_machines(start: Starter) -
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
     assert [environ[name] for name in names] == ["1", "2", "3", "2", "3", "1"]
     assert not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ROLE_RANK"} & environ.keys()
+    text = unstyle("\n".join(status_lines(read_status(run), run, address=run.name)))
+    assert "2 programs, 6 ranks of their own" in text
+    assert [line.split()[:2] for line in text.splitlines() if "COMPLETED" in line][1:] == [["0", "0-2"], ["1", "3-5"]]
+    end = read_end(run.attempt(0))
+    assert end is not None
+    assert end.reason == "ranks 0-5 left with exit code 0"
 
 
 def test_a_program_that_owns_its_ranks_may_count_processes(start: Starter) -> None:

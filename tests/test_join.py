@@ -13,6 +13,7 @@ from rack.network import block_ports, open_ports
 from rack.plan import RackPlan
 from rack.rack import Rack, running_rack, wait_until
 
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_end, read_run
 from clusterddp.run.state import read_state
 
@@ -23,6 +24,10 @@ TELL = (
     "import json, os\n"
     "names = 'RANK LOCAL_RANK WORLD_SIZE NODE_RANK MASTER_ADDR GLOO_SOCKET_IFNAME SECRET'\n"
     "print(json.dumps({name: os.environ.get(name) for name in names.split()}))\n"
+)
+FALLS_ONCE = (
+    "import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    raise SystemExit(3)\n"
+    "print(os.environ['CLUSTERDDP_RUN'], os.environ['CLUSTERDDP_ATTEMPT'])\n"
 )
 SLEEP = "import time\ntime.sleep(600)\n"
 
@@ -128,7 +133,9 @@ def test_a_missing_machine_is_named_on_those_that_came(machines: Machines) -> No
 
 
 def test_without_the_first_machine_the_others_say_where_they_looked(machines: Machines) -> None:
-    code, said = result(machines.join("node2", "--timeout", "4"), 20)
+    timeout = "network: {start_timeout: '0:04'}\n"
+    machines.write("job.yaml", f"{SPEC}entry: {{script: entry.py}}\n{timeout}")
+    code, said = result(machines.join("node2"), 20)
     assert code == 3
     assert "node 0 at node1:" in said
     assert "did not answer within 4 s: 10.77.0.11: Connection refused" in said
@@ -210,12 +217,36 @@ def test_a_stranger_at_the_port_disturbs_nobody(machines: Machines) -> None:
     assert result(first)[0] == 0
 
 
-def test_a_join_is_not_resumed_from_one_machine(machines: Machines) -> None:
-    machines.write("entry.py", "raise SystemExit(3)\n")
+def test_a_run_is_joined_again_with_its_next_attempt_on_all_machines_and_not_from_one(machines: Machines) -> None:
+    machines.write("entry.py", FALLS_ONCE)
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process)[0] for process in both] == [5, 5]
     run = machines.run("node1")
+    _refuse_one(machines, run)
+    both = [machines.join("node2", "--resume", run.name), machines.join("node1", "--resume", "@last")]
+    assert [result(process)[0] for process in both] == [0, 0]
+    runs = [machines.run(node) for node in ("node1", "node2")]
+    assert [len(list_runs(each.path.parent)) for each in runs] == [1, 1]
+    assert [each.attempt(1).stdout(rank).read_text() for rank, each in enumerate(runs)] == [f"{run.name} 1\n"] * 2
+    assert [(read_state(each).state.value, read_state(each).attempt) for each in runs] == [("COMPLETED", 1)] * 2
+    code, said = result(machines.join("node1", "--resume", run.name))
+    assert (code, "is done, there is nothing to resume" in said) == (2, True)
+
+
+def test_machines_that_go_on_with_different_runs_are_told_so(machines: Machines) -> None:
+    machines.write("entry.py", "raise SystemExit(3)\n")
+    both = [machines.join(node) for node in ("node1", "node2")]
+    assert [result(process)[0] for process in both] == [5, 5]
+    name = machines.run("node1").name
+    ended = [result(each, 20) for each in (
+        machines.join("node1", "--timeout", "6"), machines.join("node2", "--timeout", "6", "--resume", name)
+    )]  # fmt: skip
+    assert [code for code, _ in ended] == [3, 3]
+    assert f"it has --resume {name}, node 0 has none" in ended[1][1]
+
+
+def _refuse_one(machines: Machines, run: RunDir) -> None:
     command = [sys.executable, "-m", "clusterddp", "resume", run.name]
     place, variables = machines.place("node1"), {"PYTHONPATH": str(ROOT)}
     done = machines.rack.run("node1", command, cwd=place, env=variables, check=False)
-    assert (done.returncode, "clusterddp join SPEC, on each of them" in done.stderr) == (2, True)
+    assert (done.returncode, f"clusterddp join SPEC --resume {run.name}, on each of them" in done.stderr) == (2, True)

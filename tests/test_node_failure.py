@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, Attempt
 from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Entry, Gang, Node, spell_ranks
+from clusterddp.run.gang import Entry, Gang, Node
 
 GLOO = (
     "RuntimeError: [/w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12003. This is typically"

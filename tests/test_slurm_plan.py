@@ -17,8 +17,8 @@ from launch_runs import plan_text
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
-from clusterddp.launch.slurm import renew, write_variables
-from clusterddp.launch.slurm_options import Options, memory_text, without_waiting
+from clusterddp.launch.slurm.launcher import renew, write_variables
+from clusterddp.launch.slurm.options import Options, memory_text, without_waiting
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import AttemptEnd, read_run, write_run
@@ -381,5 +381,5 @@ def test_the_script_passes_its_arguments_on_as_they_are(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout == f"/i p|/l p|-m|clusterddp.launch.slurm_batch|{odd}|"
+    assert done.stdout == f"/i p|/l p|-m|clusterddp.launch.slurm.batch|{odd}|"
     assert not (tmp_path / "x").exists()

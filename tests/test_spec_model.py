@@ -33,7 +33,8 @@ def test_a_name_is_enough() -> None:
 
 def test_the_trainers_defaults_are_those_of_the_contract() -> None:
     assert TrainSpec().model_dump() == {
-        "model": "resnet18", "dataset": "shapes", "data_dir": None, "download": True, "samples": None, "epochs": 10,
+        "model": "resnet18", "dataset": "shapes", "image_size": None, "data_dir": None, "download": True,
+        "samples": None, "epochs": 10,
         "batch_size": 128, "accumulate": 1, "max_steps": None, "precision": "auto", "seed": 0, "deterministic": False,
         "lr": 0.1, "lr_scaling": "auto", "lr_batch": 128, "warmup": 0.2, "schedule": "onecycle", "optimizer": "sgd",
         "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "ema": 0.0, "label_smoothing": 0.1,
@@ -246,7 +247,16 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
         ("launcher: ssh", "ssh.hosts", "launcher ssh has no hosts"),
         ("train: {sync_bn: true, model: fastnet}", "train.sync_bn", "fastnet has a batch norm of its own form"),
         ("train: {compile: always, strategy: dp}", "train.compile", "DataParallel's copies of the model"),
-        ("train: {translate: 32}", "train.translate", "31"),
+        ("train: {translate: 32}", "train.translate", "less than 32: the images are kept at 32x32"),
+        ("train: {dataset: stl10, cutout: 96}", "train.cutout", "less than 96: the images are kept at 96x96"),
+        ("train: {dataset: STL10}", "train.dataset", 'a set that the trainer knows. Did you mean "stl10"?'),
+        ("train: {dataset: cifar}", "train.dataset", 'Did you mean "cifar10'),
+        ("train: {dataset: sun397}", "train.dataset", "torchvision has no test images apart from the training images"),
+        ("train: {dataset: food101}", "train.image_size", "food101 has images of many sizes, and no image_size is set"),
+        ("train: {dataset: folder}", "train.data_dir", "no data_dir is set"),
+        ("train: {image_size: 28}", "train.image_size", "expected at least 32, the size of shapes's images"),
+        ("train: {model: fastnet, dataset: stl10}", "train.model", "fastnet is for images of 32x32 pixels"),
+        ("train: {model: fastnet, image_size: 224}", "train.model", "these have 224x224"),
         ("train: {momentum: 0}", "train.momentum", "nesterov needs a momentum above 0"),
         ("train: {samples: 4}", "train.samples", "at least 5 generated images"),
         ("env: {A: x}\nsecrets: [A]", "env.A", "is also under secrets"),

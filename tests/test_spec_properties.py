@@ -51,7 +51,7 @@ def section(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 train = section(
     model=st.sampled_from(["resnet18", "fastnet"]),
-    dataset=st.sampled_from(["shapes", "cifar10", "fashion_mnist", "random"]),
+    dataset=st.sampled_from(["shapes", "cifar10", "fashion_mnist", "random", "cifar100", "svhn"]),
     data_dir=optional(filled),
     download=st.booleans(),
     samples=optional(st.integers(5, 10**6)),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from agent_hosts import Hosts, running_hosts
 
-from clusterddp.launch.ssh_pull import PIECE_BYTES
+from clusterddp.launch.ssh.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, write_end
 from clusterddp.run.state import read_state

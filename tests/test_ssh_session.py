@@ -11,7 +11,7 @@ import pytest
 from rack.rack import Rack, wait_until
 from ssh_person import Person
 
-from clusterddp.launch.ssh_package import constant_command, package
+from clusterddp.launch.ssh.package import constant_command, package
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -19,7 +19,7 @@ PYTHON = sys.executable
 CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh_package import package
+from clusterddp.launch.ssh.package import package
 from clusterddp.ssh.session import HostAccess, Session, open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}

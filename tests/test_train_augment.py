@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clusterddp.train.augment import augment, normalize
-from clusterddp.train.hashing import derive_seed, random_bits
+from clusterddp.train.data.augment import augment, normalize
+from clusterddp.train.data.download import import_torchvision
+from clusterddp.train.data.hashing import derive_seed, random_bits
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
 PLAIN = {"mean": (0.0,), "std": (1 / 255,)}  # leaves grey levels as they are
@@ -156,6 +157,26 @@ def test_derived_seeds_are_their_own_for_every_place() -> None:
 def test_a_gpu_augments_as_the_cpu_does() -> None:
     images, indices = noise(64), torch.arange(64)
     assert torch.equal(look(images.cuda(), indices.cuda()).cpu(), look(images, indices))
+
+
+# -- enlarged
+
+
+def test_small_images_are_enlarged_as_torchvision_does_it() -> None:
+    resize = import_torchvision().transforms.functional.resize
+    images = noise(3, size=24)
+    theirs = resize(normalize(images, mean=MEAN, std=STD), [56, 56], antialias=True)
+    ours = normalize(images, mean=MEAN, std=STD, size=56, channels_last=True)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_enlarged_sample_looks_the_same_in_whichever_batch_it_comes() -> None:
+    images, indices = noise(8, size=24), torch.arange(8)
+    whole = look(images, indices, cutout=6, size=56)
+    assert tuple(whole.shape) == (8, 3, 56, 56)
+    for mine in (indices[1::2], indices[:1]):
+        assert torch.equal(look(images[mine], mine, cutout=6, size=56), whole[mine])
 
 
 # -- cutout

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.data import Dataset, load_dataset
+from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
@@ -250,7 +250,7 @@ LOAD = """
 import sys, torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.spec import TrainSpec
-from clusterddp.train.data import load_dataset
+from clusterddp.train.data.dataset import load_dataset
 spec = TrainSpec(dataset="cifar10", data_dir=sys.argv[1])
 try:
     print("images", len(load_dataset(spec, device=torch.device("cpu"), prepare=True).train_images))
@@ -293,7 +293,7 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
 
 def test_torchvisions_data_sets_can_be_imported_beside_any_torch() -> None:
     code = """
-from clusterddp.train.download import import_torchvision
+from clusterddp.train.data.download import import_torchvision
 import_torchvision()
 from torchvision.datasets import CIFAR10
 print(CIFAR10.__name__)

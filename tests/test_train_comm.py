@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.train.begin import begin
-from clusterddp.train.comm import build_exchange
-from clusterddp.train.comm_local import LocalSteps
-from clusterddp.train.comm_powersgd import PowerSgd
+from clusterddp.train.comm.local import LocalSteps
+from clusterddp.train.comm.modes import build_exchange
+from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.group import Group, mean_over_ranks
 from clusterddp.train.loop import train
 from clusterddp.train.main import summarise

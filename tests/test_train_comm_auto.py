@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from train_gang import Gang, make_run, one_rank, open_gang, settle, train_once
 
 from clusterddp.train.begin import begin
-from clusterddp.train.comm_auto import Measured, choose_comm, explain_choice, measure
+from clusterddp.train.comm.auto import Measured, choose_comm, explain_choice, measure
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from clusterddp.train.precision import autocast
 
 # Two machines with a core each, 1 Gbit/s between them, ResNet-18 in bf16, 8 images a rank.
 SLOW_LINK = Measured(
@@ -122,7 +120,7 @@ def changed_by_measuring(group: Group, path: Path) -> bool:
     setting = settle(group, path, **AUTO)
     model = build_model(setting.spec, setting.dataset)
     before = [tensor.clone() for tensor in (*model.state_dict().values(), torch.get_rng_state())]
-    measure(model, setting.dataset, group, spec=setting.spec, autocast=partial(autocast, "fp32", group.device))
+    measure(model, setting.dataset, group, spec=setting.spec, precision="fp32")
     after = [*model.state_dict().values(), torch.get_rng_state()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return bool(gradients) or not all(map(torch.equal, before, after))

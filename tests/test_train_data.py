@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.data import Dataset, batch_indices, epoch_order, load_dataset, steps_per_epoch
-from clusterddp.train.shapes import generate_shapes
+from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset, steps_per_epoch
+from clusterddp.train.data.shapes import generate_shapes
 from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
@@ -182,9 +182,10 @@ def test_the_trainers_data_rooms_do_not_import_torchvision() -> None:
     code = """
 import sys, torch
 from clusterddp.train.spec import TrainSpec
-from clusterddp.train import augment, data, models
+from clusterddp.train import models
+from clusterddp.train.data import augment, dataset
 spec = TrainSpec(model="fastnet", dataset="shapes", samples=10)
-models.build_model(spec, data.load_dataset(spec, device=torch.device("cpu"), prepare=True))
+models.build_model(spec, dataset.load_dataset(spec, device=torch.device("cpu"), prepare=True))
 print([name for name in ("torchvision", "PIL", "tensorboard") if name in sys.modules])
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from train_gang import TINY, Gang, one_rank, open_gang
 
-from clusterddp.train.augment import normalize
-from clusterddp.train.data import Dataset, load_dataset
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.evaluate import Evaluation, evaluate
 from clusterddp.train.group import Group, averaged_buffers
 from clusterddp.train.models import build_model

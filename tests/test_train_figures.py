@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from train_gang import Gang, make_run, metrics_rows, one_rank, open_gang, settle, train_once
 
-from clusterddp.train.clock import Moment, times_of
-from clusterddp.train.figures import Conditions, Totals, quantiles, tell
-from clusterddp.train.flops import count_flops, find_peak
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.models.fastnet import FastNet
 from clusterddp.train.models.resnet import resnet18
-from clusterddp.train.straggler import StragglerWatch, ask_throttling, find_slowest
+from clusterddp.train.report.clock import Moment, times_of
+from clusterddp.train.report.figures import Conditions, Totals, quantiles, tell
+from clusterddp.train.report.flops import count_flops, find_peak
+from clusterddp.train.report.straggler import StragglerWatch, ask_throttling, find_slowest
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch
 from train_gang import TINY, Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.comm_ddp import DdpExchange
-from clusterddp.train.data import Dataset, load_dataset
+from clusterddp.train.comm.ddp import DdpExchange
+from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.forward import compile_now, is_compiled, place_model, wrap_forward
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.augment import augment, normalize
-from clusterddp.train.data import Dataset, batch_indices, epoch_order, load_dataset
-from clusterddp.train.download import import_torchvision
+from clusterddp.train.data.augment import augment, normalize
+from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
+from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import build_model
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import resnet18
@@ -41,6 +42,7 @@ def grey(dataset: Dataset) -> Dataset:
         test_images=dataset.test_images[:, :1],
         test_labels=dataset.test_labels,
         num_classes=dataset.num_classes,
+        image_size=dataset.image_size,
         mean=dataset.mean[:1],
         std=dataset.std[:1],
     )
@@ -52,6 +54,24 @@ def parameter_count(model: nn.Module) -> int:
 
 def test_resnet18_has_11173962_parameters() -> None:
     assert parameter_count(resnet18(channels=3, num_classes=10)) == 11_173_962
+
+
+def test_resnet18_for_large_images_is_torchvisions() -> None:
+    theirs = import_torchvision().models.resnet18().eval()
+    ours = resnet18(num_classes=1000, large_stem=True).eval()
+    ours.load_state_dict(theirs.state_dict())
+    assert parameter_count(ours) == 11_689_512
+    images = torch.randn(2, 3, 96, 96)
+    torch.testing.assert_close(ours(images), theirs(images))
+
+
+def test_the_first_layers_of_resnet18_follow_from_the_size_of_the_images() -> None:
+    spec = TrainSpec(dataset="shapes", samples=10)
+    kernels = {}
+    for side in (64, 65):
+        dataset = dataclasses.replace(shapes(10), image_size=side)
+        kernels[side] = build_model(spec, dataset).get_parameter("conv1.weight").shape[2]
+    assert kernels == {64: 3, 65: 7}
 
 
 def test_resnet18_has_torchvisions_names_and_shapes_but_for_stem_and_head() -> None:

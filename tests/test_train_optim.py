@@ -11,8 +11,6 @@ from torch import nn
 from clusterddp.train.optim import build_optimizer, plan_schedule, set_learning_rate
 from clusterddp.train.spec import TrainSpec
 
-CPU = torch.device("cpu")
-
 
 def spec(**train: Any) -> TrainSpec:
     return TrainSpec.from_json({"epochs": 10, "batch_size": 10, "lr_batch": 10, "lr": 0.5, "warmup": 0.2} | train)
@@ -76,7 +74,7 @@ def test_accumulation_counts_as_one_step() -> None:
 def test_biases_and_batch_norm_do_not_decay_and_frozen_weights_do_not_move() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Linear(2, 2))
     model[2].weight.requires_grad_(False)
-    weights, rest = build_optimizer(model, spec(weight_decay=0.01), CPU).param_groups
+    weights, rest = build_optimizer(model, spec(weight_decay=0.01)).param_groups
     assert weights["weight_decay"] == 0.01
     assert [id(p) for p in weights["params"]] == [id(model[0].weight)]
     assert rest["weight_decay"] == 0
@@ -89,18 +87,18 @@ def test_biases_and_batch_norm_do_not_decay_and_frozen_weights_do_not_move() -> 
 
 
 def test_no_momentum_means_no_nesterov() -> None:
-    groups = build_optimizer(nn.Linear(2, 2), spec(momentum=0, nesterov=True), CPU).param_groups
+    groups = build_optimizer(nn.Linear(2, 2), spec(momentum=0, nesterov=True)).param_groups
     assert [group["nesterov"] for group in groups] == [False, False]
 
 
 def test_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), spec(), CPU)
+    optimizer = build_optimizer(nn.Linear(2, 2), spec())
     set_learning_rate(optimizer, 0.123)
     assert [group["lr"] for group in optimizer.param_groups] == [0.123, 0.123]
 
 
 def test_adam_is_torchs_adam_with_the_same_groups() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), spec(optimizer="adam", weight_decay=0.01), CPU)
+    optimizer = build_optimizer(nn.Linear(2, 2), spec(optimizer="adam", weight_decay=0.01))
     assert type(optimizer) is torch.optim.Adam
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
     assert not optimizer.param_groups[0]["decoupled_weight_decay"]

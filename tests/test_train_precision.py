@@ -9,8 +9,8 @@ import pytest
 import torch
 from train_gang import TINY, Gang, make_run, metrics_rows, one_rank, open_gang, settle, train_once
 
-from clusterddp.train.augment import normalize
-from clusterddp.train.data import Dataset, load_dataset
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
 from clusterddp.train.precision import choose_precision, time_precisions

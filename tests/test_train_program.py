@@ -19,10 +19,10 @@ from train_gang import TINY, free_port, make_run, metrics_rows, one_rank, open_g
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
-from clusterddp.train.download import default_data_dir
+from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.group import Group
-from clusterddp.train.metrics import TrainReport
-from clusterddp.train.progress import open_progress
+from clusterddp.train.report.metrics import TrainReport
+from clusterddp.train.report.progress import open_progress
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 

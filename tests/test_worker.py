@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worker_ranks import SUM, Place, demand, meeting, wait_for, worker
+from worker_ranks import Place, demand, meeting, wait_for, worker
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [*TORCHRUN, "-m", "clusterddp", "worker", "job.yaml"]
@@ -60,22 +60,6 @@ def test_kubeflows_variables_make_each_pod_a_rank(place: Place) -> None:
 def test_without_a_launcher_there_is_one_rank(place: Place) -> None:
     assert place.run(*worker()).returncode == 0
     assert place.values("WORLD_SIZE") == ["1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "torchrun", "hand"])
-def test_torch_meets_where_the_ranks_have_mustered(tmp_path: Path, launcher: str) -> None:
-    place = Place(tmp_path).write(SUM)
-    if launcher == "hand":
-        outputs = [ended.out for ended in place.by_hand([0, 1], 2, **meeting(2))]
-    else:
-        command = {
-            "openmpi": lambda: [demand("mpirun.openmpi"), *OPEN_MPI, *worker()],
-            "mpich": lambda: [demand("mpirun.mpich"), "-n", "2", *worker()],
-            "torchrun": lambda: UNDER_TORCHRUN,
-        }[launcher]()
-        outputs = [place.run(*command).stdout]
-    assert "".join(outputs).count("the sum is 3.0") == 2
 
 
 def test_the_process_that_the_launcher_started_becomes_the_rank(place: Place) -> None:
@@ -170,6 +154,11 @@ def test_resume_says_that_the_launcher_has_to_start_it(place: Place) -> None:
 def test_a_rank_of_a_run_is_no_place_for_a_worker(place: Place) -> None:
     done = place.run(*worker(), CLUSTERDDP_RUN="brisk-otter-3")
     assert (done.returncode, "brisk-otter-3" in done.stderr) == (2, True)
+
+
+def test_torchrun_is_not_asked_to_start_what_is_started(place: Place) -> None:
+    done = place.run(*worker("start=torchrun"), **meeting(12), RANK="0", WORLD_SIZE="2")
+    assert (done.returncode, "each rank has been started already" in done.stderr) == (2, True)
 
 
 def test_backend_mpi_is_refused_with_the_reason(place: Place) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from patience import PATIENCE
-from rack.plan import HEAD, RackPlan
-from rack.rack import Rack, running_rack
-from worker_ranks import MPI_AS_ROOT, REPORT, ROOT, Place, demand, wait_for, worker
+from rack.plan import HEAD
+from rack.rack import Rack
+from worker_ranks import MPI_AS_ROOT, ROOT, Place, demand, worker
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -88,34 +87,3 @@ def test_mpich_in_an_allocation_is_not_mistaken_for_srun(cluster: Cluster) -> No
     done = cluster.run("salloc", "-N2", "-n2", demand("mpirun.mpich"), *worker())
     assert done.returncode == 0, done.stderr
     assert "started by mpirun (MPICH)" in done.stderr
-
-
-def test_one_torchrun_per_node_of_a_job_makes_one_gang(cluster: Cluster) -> None:
-    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
-    endpoint = "--rdzv-endpoint node1:29533 --rdzv-id $SLURM_JOB_ID"
-    command = f"{torchrun} {endpoint} -m clusterddp worker job.yaml"
-    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", "sh", "-c", command)
-    assert done.returncode == 0, done.stderr
-    assert sorted(cluster.place.values("GROUP_RANK")) == ["0", "1"]
-
-
-def test_hosts_that_share_nothing_each_have_the_run() -> None:
-    packages = ("torch", "click", "pydantic", "pyyaml", "platformdirs")
-    plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False, python_packages=packages)
-    with running_rack(plan) as rack:
-        processes = []
-        for rank, node in enumerate(plan.nodes):
-            home = rack.outside(node, "/root/work")
-            shutil.copytree(ROOT / "clusterddp", home / "clusterddp", ignore=shutil.ignore_patterns("__pycache__"))
-            (home / "entry.py").write_text(REPORT)
-            (home / "job.yaml").write_text(
-                "name: job\nentry: {script: entry.py, args: [/root/work]}\nsnapshot: false\n"
-            )
-            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
-            command = ["sh", "-c", "cd /root/work && exec python -m clusterddp worker job.yaml"]
-            argv = rack.argv(node, command, env=variables)
-            processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        ended = wait_for(processes)
-        assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
-        names = [[path.name for path in rack.outside(node, "/root/work/runs").glob("job-*")] for node in plan.nodes]
-        assert names[0] == names[1]

@@ -27,14 +27,6 @@ report |= {"interface": os.environ["GLOO_SOCKET_IFNAME"], "torch": "torch" in sy
 report |= {"attempt": os.environ["CLUSTERDDP_ATTEMPT"]}
 Path(sys.argv[1], f"report-{report['RANK']}.json").write_text(json.dumps(report))
 """
-SUM = """\
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-print(f"the sum is {total.item()}\\n", end="", flush=True)  # in one write: ranks share the output
-dist.destroy_process_group()
-"""
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _OF_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_", "CLUSTERDDP_", "MASTER_")
 

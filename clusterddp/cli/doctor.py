@@ -199,7 +199,7 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
         return
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
-        from clusterddp.launch.slurm_ask import ask_scheduler
+        from clusterddp.launch.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
         if verdict.accepted is None:

@@ -10,10 +10,10 @@ from clusterddp.errors import PreflightError
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check
     from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh_crew import Crew
-    from clusterddp.launch.ssh_examine import Network
-    from clusterddp.launch.ssh_preflight import Told
-    from clusterddp.launch.ssh_trials import Ground
+    from clusterddp.launch.ssh.crew import Crew
+    from clusterddp.launch.ssh.examine import Network
+    from clusterddp.launch.ssh.preflight import Told
+    from clusterddp.launch.ssh.trials import Ground
 
 
 def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callable[[str], None]) -> list[Check]:
@@ -21,7 +21,7 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
     from clusterddp.doctor.links import first_round, judge_trials, second_round
     from clusterddp.facts.checks import Check, note
     from clusterddp.facts.trial import Trials
-    from clusterddp.launch.ssh_trials import Tryout
+    from clusterddp.launch.ssh.trials import Tryout
 
     if network.settled is None or network.findings is None:
         return [Check(name="all-reduce", results={"here": note("not tried: there is no network for it")})]
@@ -50,8 +50,8 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
 def _grounds(plan: Plan, crew: Crew, network: Network) -> tuple[dict[str, Ground], list[Check]]:
     """Return where each host stands, with GPUs if those that the run asks for are free."""
     from clusterddp.facts.checks import Check, note
-    from clusterddp.launch.ssh_gpus import lease_gpus
-    from clusterddp.launch.ssh_trials import Ground
+    from clusterddp.launch.ssh.gpus import lease_gpus
+    from clusterddp.launch.ssh.trials import Ground
 
     assert network.settled is not None
     assert plan.ssh is not None

@@ -11,8 +11,8 @@ from clusterddp.errors import ClusterddpError
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check, Result
     from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh_crew import Crew
-    from clusterddp.launch.ssh_examine import Clock, Network
+    from clusterddp.launch.ssh.crew import Crew
+    from clusterddp.launch.ssh.examine import Clock, Network
     from clusterddp.spec.load import ResolvedSpec
 
 _Told = TypeVar("_Told")
@@ -28,8 +28,8 @@ def look_at_hosts(
     from clusterddp.doctor.hosts import judge_failures, merge
     from clusterddp.facts.checks import Check, ok, red
     from clusterddp.launch.plan import plan_run
-    from clusterddp.launch.ssh_crew import try_crew
-    from clusterddp.launch.ssh_examine import examine_network
+    from clusterddp.launch.ssh.crew import try_crew
+    from clusterddp.launch.ssh.examine import examine_network
 
     try:
         plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
@@ -57,8 +57,8 @@ def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callabl
     )
     from clusterddp.facts.checks import Check
     from clusterddp.facts.judge_hosts import judge_hosts
-    from clusterddp.launch.ssh_examine import look_for_runs, read_clocks
-    from clusterddp.launch.ssh_preflight import ask_hosts, needs_of
+    from clusterddp.launch.ssh.examine import look_for_runs, read_clocks
+    from clusterddp.launch.ssh.preflight import ask_hosts, needs_of
 
     told = ask_hosts(plan, crew.sessions, thorough=True)
     clocks = read_clocks(crew.sessions)

@@ -14,8 +14,6 @@ from clusterddp.cli.submit import stay_with
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.look.printable import printable
 
-_TIMEOUT_S = 300
-
 
 @command("join")
 @click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
@@ -25,10 +23,11 @@ _TIMEOUT_S = 300
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=1),
-    default=_TIMEOUT_S,
-    show_default=True,
     metavar="S",
-    help="How many seconds to wait for the other machines.",
+    help="How many seconds to wait for the other machines; default: network.start_timeout, else 300.",
+)
+@click.option(
+    "--resume", metavar="RUN", help="Go on with an earlier run of these machines, from its newest checkpoint."
 )
 @click.option("--cpu", is_flag=True, help="Run the ranks on the CPU, with gloo; on all machines or none.")
 @click.option("-f", "--follow", is_flag=True, help="Show what rank 0 writes; on node 0.")
@@ -42,7 +41,8 @@ def join(
     spec: str,
     overrides: tuple[str, ...],
     node_rank: int | None,
-    timeout_s: float,
+    timeout_s: float | None,
+    resume: str | None,
     cpu: bool,
     follow: bool,
     output: str,
@@ -57,9 +57,11 @@ def join(
     \b
     clusterddp join job.yaml                  on every machine, where the code lies
     clusterddp join job.yaml --follow         on the first one, to see what rank 0 writes
+    clusterddp join job.yaml --resume RUN     on every machine, when it has ended before it was done
     CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     nobody without the key takes part
     """
-    from clusterddp.launch.join import join as join_run
+    from clusterddp.launch.joining.launcher import join as join_run
+    from clusterddp.launch.joining.launcher import start_timeout_s
     from clusterddp.launch.submit import Submitted
     from clusterddp.run.directory import read_json
     from clusterddp.run.record import read_run
@@ -75,7 +77,8 @@ def join(
         working_dir=Path.cwd(),
         environ=terminal.environ,
         node_rank=node_rank,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s or start_timeout_s(resolved.job),
+        resume=resume,
         say=lambda words: say(printable(words)),
     )
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost

@@ -15,7 +15,7 @@ from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
-    from clusterddp.launch.slurm_ask import Verdict
+    from clusterddp.launch.slurm.ask import Verdict
     from clusterddp.run.gang import Entry
 
 _MASK = "********"
@@ -80,13 +80,17 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("runs", entry_words(gang.entry)))
     else:
         batch = train["batch_size"] * gang.world_size * train["accumulate"]
-        what = f"{train['model']} on {train['dataset']}, {train['epochs']} epochs"
+        size = f" at {train['image_size']} pixels" if train.get("image_size") else ""
+        what = f"{train['model']} on {train['dataset']}{size}, {train['epochs']} epochs"
         facts.append(("training", f"{what}, batch {train['batch_size']} per rank = {batch} in all"))
     facts.append(("code", _code(plan)))
     if gang.time_limit_s:
         facts.append(("time", f"{duration(gang.time_limit_s)}; asked to stop {duration(gang.stop_lead_s)} before"))
+    if gang.start == "torchrun":
+        facts.append(("start", "torchrun on each node, which starts the node's ranks"))
     if gang.restarts:
-        facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
+        by = " by torchrun" if gang.start == "torchrun" else ""
+        facts.append(("restarts", f"up to {gang.restarts}{by}, from the newest checkpoint"))
     if plan.slurm:
         facts.append(("variables", ", ".join(plan.slurm.variables) or "none"))
     if plan.ssh:
@@ -149,7 +153,12 @@ def _node_table(plan: Plan) -> list[str]:
         return ssh_table(plan)
     rows = [["NODE", "HOST", "RANKS", "GPUS"]]
     rows += [
-        [str(node.node_rank), printable(node.host), rank_span(node.ranks), ",".join(node.gpus) or "-"]
+        [
+            str(node.node_rank),
+            printable(node.host),
+            rank_span(plan.gang.carried_by(node.ranks)),
+            ",".join(node.gpus) or "-",
+        ]
         for node in plan.gang.nodes
     ]
     return table(rows, indent="  ")

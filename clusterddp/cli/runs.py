@@ -145,7 +145,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.launch.submit import cancel as cancel_run
-    from clusterddp.launch.sweep_cancel import cancel_sweep
+    from clusterddp.launch.sweep.cancel import cancel_sweep
 
     exit_code = 0
     for name in names:

@@ -14,7 +14,7 @@ from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh_plan import SshNode, SshPlan
+    from clusterddp.launch.ssh.plan import SshNode, SshPlan
 
 _COMMAND_SHOWN = 78
 """Characters of the constant command that are shown."""
@@ -40,7 +40,8 @@ def ssh_table(plan: Plan) -> list[str]:
     rows = [["NODE", "HOST", "RANKS", "GPUS", "PYTHON"]]
     for node, host in zip(plan.gang.nodes, plan.ssh.hosts, strict=True):
         gpus = f"any {host.gpus}" if host.gpus else "-"
-        rows.append([str(node.node_rank), printable(node.host), rank_span(node.ranks), gpus, printable(_python(host))])
+        ranks = rank_span(plan.gang.carried_by(node.ranks))
+        rows.append([str(node.node_rank), printable(node.host), ranks, gpus, printable(_python(host))])
     return table(rows, indent="  ")
 
 
@@ -49,7 +50,9 @@ def ssh_lines(plan: Plan) -> list[str]:
     from clusterddp.launch.plan_details import files_on_hosts
 
     assert plan.ssh is not None
-    (command,), *supervisors = plan.commands[:-1]
+    names = [node.host for node in plan.ssh.hosts]
+    (command,), *programs = plan.commands[:-1]
+    supervisors, agents = programs[: len(names)], programs[len(names) :]
     lines = ["", click.style("files on every host", bold=True)]
     lines += [
         f"  {printable(path)}" for path in files_on_hosts(plan.ssh, plan.dir_on_hosts, with_code=bool(plan.snapshot))
@@ -62,9 +65,11 @@ def ssh_lines(plan: Plan) -> list[str]:
     shown = command if len(command) <= _COMMAND_SHOWN else f"{command[:_COMMAND_SHOWN]}... ({len(command)} characters)"
     lines.append(f"    {printable(shown)}")
     lines.append("  then on each, detached from SSH, its supervisor:")
-    names = [node.host for node in plan.ssh.hosts]
     for argv, group in itertools.groupby(zip(names, supervisors, strict=True), key=lambda pair: pair[1]):
         lines.append(f"    {printable(_few([name for name, _ in group]))}: {printable(words(argv))}")
+    if agents:
+        lines.append("  which starts torchrun:")
+        lines += [f"    {printable(name)}: {printable(words(argv))}" for name, argv in zip(names, agents, strict=True)]
     lines.append("  which starts each of its ranks:")
     lines.append(f"    {printable(words(plan.commands[-1]))}")
     return lines

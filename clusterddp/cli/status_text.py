@@ -165,7 +165,12 @@ def _where(status: RunStatus) -> str:
         parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)
     count = f"{status.world_size} rank" + ("s" if status.world_size > 1 else "")
-    parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
+    if status.ranks and status.ranks[0].owns is not None:
+        programs = f"{len(status.ranks)} program" + ("s" if len(status.ranks) > 1 else "")
+        parts.append(f"{running} of {programs} running" if status.state.value == "RUNNING" else programs)
+        parts.append(f"{count} of their own")
+    else:
+        parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
     if status.attempt:
         parts.append(f"attempt {status.attempt}")
     until = status.ended or (time.time() if not status.state.finished else None)
@@ -185,9 +190,12 @@ def _job_facts(job: Job) -> list[str]:
 
 
 def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:
-    rows = [["RANK", "NODE", "LOCAL", "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
+    owned = any(rank.owns for rank in ranks)
+    places = ["NODE", "ITS RANKS"] if owned else ["RANK", "NODE", "LOCAL"]
+    rows = [[*places, "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
     for rank in ranks:
-        facts = (rank.rank, rank.node_rank, rank.local_rank, rank.host, rank.pid, state_text(rank.state))
+        place = (rank.node_rank, rank_span(rank.owns)) if rank.owns else (rank.rank, rank.node_rank, rank.local_rank)
+        facts = (*place, rank.host, rank.pid, state_text(rank.state))
         master = f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
         rows.append(["-" if fact is None else str(fact) for fact in (*facts, rank.exit_code, rank.interface, master)])
     return table(rows, indent="  ")
@@ -202,7 +210,7 @@ def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
             [
                 str(node_rank),
                 of_node[0].host,
-                rank_span([rank.rank for rank in of_node]),
+                rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
                 ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
             ]
         )

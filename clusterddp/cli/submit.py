@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from clusterddp.launch.attempts import Closeable
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
-    from clusterddp.launch.sweep_plan import SweepPlan
+    from clusterddp.launch.sweep.plan import SweepPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FOLLOWS_ONE = "--follow shows one run, and this is a sweep of many; --wait waits for all of them"
@@ -107,7 +107,7 @@ def submit(
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=dry_run)
     if read.keys:
-        from clusterddp.launch.sweep_plan import plan_sweep
+        from clusterddp.launch.sweep.plan import plan_sweep
 
         if attach:
             raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
@@ -209,7 +209,7 @@ def _show(plan: Plan, terminal: Terminal, output: str) -> int:
 
     verdict = None
     if plan.slurm:
-        from clusterddp.launch.slurm_ask import ask_scheduler
+        from clusterddp.launch.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
     if output == "json":
@@ -229,7 +229,7 @@ def _carry_out_sweep(
         raise click.UsageError(_FOLLOWS_ONE)
     if dry_run:
         return sweeps.show_plan(plan, terminal, output=output)
-    from clusterddp.launch.sweep import submit_sweep
+    from clusterddp.launch.sweep.submit import submit_sweep
 
     for note in plan.base.notes:
         say(f"note: {printable(note)}")
@@ -240,7 +240,7 @@ def _carry_out_sweep(
 
 def _resume_sweep(sweep: SweepDir, terminal: Terminal, *, wait: bool, follow: bool, output: str) -> int:
     from clusterddp.cli import sweeps
-    from clusterddp.launch.sweep_queued import resume_sweep
+    from clusterddp.launch.sweep.queue_control import resume_sweep
 
     if follow:
         raise click.UsageError(_FOLLOWS_ONE)

@@ -22,8 +22,8 @@ from clusterddp.launch.fresh import Home, kept_fresh
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.sweep_plan import SweepPlan
-    from clusterddp.launch.sweep_queued import SubmittedSweep
+    from clusterddp.launch.sweep.plan import SweepPlan
+    from clusterddp.launch.sweep.queue_control import SubmittedSweep
     from clusterddp.look.sweep import SweepStatus
     from clusterddp.run.sweep_dir import SweepDir
 
@@ -38,7 +38,7 @@ def show_plan(plan: SweepPlan, terminal: Terminal, *, output: str) -> int:
     """Show the plan of a sweep and what the scheduler says of it; return the exit code."""
     verdict = None
     if plan.job:
-        from clusterddp.launch.slurm_ask import ask_scheduler
+        from clusterddp.launch.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.job, terminal.environ)
     if output == "json":

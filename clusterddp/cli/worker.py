@@ -22,8 +22,8 @@ from clusterddp.errors import ClusterddpError, SpecError, UsageError
 if TYPE_CHECKING:
     from clusterddp.dist.launched import Launched
     from clusterddp.dist.muster_words import Hello
-    from clusterddp.launch.worker import Worker
-    from clusterddp.launch.worker_place import Decided
+    from clusterddp.launch.foreign.place import Decided
+    from clusterddp.launch.foreign.worker import Worker
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
@@ -47,8 +47,8 @@ def worker(
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 MASTER_PORT=29500 clusterddp worker job.yaml
     """
     from clusterddp.dist.launched import find_place
-    from clusterddp.launch.worker import Worker
-    from clusterddp.launch.worker_place import Decided
+    from clusterddp.launch.foreign.place import Decided
+    from clusterddp.launch.foreign.worker import Worker
     from clusterddp.spec.load import load_spec
 
     try:
@@ -87,8 +87,8 @@ def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str,
     """Complete what PMI tells, and introduce this rank to the others."""
     from clusterddp.dist.interface import own_addresses
     from clusterddp.dist.launched_pmi import ask_pmi
+    from clusterddp.launch.foreign.place import count_gpus
     from clusterddp.launch.job_values import spec_text
-    from clusterddp.launch.worker_place import count_gpus
 
     timeout_s = _timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
@@ -135,6 +135,11 @@ def _refuse_what_cannot_be(job: JobSpec, environ: Mapping[str, str]) -> None:
         raise UsageError(
             "entry.owns_ranks starts its ranks itself, and here each rank has been started already",
             hint="clusterddp submit or join starts one process on each machine",
+        )
+    if job.start == "torchrun" and not environ.get("TORCHELASTIC_RUN_ID"):
+        raise UsageError(
+            "start: torchrun has torchrun start the ranks, and here each rank has been started already",
+            hint="torchrun ... -m clusterddp worker SPEC; or start=ranks",
         )
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")

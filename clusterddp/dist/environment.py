@@ -45,6 +45,11 @@ def cookie(token: str, role: str) -> str:
     return f"{token}.{role}"
 
 
+def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
+    """Return the cookies of what runs on nodes and ends with them: their ranks (`n2`), their torchrun (`a2`)."""
+    return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "a"))
+
+
 def rank_variables(
     place: RankPlace,
     *,
@@ -61,15 +66,17 @@ def rank_variables(
     token: str,
     user: Mapping[str, str],
     restart: int = 0,
+    on_cpu: bool = False,
 ) -> dict[str, Variable]:
     """Compute every variable that clusterddp sets for one rank, the user's own among them.
 
     `user` beats what clusterddp would choose, but not what makes the rank this rank of this gang.
     `restart` counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed.
+    `on_cpu`: the ranks are to compute on the CPU, whatever the machine has.
     `master_port` may be words in a plan, where the port is not known yet.
     """
     attempt_dir = f"{run_dir}/attempts/{attempt}"
-    chosen = _chosen(threads=threads, gpus=gpus, interface=interface)
+    chosen = _chosen(threads=threads, gpus=gpus, interface=interface, on_cpu=on_cpu)
     users = {key: Variable(value, USERS) for key, value in user.items()}
     place_of_rank = {
         "RANK": place.rank,
@@ -114,7 +121,7 @@ def inherited_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
 
 
-def _chosen(*, threads: int, gpus: tuple[str, ...] | None, interface: str | None) -> dict[str, Variable]:
+def _chosen(*, threads: int, gpus: tuple[str, ...] | None, interface: str | None, on_cpu: bool) -> dict[str, Variable]:
     """Choose what the user may choose otherwise."""
     chosen = {
         "OMP_NUM_THREADS": Variable(str(threads), "resources.cpus_per_task"),
@@ -123,6 +130,9 @@ def _chosen(*, threads: int, gpus: tuple[str, ...] | None, interface: str | None
     if gpus is not None:
         gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
         chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
+    if on_cpu:
+        # Without it Accelerate's ranks that find no GPU make no group: each trains alone, and all end well.
+        chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
     if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
         if not interface.startswith("lo"):

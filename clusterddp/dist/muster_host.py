@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from clusterddp.dist.launched import Launched
 from clusterddp.dist.muster_door import Door
 from clusterddp.dist.muster_guest import knock
 from clusterddp.dist.muster_words import Decide, Hello, Seen, decode, encode, find_mismatch, find_twin, refusal
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError, PreflightError
 
 LINGER_S = 10.0
@@ -198,11 +199,11 @@ class _Muster:
         hosts: dict[str, list[int]] = {self._own.host: [0]}
         for rank, guest in sorted(self._guests.items()):
             hosts.setdefault(guest.hello.host if guest.hello else "?", []).append(rank)
-        here = "; ".join(f"{spell(ranks)} on {host}" for host, ranks in hosts.items())
+        here = "; ".join(f"{spell_ranks(ranks)} on {host}" for host, ranks in hosts.items())
         gone = "".join(f"; {hello.name} came and left again" for hello in self._left.values())
         astray = self._scout.found
         return refusal(
-            f"{spell(missing)} of {size} did not come to {self._own.host}, port {self._door.port}, "
+            f"{spell_ranks(missing)} of {size} did not come to {self._own.host}, port {self._door.port}, "
             f"within {timeout_s:g} s (here: {here}{gone})" + (f"; {astray}" if astray else ""),
             "see what became of those; network.start_timeout waits longer",
         )
@@ -228,18 +229,6 @@ class _Scout:
             except PreflightError as error:
                 self.error = error
             time.sleep(1.0)
-
-
-def spell(ranks: Sequence[int]) -> str:
-    """Name ranks as people do: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"
 
 
 def _is_here(address: str) -> bool:

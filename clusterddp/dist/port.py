@@ -11,6 +11,7 @@ from clusterddp.errors import ClusterddpError
 FIRST_PORT = 10_000
 LAST_PORT = 31_999
 """Below Linux's ephemeral ports (32768 and up), which any outgoing connection may take."""
+LAST_OF_ALL = 65_535
 _TRIES = 512
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
     """Return the command that hands a local run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.launch.local_submit", str(run_dir), str(attempt))
+    return (sys.executable, "-m", "clusterddp.launch.local.submit", str(run_dir), str(attempt))
 
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:
     """Return the command that starts the runs of a sweep, where Slurm does not."""
-    return (sys.executable, "-m", "clusterddp.launch.sweep_queue", str(sweep_dir))
+    return (sys.executable, "-m", "clusterddp.launch.sweep.queue", str(sweep_dir))
 
 
 def supervisor_command() -> tuple[str, ...]:

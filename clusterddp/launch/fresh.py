@@ -69,7 +69,7 @@ def kept_fresh(
     if not elsewhere:
         yield ALL_HERE
         return
-    from clusterddp.launch.ssh_mirror import Mirror
+    from clusterddp.launch.ssh.mirror import Mirror
 
     mirror = Mirror(elsewhere, environ, say=say, names_hosts=names_hosts, interval_s=interval_s)
     try:
@@ -82,7 +82,7 @@ def is_out_of_sight(run: RunDir, state: RunState) -> bool:
     """Say whether nothing is known of a run: its hosts cannot be reached, and none was since it was submitted."""
     if state is not RunState.UNKNOWN or not _is_on_hosts(run):
         return False
-    from clusterddp.launch.ssh_told import was_never_reached
+    from clusterddp.launch.ssh.told import was_never_reached
 
     return was_never_reached(run)
 

@@ -8,7 +8,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.slurm_options import memory_text
+from clusterddp.launch.slurm.options import memory_text
 from clusterddp.run.templates import read_template
 
 if TYPE_CHECKING:

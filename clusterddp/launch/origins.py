@@ -91,11 +91,16 @@ def explain(job: JobSpec) -> list[Origin]:
         run_dir="RUN_DIR",
         token="",
         user=job.env,
+        on_cpu=True,
     )
+    planned = {name: variable.origin for name, variable in variables.items()}
+    ours = dict(planned)
+    if job.start == "torchrun":
+        ours |= {name: f"{planned[name]}, which is torchrun's count" for name in _PLACE}
     return [
-        Origin(launcher=title, variable=name, origin=_origin(name, variable.origin, title, launcher))
+        Origin(launcher=title, variable=name, origin=_origin(name, origin, title, launcher))
         for title, launcher in COLUMNS
-        for name, variable in variables.items()
+        for name, origin in (planned if launcher else ours).items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""A program that starts its ranks itself (`entry.owns_ranks`): one process of ours on each node, with all it has."""
+"""What is started once on each node, with all that it has: torchrun, a program that owns its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def tasks_per_node(job: JobSpec) -> int:
     """Return how many processes are started on each node."""
-    return 1 if job.entry and job.entry.owns_ranks else job.resources.ranks_per_node
+    once = job.start == "torchrun" or (job.entry is not None and job.entry.owns_ranks)
+    return 1 if once else job.resources.ranks_per_node
 
 
 def cores_per_task(job: JobSpec) -> int:

@@ -55,6 +55,8 @@ class Placement:
     nodes: tuple[Node, ...]
     threads_per_rank: int
     backend: Literal["gloo", "nccl"]
+    on_cpu: bool
+    """True: no rank has a GPU."""
     interface: str | None
     """None: each node finds its own at the start."""
     notes: tuple[str, ...]
@@ -115,6 +117,7 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
         nodes=nodes,
         threads_per_rank=threads,
         backend=_backend(job, gpus_per_node, len(machine.gpus)),
+        on_cpu=not gpus_per_node,
         interface=_interface(job, machine),
         notes=(*device_notes, *thread_notes),
     )
@@ -148,6 +151,7 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
         nodes=nodes,
         threads_per_rank=job.resources.cpus_per_task or 1,
         backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
+        on_cpu=not gpus,
         interface=None if job.network.interface == "auto" else job.network.interface,
         notes=tuple(notes),
     )
@@ -175,6 +179,7 @@ def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[s
         nodes=nodes,
         threads_per_rank=job.resources.cpus_per_task or 1,
         backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
+        on_cpu=not gpus,
         interface=None if job.network.interface == "auto" else job.network.interface,
         notes=tuple(_ssh_notes(job, unused, gpus=gpus)),
     )

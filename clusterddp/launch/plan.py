@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.entry import entry_of, move_entry, plan_program
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
@@ -23,11 +23,11 @@ from clusterddp.launch.placement import (
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
 from clusterddp.launch.prerequisites import check_secrets
-from clusterddp.launch.slurm_after import find_dependency
-from clusterddp.launch.slurm_options import choose_options
-from clusterddp.launch.slurm_plan import SlurmPlan, place_slurm, plan_slurm
-from clusterddp.launch.ssh_plan import SshPlan, at_home, directory_name, place_ssh, plan_ssh
-from clusterddp.run.directory import RunDir
+from clusterddp.launch.slurm.after import find_dependency
+from clusterddp.launch.slurm.options import choose_options
+from clusterddp.launch.slurm.plan import SlurmPlan, place_slurm, plan_slurm
+from clusterddp.launch.ssh.plan import SshPlan, at_home, directory_name, place_ssh, plan_ssh
+from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.storage import check_shared
 
@@ -155,12 +155,14 @@ def plan_run(
         entry=entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns),
         threads_per_rank=placement.threads_per_rank,
         backend=placement.backend,
+        on_cpu=placement.on_cpu,
         # On Slurm and over SSH the address is found at the start; on Slurm the allocation's end is the limit.
         master_addr="" if slurm or ssh else MASTER_ADDR,
         master_port=None if job.network.master_port == "auto" else job.network.master_port,
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
+        start=job.start,
         time_limit_s=None if slurm else time_limit_s,
         stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
     )
@@ -188,6 +190,17 @@ def plan_run(
         ),
         runs_dir / run,
     )
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read the plan of a run.
+
+    Raises: ClusterddpError: it is gone.
+    """
+    data = read_json(run.plan)
+    if data is None:
+        raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
+    return Plan.from_json(data)
 
 
 def rename_plan(plan: Plan) -> Plan:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
+from clusterddp.dist.torchrun import torchrun_words
 from clusterddp.launch.command_lines import launcher_command, rank_command, supervisor_command
-from clusterddp.launch.slurm_plan import SCRIPT, SlurmPlan
-from clusterddp.launch.ssh_plan import SshPlan
+from clusterddp.launch.slurm.plan import SCRIPT, SlurmPlan
+from clusterddp.launch.ssh.plan import SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 
@@ -61,19 +63,42 @@ def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str,
 def commands_started(
     gang: Gang, run_dir: Path, slurm: SlurmPlan | None, ssh: SshPlan | None, on_host: str
 ) -> tuple[tuple[str, ...], ...]:
-    """List what is started, in this order: the launcher, each node's supervisor, what each rank runs.
+    """List what is started, in this order: the launcher, each node's supervisor, its torchrun, what each rank runs.
 
     `on_host`: the run's directory where the ranks are.
     """
     if ssh:
-        from clusterddp.launch.ssh_package import constant_command
+        from clusterddp.launch.ssh.package import constant_command
 
         pythons = [node.python_words for node in ssh.hosts]
         supervisors = [(python, *supervisor_command()[1:]) for python in pythons]
-        return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(on_host))[1:]))
+        agents = [(python, *agent[1:]) for python, agent in zip(pythons, _agents(gang), strict=False)]
+        return ((constant_command(),), *supervisors, *agents, (pythons[0], *rank_command(Path(on_host))[1:]))
     supervisors = [supervisor_command() for _ in gang.nodes]
-    rank = rank_command(run_dir)
+    started = (*supervisors, *_agents(gang), rank_command(run_dir))
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)
-        return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *supervisors, rank)
-    return (launcher_command(run_dir, 0), *supervisors, rank)
+        return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *started)
+    return (launcher_command(run_dir, 0), *started)
+
+
+def _agents(gang: Gang) -> list[tuple[str, ...]]:
+    """Return the command of torchrun on each node, where it starts the ranks; what is found at the start in words."""
+    if gang.start != "torchrun":
+        return []
+    return [
+        (
+            sys.executable,
+            *torchrun_words(
+                run=gang.run,
+                num_nodes=len(gang.nodes),
+                node_rank=node.node_rank,
+                num_ranks=len(node.ranks),
+                master_addr=gang.master_addr or "MASTER_ADDR",
+                port="PORT",
+                restarts=gang.restarts,
+            ),
+            "SOCKET",
+        )
+        for node in gang.nodes
+    ]

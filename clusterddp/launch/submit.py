@@ -10,16 +10,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
-from clusterddp.launch import foreign, join, local, slurm, ssh
 from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
+from clusterddp.launch.foreign import launcher as foreign
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
+from clusterddp.launch.joining import launcher as joining
+from clusterddp.launch.local import launcher as local
 from clusterddp.launch.placement import GpusInUseError
-from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.launch.plan import Plan, move_plan, read_plan
 from clusterddp.launch.prerequisites import check_secrets, check_trainer
+from clusterddp.launch.slurm import launcher as slurm
+from clusterddp.launch.ssh import launcher as ssh
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.gang import Gang
@@ -43,7 +47,7 @@ from clusterddp.slurm.jobs import Phase
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": join, FOREIGN: foreign}
+_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": joining, FOREIGN: foreign}
 _CANCELLED = {
     "local": "cancelled; its supervisors did not answer",
     "slurm": "cancelled; Slurm has ended its job",
@@ -149,13 +153,7 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
             raise  # Slurm may have the job: that is no end
         if isinstance(error, GpusInUseError) and may_wait:
             raise
-        reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
-        log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
-        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
-        record_end(run, "FAILED", reason, cause)
-        if isinstance(error, ClusterddpError):
-            raise
-        raise ClusterddpError(f"{run.name}: {reason}") from error
+        give_up_start(run, error)
     return Submitted(run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, tie=started.tie)
 
 
@@ -219,10 +217,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
 
     Raises: GpusInUseError, PreflightError: the machine does not have what it takes, or not now.
     """
-    data = read_json(run.plan)
-    if data is None:
-        raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
-    plan = Plan.from_json(data)
+    plan = read_plan(run)
     now = move_plan(_LAUNCHERS[plan.launcher].renew(plan, environ), run.path)
     if now != plan:
         write_json(run.plan, now.to_json())
@@ -292,6 +287,20 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
 def _became(view: RunView) -> str:
     word = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
     return word.get(view.state, f"ended: {view.state.value} ({view.reason})")
+
+
+def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
+    """Record why a run could not be started as its end, and raise it.
+
+    Raises: ClusterddpError: that.
+    """
+    reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
+    log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
+    cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
+    record_end(run, "FAILED", reason, cause)
+    if isinstance(error, ClusterddpError):
+        raise error
+    raise ClusterddpError(f"{run.name}: {reason}") from error
 
 
 def record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:

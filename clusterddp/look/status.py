@@ -42,9 +42,12 @@ class RankStatus:
     state: RankState
     exit_code: int | None
     """As a shell would say it: 128 + signal for a rank that a signal ended; None until it has ended."""
+    owns: tuple[int, ...] | None = None
+    """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in RankStatus.__slots__}
+        values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
+        return values if self.owns is None else values | {"owns": list(self.owns)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +141,7 @@ def read_status(run: RunDir) -> RunStatus:
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
-        world_size=gang.world_size,
+        world_size=sum(gang.entry.spawns) or gang.world_size,
         progress=_progress(run, view),
         ranks=_rank_statuses(gang, attempt, start, view, silence),
         root_cause=end.root_cause if end else None,
@@ -234,6 +237,7 @@ def _rank_statuses(
                     master_port=record.master_port if record else master_port,
                     state=_rank_state(record, view, may_be_known=node.host not in silence),
                     exit_code=record.exit_code if record else None,
+                    owns=gang.carried_by([rank]) if gang.entry.spawns else None,
                 )
             )
     return tuple(sorted(statuses, key=lambda status: status.rank))

@@ -5,9 +5,12 @@ Nothing here touches a process, a file or a clock; the head feeds it and acts on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang, spell_ranks
+from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, RootCause
 
 SETTLE_S = 0.5
@@ -51,7 +54,7 @@ class Attempt:
         self.running.discard(end.rank)
         self._ends[end.rank] = end
         if end.exit_code != 0 and (not end.on_order or _may_be_earlier(end)):
-            self.fail(failure_of(end, self._gang.node_of(end.rank).host), now)
+            self.fail(failure_of(end, self._gang), now)
 
     def fail(self, failure: Failure, now: float) -> None:
         """Take in a failure; the verdict is due after a moment in which a weightier one may show.
@@ -96,7 +99,7 @@ class Attempt:
             words = f"did not stop before Slurm takes the job away ({self.stop_reason})"
         if words is not None:
             host = self._gang.node_of(rank).host
-            self.fail(Failure(rank=rank, host=host, error=f"{spell_ranks(self.running)} {words}"), now)
+            self.fail(Failure(rank=rank, host=host, error=f"{self._spell(self.running)} {words}"), now)
 
     def is_over(self, now: float) -> bool:
         """Say whether the verdict is due: what is left of the gang is then ended."""
@@ -117,7 +120,7 @@ class Attempt:
             return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=self._root_cause(cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return AttemptEnd(outcome="STOPPED", reason=self.stop_reason)
-        return AttemptEnd(outcome="COMPLETED", reason=f"{spell_ranks(self._ends)} left with exit code 0")
+        return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
 
     def cause(self) -> Failure:
         """Return the failure that the others follow from: the weightiest, of equal ones the first."""
@@ -129,6 +132,9 @@ class Attempt:
         host = self._gang.node_of(rank).host
         words = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.error}"
         return Failure(rank=rank, host=host, exit_code=0, error=words, restartable=True)
+
+    def _spell(self, ranks: Iterable[int]) -> str:
+        return spell_ranks(self._gang.carried_by(ranks))
 
     def _root_cause(self, cause: Failure) -> RootCause:
         rank = cause.rank if self.begun is not None else None

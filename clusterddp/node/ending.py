@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from clusterddp.dist.environment import cookie
+from clusterddp.dist.environment import node_cookies
 from clusterddp.node.member import GIVE_UP_S
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd
@@ -42,7 +42,7 @@ class Ending:
 
     def sweep(self, lost: Iterable[int]) -> None:
         """End what is left here of lost nodes: one may be a slot of this very machine, its guard killed too."""
-        cookies = [cookie(self._gang.token, f"n{node_rank}") for node_rank in lost]
+        cookies = node_cookies(self._gang.token, *lost)
         if cookies:
             sweep(*cookies, timeout_s=3.0)
 

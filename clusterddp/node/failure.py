@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.last_words import last_words
 from clusterddp.run.directory import AttemptDir, read_tail
+from clusterddp.run.gang import Gang
 from clusterddp.run.record import signal_name
 
 CERTAIN = 0
@@ -100,14 +102,18 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
     )
 
 
-def failure_of(end: RankEnd, host: str) -> Failure:
+def failure_of(end: RankEnd, gang: Gang) -> Failure:
     """Say what a rank's end means for the gang."""
+    host = gang.node_of(end.rank).host
+    who = f"rank {end.rank} on {host}"
+    if gang.entry.spawns:
+        who = f"the program of {spell_ranks(gang.carried_by([end.rank]))} on {host}"
     if end.signal is not None:
-        words = f"rank {end.rank} on {host} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
+        words = f"{who} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
     elif end.error is not None:
-        words = f"rank {end.rank} on {host}: {end.error}"
+        words = f"{who}: {end.error}"
     else:
-        words = f"rank {end.rank} on {host} left with exit code {end.exit_code}"
+        words = f"{who} left with exit code {end.exit_code}"
         words += f"; its last words: {end.last_words}" if end.last_words else ""
     return Failure(
         rank=end.rank,

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.dist.environment import COOKIE, cookie, node_cookies
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.gang import spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
 from clusterddp.run.sweep import find_processes, sweep
 
@@ -49,6 +48,7 @@ class Facts:
     node_rank: int
     host: str
     ranks: tuple[int, ...]
+    ranks_in_words: str
     other_nodes: tuple[int, ...]
     """Node ranks; of the head's guard only, for it answers for the whole run."""
     supervisor_pid: int
@@ -68,8 +68,8 @@ class Facts:
 
     @property
     def cookies(self) -> tuple[str, ...]:
-        """The cookies of this node's ranks, and of the other nodes' when this is the head."""
-        return tuple(cookie(self.token, f"n{node}") for node in (self.node_rank, *self.other_nodes))
+        """The cookies of this node's ranks and torchrun, and of the other nodes' when this is the head."""
+        return node_cookies(self.token, self.node_rank, *self.other_nodes)
 
 
 class Guard:
@@ -174,7 +174,7 @@ def listen(pass_on: int | None = None) -> Facts | None:
 
 def bury(facts: Facts, what_happened: str) -> None:
     """Put a node in order whose supervisor is no more: end its ranks, complete the records; as head, record the end."""
-    left = sweep(facts.cookies[0], timeout_s=5.0)
+    left = sweep(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
     if not facts.is_head:
@@ -183,7 +183,7 @@ def bury(facts: Facts, what_happened: str) -> None:
     while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
         time.sleep(0.05)
     left = sweep(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
-    words = f"{what_happened}; its {spell_ranks(facts.ranks)} ended with it"
+    words = f"{what_happened}; its {facts.ranks_in_words} ended with it"
     if not facts.started:
         words = f"{what_happened} before any rank was started"
     if left:

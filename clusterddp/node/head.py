@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from clusterddp.dist.entry_environment import RENDEZVOUS_FILE
 from clusterddp.dist.interface import is_cut_off
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.ending import Ending
@@ -22,7 +23,7 @@ from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.node.sequel import Sequel, sequel_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang, Node, spell_ranks
+from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
 
 
@@ -184,6 +185,7 @@ class Head:
                     "restart": self._restarts_before(attempt),
                     "master_addr": self._rendezvous.address,
                     "master_port": self._rendezvous.port,
+                    "agent_port": self._rendezvous.agent_port,
                 },
             )
 
@@ -232,7 +234,7 @@ class Head:
         words = f"{what} before any rank was started"
         if self._attempt.begun is not None:
             whose = "its " if len(nodes) < len(self._gang.nodes) else ""
-            words = f"{what}; {whose}{spell_ranks(ranks)} ended with it"
+            words = f"{what}; {whose}{spell_ranks(self._gang.carried_by(ranks))} ended with it"
         rank, host = (min(place.ranks), place.host) if place else (min(ranks), nodes[0].host)
         self._fail(Failure(rank=rank, host=host, error=words, job_restartable=True), now)
 

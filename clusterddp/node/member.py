@@ -119,6 +119,7 @@ class Member:
         if attempt.ending is not None:
             attempt.ending.sweep.cookies = max(attempt.ending.sweep.cookies, cookies, key=len)
             return
+        self._starter.withdraw()
         if attempt.running:
             with contextlib.suppress(OSError):
                 attempt.dir.path.joinpath(ENDING).touch()
@@ -201,6 +202,7 @@ class Member:
             variables=variables,
             stdout=attempt.dir.stdout(rank),
             stderr=attempt.dir.stderr(rank),
+            agent_port=order.get("agent_port"),
         )
 
     def _rank_started(self, attempt: _Attempt, news: Started) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.failure import Failure
 from clusterddp.node.link import Message
 from clusterddp.node.note import note
-from clusterddp.run.gang import Gang, Node, spell_ranks
+from clusterddp.run.gang import Gang, Node
 
 
 class Muster:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -64,6 +66,32 @@ def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] 
     return _take_over(process), writer, ready
 
 
+def start_agent(words: tuple[str, ...], *, environment: dict[str, str], cwd: Path, log: Path) -> int:
+    """Start torchrun's agent, `python WORDS`, in a session of its own; it ends with the calling process.
+
+    It ignores the signals that people and Slurm send to stop a run: they are the ranks' to hear.
+    Raises: OSError: no process, no memory, no space.
+    """
+    with _append_to(log) as out:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_become_agent,  # noqa: PLW1509  a supervisor has one thread
+        )
+    return _take_over(process)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere the guard's sweep must do)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def signal_group(pid: int, number: int) -> None:
     """Signal the process group of a rank that was not reaped yet: its number cannot belong to anybody else."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -107,6 +135,12 @@ def _append_to(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _become_agent() -> None:
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _take_over(process: subprocess.Popen[bytes]) -> int:

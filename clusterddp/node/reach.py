@@ -26,11 +26,12 @@ LINK_PORTS = 16
 
 
 def open_tasks(order: Order, selector: selectors.BaseSelector) -> Tasks | None:
-    """Wait for the tasks of this node from now on; None where ranks are children of the supervisor."""
+    """Wait for the tasks of this node from now on, with torchrun one; None where none have been started."""
     if order.tasks is None:
         return None
     listener = socket.socket(fileno=order.tasks)
-    return Tasks(listener, order.node.ranks, order.node.host, selector)
+    ranks = order.node.ranks if order.gang.start == "ranks" else (order.node.node_rank,)
+    return Tasks(listener, ranks, order.node.host, selector)
 
 
 def reach_head(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from clusterddp.dist.interface import LOOPBACK_ADDRESS, is_loopback, named_interface
-from clusterddp.dist.port import hold_port, reserve_port
+from clusterddp.dist.port import LAST_OF_ALL, hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.gang import Gang
 
@@ -18,9 +18,12 @@ class Rendezvous:
     def __init__(self, gang: Gang, seed: str) -> None:
         self.address = gang.master_addr
         self.port = 0
+        self.agent_port: int | None = None
+        """Where torchrun's agents meet, from the first attempt to the last; None: torchrun starts no ranks."""
         self._gang = gang
         self._seed = seed
         self._holder: socket.socket | None = None
+        self._agents_holder: socket.socket | None = None
 
     def open(self, attempt: int, reached: Mapping[int, str]) -> None:
         """Choose for an attempt; `reached` is the address at which each node has reached the head, by node rank.
@@ -33,12 +36,21 @@ class Rendezvous:
             self._holder, self.port = reserve_port(f"{self._seed}:{attempt}")
         else:
             self._holder, self.port = hold_port(self._gang.master_port), self._gang.master_port
+        if self._gang.start == "torchrun" and self.agent_port is None:
+            self._open_for_agents()
 
     def close(self) -> None:
         """Let the port go."""
         if self._holder is not None:
             self._holder.close()
             self._holder = None
+
+    def _open_for_agents(self) -> None:
+        if self._gang.master_port is None:
+            self._agents_holder, self.agent_port = reserve_port(f"{self._seed}:torchrun")
+        else:  # beside it, for a firewall that lets the one through is often told of its neighbours, too
+            neighbour = self._gang.master_port + (1 if self._gang.master_port < LAST_OF_ALL else -1)
+            self._agents_holder, self.agent_port = hold_port(neighbour), neighbour
 
 
 def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:

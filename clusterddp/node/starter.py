@@ -1,4 +1,4 @@
-"""Who starts a node's ranks, signals them, learns how they ended: the supervisor itself, or Slurm's tasks."""
+"""Who starts a node's ranks, signals them, learns how they ended: the supervisor itself, Slurm's tasks, or torchrun."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Launch:
     variables: Mapping[str, Variable]
     stdout: Path
     stderr: Path
+    agent_port: int | None = None
+    """Where torchrun's agents meet on node 0, if torchrun starts the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Starter(Protocol):
         Raises: OSError: it cannot be.
         """
 
+    def withdraw(self) -> None:
+        """Start no rank any more that was to be started."""
+
     def signal(self, rank: int, number: int) -> None:
         """Signal the process group of a rank whose end was not told yet."""
 
@@ -85,6 +90,9 @@ class Children:
         )
         self._ranks[pid] = rank
         self._news.append(Started(rank, pid))
+
+    def withdraw(self) -> None:
+        pass
 
     def signal(self, rank: int, number: int) -> None:
         for pid, each in self._ranks.items():

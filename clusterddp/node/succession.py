@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from clusterddp.dist.environment import COOKIE, cookie
 from clusterddp.dist.interface import is_cut_off
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
@@ -23,7 +24,6 @@ from clusterddp.node.link import HOST_SILENT
 from clusterddp.node.note import note
 from clusterddp.node.order import Order, SlurmOrder
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.gang import spell_ranks
 from clusterddp.run.record import AttemptEnd, RootCause, read_end
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
@@ -92,7 +92,7 @@ class Succession:
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
         """Hand over to the program that knows all ways to start a job again: the launcher's."""
-        command = [sys.executable, "-m", "clusterddp.launch.slurm_again", str(self._order.run.path)]
+        command = [sys.executable, "-m", "clusterddp.launch.slurm.again", str(self._order.run.path)]
         environment = dict(self._environ) | {COOKIE: cookie(self._order.gang.token, "task")}
         try:
             again = subprocess.Popen(
@@ -144,7 +144,7 @@ def _end_without_head(order: Order, attempt: AttemptDir, why: str, *, goes_on: b
     if why == HOST_SILENT and is_cut_off(interface):
         lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-    words = f"{what}; its {spell_ranks(lost.ranks)} ended with it"
+    words = f"{what}; its {spell_ranks(order.gang.carried_by(lost.ranks))} ended with it"
     rank = min(lost.ranks) if started else None
     log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
     cause = RootCause(rank=rank, host=lost.host, exit_code=None, error=words, log=log)

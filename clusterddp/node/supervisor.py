@@ -38,8 +38,8 @@ Kinds of messages between a node and the head, by direct call on node 0, by link
 node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
 (error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
-exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port), `stop` (reason), `kill`
-(whole_gang), `finish` (exit_code). Both ways: `beat`.
+exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
+`kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ import traceback
 from typing import Any
 
 from clusterddp.dist.environment import inherited_environment
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.failure import CERTAIN
@@ -67,6 +68,7 @@ from clusterddp.node.processes import become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
 from clusterddp.node.succession import Succession, Witness
+from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 
 _POLL_S = 0.2
@@ -139,9 +141,13 @@ class Supervisor:
         self._stdin_open = True
         self._joined = False
         environment = inherited_environment()
-        self._children = Children(environment, os.getpid()) if order.tasks is None else None
         self._tasks = open_tasks(order, self._selector)
-        starter = self._tasks or self._children
+        self._children: Children | Torchrun | None = None
+        if order.gang.start == "torchrun":
+            self._children = Torchrun(order, environment, self._selector, self._tasks)
+        elif self._tasks is None:
+            self._children = Children(environment, os.getpid())
+        starter = self._children or self._tasks
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
         self._allocation = Allocation(order.slurm.job_id, environment) if order.slurm is not None else None
@@ -207,6 +213,11 @@ class Supervisor:
     @property
     def _hurried(self) -> bool:
         return self._member.ending or self.uplink.hurried
+
+    def end_torchrun(self, exit_code: int) -> None:
+        """Leave nothing of torchrun behind, where it has started the ranks."""
+        if isinstance(self._children, Torchrun):
+            self._children.end(exit_code)
 
     def dismiss_tasks(self, exit_code: int) -> None:
         """Let Slurm's tasks go; from then on Slurm may end this process at any moment."""
@@ -274,6 +285,7 @@ def main() -> int:
         node_rank=order.node.node_rank,
         host=order.node.host,
         ranks=order.node.ranks,
+        ranks_in_words=spell_ranks(order.gang.carried_by(order.node.ranks)),
         other_nodes=tuple(others) if order.node.node_rank == 0 else (),
         supervisor_pid=os.getpid(),
         attempt=order.attempt,
@@ -293,6 +305,8 @@ def main() -> int:
         note(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
         exit_code = 1
         _give_up(order, guard, supervisor, error)
+    if supervisor is not None:
+        supervisor.end_torchrun(exit_code)
     guard.dismiss()
     if supervisor is not None:
         supervisor.dismiss_tasks(exit_code)

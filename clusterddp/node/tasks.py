@@ -1,5 +1,7 @@
 """Slurm's tasks as the supervisor sees them: each starts the rank that is its own, so that its binding holds for it.
 
+What torchrun starts for a rank (torchrun_rank.py) is a task, too.
+
 A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
 `here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor says
 `start` (run_dir, variables, unless, stdout, stderr), `signal` (number), `reap`, `leave` (exit_code). Both ends look at
@@ -31,11 +33,21 @@ class Tasks:
 
     sweeps_descendants = False
 
-    def __init__(self, listener: socket.socket, ranks: Sequence[int], host: str, selector: selectors.BaseSelector):
+    def __init__(
+        self,
+        listener: socket.socket,
+        ranks: Sequence[int],
+        host: str,
+        selector: selectors.BaseSelector,
+        *,
+        what: str = "task",
+    ) -> None:
+        """`what`: what a task of these is called when its end is told."""
         listener.setblocking(False)
         self._listener = listener
         self._ranks = tuple(ranks)
         self._host = host
+        self._what = what
         self._selector = selector
         selector.register(listener, selectors.EVENT_READ)
         self._strangers: list[socket.socket] = []
@@ -89,6 +101,18 @@ class Tasks:
                     task.sock.setblocking(True)
                     task.sock.settimeout(1.0)
                     task.sock.send(json.dumps({"kind": "leave", "exit_code": exit_code}).encode())
+
+    def release(self, exit_code: int) -> None:
+        """Let all tasks go as `dismiss` does, and wait for others in their places."""
+        self.dismiss(exit_code)
+        for task in self._tasks.values():
+            if task.sock is not None:
+                self._selector.unregister(task.sock)
+                task.sock.close()
+        self._tasks.clear()
+
+    def withdraw(self) -> None:
+        pass
 
     def _accept(self) -> None:
         while True:
@@ -153,7 +177,9 @@ class Tasks:
         self._news.append(Lost(task.rank, self._obituary(task)))
 
     def _obituary(self, task: _Task) -> str:
-        return f"the task of rank {task.rank} on {self._host} (pid {task.pid}) was killed; the rank ended with it"
+        return (
+            f"the {self._what} of rank {task.rank} on {self._host} (pid {task.pid}) was killed; the rank ended with it"
+        )
 
 
 class _Task:

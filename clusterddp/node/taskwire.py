@@ -7,13 +7,15 @@ import socket
 import struct
 
 MAX_PACKET = 1 << 20
+PREFIX = "\0clusterddp-"
+"""How the names of our sockets begin; abstract, so they lie in no directory."""
 _PEER = struct.Struct("3i")
 
 
 def socket_name(token: str, *, job: str, start: int, step: str, attempt: int, node_rank: int) -> str:
-    """Name the socket of one node for one step of one start of a job; abstract, so it lies in no directory."""
+    """Name the socket of one node for one step of one start of a job."""
     facts = f"tasks of {token}:{job}:{start}:{step}:{attempt}:{node_rank}"
-    return "\0clusterddp-" + hashlib.sha256(facts.encode()).hexdigest()[:40]
+    return PREFIX + hashlib.sha256(facts.encode()).hexdigest()[:40]
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

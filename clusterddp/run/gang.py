@@ -14,6 +14,8 @@ from typing import Any, Literal
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
 from clusterddp.dist.environment import RankPlace, Variable, rank_variables
 
+Start = Literal["ranks", "torchrun"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -91,9 +93,13 @@ class Gang:
     """None: node 0's supervisor finds a free one."""
     interface: str | None = None
     """The interface that carries the gang's traffic; None: the library's own choice."""
+    on_cpu: bool = False
+    """True: no rank has a GPU."""
     env: dict[str, str] = field(default_factory=dict)
     """The user's own variables for every rank; they beat everything that clusterddp would set."""
     restarts: int = 0
+    start: Start = "ranks"
+    """What is started on a node: its ranks, or torchrun, which starts them."""
     time_limit_s: float | None = None
     """Seconds that one attempt may last."""
     stop_lead_s: float = 60.0
@@ -108,6 +114,14 @@ class Gang:
     def node_of(self, rank: int) -> Node:
         """Return the node that `rank` belongs to."""
         return next(node for node in self.nodes if rank in node.ranks)
+
+    def carried_by(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks that these of ours stand for: themselves, or those that the entry starts on their nodes."""
+        spawns = self.entry.spawns
+        if not spawns:
+            return tuple(sorted(ranks))
+        firsts = [sum(spawns[:place]) for place in range(len(spawns))]
+        return tuple(firsts[rank] + each for rank in sorted(ranks) for each in range(spawns[rank]))
 
     def variables_of(
         self, rank: int, *, run_dir: str, attempt: int, master_port: int | str, restart: int = 0
@@ -139,6 +153,7 @@ class Gang:
             run_dir=run_dir,
             token=self.token,
             user=self.env,
+            on_cpu=self.on_cpu,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -158,15 +173,3 @@ class Gang:
 
 def _fields(value: Gang | Entry | Node) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def spell_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks as people do: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"

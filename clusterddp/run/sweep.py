@@ -1,9 +1,9 @@
 """The sweep: find and end the processes of a run by the cookie that each of them carries in its environment.
 
 A cookie is `<token>.<role>`: `task` (what carries the run), `s2` (node 2's supervisor), `g2` (its guard), `n2` (node
-2's ranks and everything that they started), `w2` (the same of a run that another launcher has started). The
-environment that a process was started with cannot be lost by a double fork, a new session or a dead parent, and no
-pid of a stranger ever matches it.
+2's ranks and everything that they started), `a2` (its torchrun, where that starts the ranks), `w2` (ranks of a run that
+another launcher has started). The environment that a process was started with cannot be lost by a double fork, a new
+session or a dead parent, and no pid of a stranger ever matches it.
 """
 
 from __future__ import annotations

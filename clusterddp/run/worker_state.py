@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.gang import Gang, spell_ranks
+from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
 

@@ -55,6 +55,18 @@ def init_conflicts(job: JobSpec) -> Iterator[Conflict]:
         )
 
 
+def start_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Yield why torchrun cannot start the ranks, or the ranks not meet where it does."""
+    if job.start != "torchrun":
+        return
+    if job.entry is not None and job.entry.owns_ranks:
+        yield Conflict(
+            keys=("start", "entry.owns_ranks"),
+            message="torchrun starts the ranks, and so does a program that owns its ranks",
+            hint="~start, or entry.owns_ranks=false",
+        )
+
+
 def command_words(entry: EntrySpec) -> tuple[str, ...]:
     """Return the words of a command that no shell reads."""
     return tuple(shlex.split(entry.command)) if isinstance(entry.command, str) else tuple(entry.command or ())

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Wi
 
 from clusterddp.spec.duration import TIME, Duration, read_duration
 from clusterddp.spec.hosts import HOST_SET, read_host
+from clusterddp.spec.image_sets import NAMES
 from clusterddp.spec.scalars import (
     FETCHABLE,
     VARIABLE,
@@ -16,6 +17,7 @@ from clusterddp.spec.scalars import (
     read_fetch,
     read_filled_text,
     read_float,
+    read_image_set,
     read_int,
     read_line,
     read_loose_text,
@@ -47,7 +49,8 @@ RankCount = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(read_int)]
 GpuCount = Annotated[int, Field(ge=0, le=128), BeforeValidator(read_int)]
 CpuCount = Annotated[int, Field(ge=1, le=4_096), BeforeValidator(read_int)]
 Restarts = Annotated[int, Field(ge=0, le=100), BeforeValidator(read_int)]
-Pixels = Annotated[int, Field(ge=0, le=31), BeforeValidator(read_int)]
+Pixels = Annotated[int, Field(ge=0, le=1023), BeforeValidator(read_int)]
+Side = Annotated[int, Field(ge=8, le=1024), BeforeValidator(read_int)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), BeforeValidator(read_int)]
 Gigabytes = Annotated[float, Field(gt=0, le=1_000_000), BeforeValidator(read_float)]
 Positive = Annotated[float, Field(gt=0, le=1e6), BeforeValidator(read_float)]
@@ -99,6 +102,7 @@ Comm = Annotated[
     Field(pattern=COMM),
     BeforeValidator(matching(COMM, "exact, bf16, powersgd:R (such as powersgd:4), local:H (such as local:8) or auto")),
 ]
+ImageSetName = Annotated[str, BeforeValidator(read_image_set), WithJsonSchema({"enum": list(NAMES)})]
 SlurmKey = Annotated[
     str,
     BeforeValidator(matching(r"^[a-z][a-z0-9_-]*$", "a long option of sbatch, such as partition or mail_type")),

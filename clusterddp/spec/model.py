@@ -70,8 +70,8 @@ class Network(Section):
     )
     start_timeout: fields.TimeLimit | None = Field(
         default=None,
-        description="How long ranks wait for each other under another launcher (clusterddp worker), written as "
-        'time is: "0:30" is 30 seconds. Default: 2 minutes.',
+        description="How long ranks wait for each other under another launcher (clusterddp worker; default: 2 minutes) "
+        'and machines that join (clusterddp join; 5 minutes), written as time is: "0:30" is 30 seconds.',
     )
     backend: fields.Backend = Field(
         default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
@@ -141,6 +141,11 @@ class JobSpec(Section):
     )
     restarts: fields.Restarts = Field(
         default=0, description="How often the gang is started again from its last checkpoint after a failure, 0 to 100."
+    )
+    start: Annotated[Literal["ranks", "torchrun"], Word] = Field(
+        default="ranks",
+        description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
+        "and, up to restarts times, starts them again.",
     )
     snapshot: fields.Switch = Field(
         default=True, description="Run a copy of the code, so that later edits change nothing."

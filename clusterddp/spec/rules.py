@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from clusterddp.spec.conflict import MAX_RANKS, Conflict
-from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts
+from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts, start_conflicts
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_rules import ssh_conflicts
 from clusterddp.spec.train_rules import train_conflicts
@@ -37,6 +37,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     if job.train is not None:
         yield from train_conflicts(job.train, job)
     yield from init_conflicts(job)
+    yield from start_conflicts(job)
     yield from _size_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)

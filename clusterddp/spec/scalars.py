@@ -13,6 +13,8 @@ from typing import Literal, NoReturn
 
 from pydantic_core import PydanticCustomError
 
+from clusterddp.spec.image_sets import NAMES, REFUSED
+from clusterddp.spec.problems import did_you_mean
 from clusterddp.spec.tree import Scalar, describe
 
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -25,6 +27,8 @@ RANK_VARIABLES = frozenset(
         "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
     }
 )  # fmt: skip
+
+FOLDER_HINT = "dataset folder reads any images that lie in data_dir/train/CLASS/ and data_dir/test/CLASS/"
 
 FETCHABLE = ("logs", "metrics", "checkpoints")
 
@@ -123,6 +127,17 @@ def read_text(value: object) -> str:
 def read_word(value: object) -> str | None:
     """Read one of a few words; nothing is let through, for the choices to be named."""
     return None if value is None else read_text(value)
+
+
+def read_image_set(value: object) -> str:
+    """Read the name of a set of images that the trainer knows."""
+    name = read_text(value)
+    if name in REFUSED:
+        raise problem(f"the trainer does not train on {name}: {REFUSED[name]}", FOLDER_HINT)
+    if name not in NAMES:
+        meant = did_you_mean(name, NAMES)
+        refuse(value, f"a set that the trainer knows{meant}", None if meant else f"they are {', '.join(NAMES)}")
+    return name
 
 
 def read_filled_text(value: object) -> str:

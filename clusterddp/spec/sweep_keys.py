@@ -18,6 +18,7 @@ _REASONS = {
     "ssh": _OF_THE_MACHINES,
     "container": _OF_THE_MACHINES,
     "entry.owns_ranks": _OF_THE_MACHINES,
+    "start": _OF_THE_MACHINES,
     "launcher": _OF_THE_SWEEP,
     "name": _OF_THE_SWEEP,
     "after": _OF_THE_SWEEP,

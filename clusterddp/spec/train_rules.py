@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from clusterddp.spec.conflict import Conflict
+from clusterddp.spec.image_sets import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, model_side
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
     """Yield what does not go together."""
+    yield from _image_conflicts(train)
     yield from _optimizer_conflicts(train)
     yield from _comm_conflicts(train)
     yield from _forward_conflicts(train)
@@ -30,6 +32,40 @@ def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
             message=f"torch's SyncBatchNorm works on GPUs only, and {why}",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
         )
+
+
+def _image_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.dataset == FOLDER and train.data_dir is None:
+        yield Conflict(
+            keys=("train.data_dir", "train.dataset"),
+            message="dataset folder reads data_dir/train and data_dir/test, and no data_dir is set",
+        )
+    if train.dataset in IMAGE_SETS and IMAGE_SETS[train.dataset].side is None and train.image_size is None:
+        yield Conflict(
+            keys=("train.image_size", "train.dataset"),
+            message=f"{train.dataset} has images of many sizes, and no image_size is set",
+            hint="image_size: 224 brings all of them to 224x224",
+        )
+    own = BUILT_IN.get(train.dataset)
+    if own is not None and train.image_size is not None and train.image_size < own:
+        yield Conflict(
+            keys=("train.image_size", "train.dataset"),
+            message=f"found {train.image_size}, expected at least {own}, the size of {train.dataset}'s images",
+        )
+    side = model_side(train.dataset, train.image_size)
+    if train.model == "fastnet" and side is not None and not fits_fastnet(side):
+        yield Conflict(
+            keys=("train.model", "train.image_size", "train.dataset"),
+            message=f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
+            hint="resnet18 takes any size",
+        )
+    kept = kept_side(train.dataset, train.image_size)
+    for name, pixels in (("translate", train.translate), ("cutout", train.cutout)):
+        if kept is not None and pixels >= kept:
+            yield Conflict(
+                keys=(f"train.{name}",),
+                message=f"found {pixels}, expected less than {kept}: the images are kept at {kept}x{kept}",
+            )
 
 
 def _forward_conflicts(train: TrainSpec) -> Iterator[Conflict]:

@@ -12,16 +12,23 @@ from clusterddp.spec.section import Section
 
 
 class TrainSpec(Section):
-    """The built-in trainer: an image classifier on CIFAR-10 and its kin."""
+    """The built-in trainer: an image classifier, on a set by its name or on images of your own."""
 
     model: Annotated[Literal["resnet18", "fastnet"], Word] = Field(
         default="resnet18",
-        description="resnet18 (11.2 million parameters, 3x3 stem for 32x32 images) or fastnet (small, quick).",
+        description="resnet18 (11.2 million parameters; it begins with a 3x3 convolution, for images above 64x64 with "
+        "the 7x7 convolution and max-pool of ImageNet's) or fastnet (small, quick, for 32x32 images).",
     )
-    dataset: Annotated[Literal["shapes", "cifar10", "fashion_mnist", "random"], Word] = Field(
+    dataset: fields.ImageSetName = Field(
         default="shapes",
-        description="shapes (generated, learnable, needs no file), cifar10, fashion_mnist, or random (generated noise: "
-        "its accuracy means nothing).",
+        description="shapes (generated, learnable, needs no file), random (generated noise: its accuracy means "
+        "nothing), cifar10, fashion_mnist, a classification set of torchvision by its class's name in small letters "
+        "(stl10, cifar100, food101, ...), or folder: your own, data_dir/train/CLASS/*.jpg and data_dir/test (or val).",
+    )
+    image_size: fields.Side | None = Field(
+        default=None,
+        description="Side in pixels, 8 to 1024, of the images that the model sees: others are made smaller or larger, "
+        "and cut to the square in their middle. Default: the set's own size; sets with images of many sizes need it.",
     )
     data_dir: fields.Text | None = Field(
         default=None, description="Directory of the data set on every node; default: the user's cache directory."
@@ -85,8 +92,16 @@ class TrainSpec(Section):
         default="flip_translate",
         description="Random changes to training images: none, mirrored, or mirrored and moved.",
     )
-    translate: Pixels = Field(default=2, description="Pixels by which flip_translate moves images at most, each way.")
-    cutout: Pixels = Field(default=0, description="Side of a square that is blanked in each training image; 0: none.")
+    translate: Pixels = Field(
+        default=2,
+        description="Pixels by which flip_translate moves images at most, each way; they count before images are "
+        "enlarged to image_size.",
+    )
+    cutout: Pixels = Field(
+        default=0,
+        description="Side in pixels of a square that is blanked in each training image, before it is enlarged to "
+        "image_size; 0: none.",
+    )
     tta: Annotated[Literal["none", "mirror", "mirror_translate"], Word] = Field(
         default="none",
         description="Test-time augmentation: the mean over mirrored (and moved) copies, told apart as accuracy_tta.",

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from clusterddp.train.checkpoint import Store, decode, read_newest
-from clusterddp.train.comm import build_exchange
-from clusterddp.train.comm_auto import choose_comm, explain_choice, measure
-from clusterddp.train.data import Dataset
+from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
+from clusterddp.train.comm.modes import build_exchange
+from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.ema import build_ema
 from clusterddp.train.forward import (
     compile_now,
     count_devices,
     describe_forward,
+    describe_images,
     is_compiled,
     place_model,
     wrap_forward,
 )
-from clusterddp.train.gauges import Gauges
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
-from clusterddp.train.metrics import Reporter
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
-from clusterddp.train.precision import autocast, choose_precision
+from clusterddp.train.precision import choose_precision
+from clusterddp.train.report.gauges import Gauges
+from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def begin(setting: Setting) -> TrainState:
     spec, group, schedule = setting.spec, setting.group, setting.schedule
     file, saved = _read_newest(setting)
     model = place_model(spec, setting.dataset, group)
-    optimizer = build_optimizer(model, spec, group.device)
+    optimizer = build_optimizer(model, spec)
     precision = settle_precision(saved, model, setting)
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
@@ -87,7 +87,7 @@ def begin(setting: Setting) -> TrainState:
         exchange=exchange,
         forward=forward,
         precision=precision,
-        gauges=Gauges(model, setting.dataset.train_images[0], group, num_devices=count_devices(forward)),
+        gauges=Gauges(model, setting.dataset.image_shape, group, num_devices=count_devices(forward)),
         ema=build_ema(model, spec.ema),
         resumed_from=file,
     )
@@ -122,7 +122,7 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
     if saved is not None and saved["world_size"] == group.world_size and saved["comm"] in ("exact", *spec.comm_allow):
         chosen: str = saved["comm"]
         return chosen
-    measured = measure(model, setting.dataset, group, spec=spec, autocast=partial(autocast, precision, group.device))
+    measured = measure(model, setting.dataset, group, spec=spec, precision=precision)
     for line in explain_choice(measured, spec.comm_allow):
         reporter.say(line)
     return choose_comm(measured, spec.comm_allow)
@@ -136,6 +136,7 @@ def introduce(state: TrainState, setting: Setting) -> None:
         f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
         f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
     )
+    setting.reporter.say(describe_images(spec, dataset))
     for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
         setting.reporter.say(fact)
     if not state.exchange.exact:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.augment import normalize
-from clusterddp.train.data import Dataset
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.group import Group, sum_over_ranks
 from clusterddp.train.tta import mean_logits
 
-_BATCH = {"cpu": 250, "cuda": 2000}  # samples; on a CPU larger batches are slower (they leave the cache)
+_BATCH = {"cpu": 250, "cuda": 2000}  # of 32x32 pixels; on a CPU larger batches are slower (they leave the cache)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def evaluate(
     (mirror, mirror_translate) the answers over several views are counted too, apart.
     """
     num_samples = len(dataset.test_labels)
-    batch = _BATCH[group.device.type]
+    batch = _BATCH[group.device.type] * 32 // max(32, dataset.image_size)
     shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
     counts = torch.zeros(3, dtype=torch.int64, device=group.device)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=group.device)
@@ -110,4 +110,5 @@ def evaluate(
 
 
 def _images(dataset: Dataset, indices: Tensor) -> Tensor:
-    return normalize(dataset.test_images[indices], mean=dataset.mean, std=dataset.std, channels_last=True)
+    images = dataset.test_images[indices]
+    return normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.data import Dataset
+from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from clusterddp.train.precision import autocast
+from clusterddp.train.models.resnet import has_large_stem
+from clusterddp.train.precision import autocast, trial_pass
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -61,6 +61,18 @@ def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -
     return facts
 
 
+def describe_images(spec: TrainSpec, dataset: Dataset) -> str:
+    """Tell, in words, the size of the images, and which first layers of the model follow from it."""
+    kept, size = dataset.train_images.shape[2], dataset.image_size
+    enlarged = f", enlarged to {size}x{size} in each batch" if kept < size else ""
+    stem = ""
+    if spec.model == "resnet18":
+        stem = (
+            "; resnet18 begins as for ImageNet, 7x7 and max-pool" if has_large_stem(size) else "; resnet18 begins 3x3"
+        )
+    return f"images of {kept}x{kept} pixels{enlarged}{stem}"
+
+
 def count_devices(forward: nn.Module) -> int:
     """Count the devices that one rank's forward pass works on."""
     return len(forward.device_ids) if isinstance(forward, nn.DataParallel) else 1
@@ -74,12 +86,10 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
     began = time.perf_counter()
     device = dataset.train_images.device
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    images = torch.zeros(spec.batch_size, *dataset.train_images.shape[1:], device=device)
+    images = torch.zeros(spec.batch_size, *dataset.image_shape, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
-    with autocast(precision, device):
-        logits = module(images)
-    cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
+    trial_pass(module, images, labels, precision)
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -101,6 +101,19 @@ def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
     return values
 
 
+def max_over_ranks(value: float, group: Group) -> float:
+    """Return the greatest of the ranks' values; it waits until all ranks ask."""
+    values = torch.tensor(value, dtype=torch.float64)
+    if group.world_size > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.control)
+    return values.item()
+
+
+def min_over_ranks(value: float, group: Group) -> float:
+    """Return the least of the ranks' values; it waits until all ranks ask."""
+    return -max_over_ranks(-value, group)
+
+
 def start_mean(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
     """Begin to average `tensors` over the ranks, in one message; call the answer to have the mean in `tensors`.
 

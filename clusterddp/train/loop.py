@@ -9,16 +9,16 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from clusterddp.train.augment import augment
 from clusterddp.train.begin import Setting, begin, introduce
 from clusterddp.train.checkpoint import write_checkpoint
-from clusterddp.train.data import batch_indices, epoch_order
+from clusterddp.train.data.augment import augment
+from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.figures import tell
 from clusterddp.train.optim import set_learning_rate
 from clusterddp.train.precision import autocast
+from clusterddp.train.report.figures import tell
+from clusterddp.train.report.window import TrainReport, Window, read_window
 from clusterddp.train.state import TrainState, gather_state
-from clusterddp.train.window import TrainReport, Window, read_window
 
 
 def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) -> TrainState:
@@ -70,6 +70,7 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
         mean=data.mean,
         std=data.std,
         channels_last=True,
+        size=data.image_size,
     )
     mark = state.gauges.clock.mark
     mark("step")

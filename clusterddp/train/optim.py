@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from clusterddp.train.data import steps_per_epoch
+from clusterddp.train.data.dataset import steps_per_epoch
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -68,7 +68,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     )
 
 
-def build_optimizer(model: nn.Module, spec: TrainSpec, device: torch.device) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
     """Build SGD or Adam over what is trained of `model`; biases and batch norm's parameters do not decay.
 
     Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's.
@@ -78,11 +78,10 @@ def build_optimizer(model: nn.Module, spec: TrainSpec, device: torch.device) -> 
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": spec.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-    fused = True if device.type == "cuda" else None  # on CPUs it gains nothing
     if spec.optimizer == "adam":
-        return torch.optim.Adam(groups, lr=spec.lr, fused=fused)
+        return torch.optim.Adam(groups, lr=spec.lr, fused=True)
     nesterov = spec.nesterov and spec.momentum > 0
-    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=fused)
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from clusterddp.train.augment import normalize
-from clusterddp.train.data import Dataset
-from clusterddp.train.group import Group
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.group import Group, min_over_ranks
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -31,6 +30,16 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+def trial_pass(module: nn.Module, images: Tensor, labels: Tensor, precision: str) -> None:
+    """Do what a step does up to the gradients, which are added to those of `module`; its buffers move, too.
+
+    images: float, normalised, [batch, channel, height, width]; labels: int64, [batch].
+    """
+    with autocast(precision, images.device):
+        logits = module(images)
+    cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
+
+
 def time_precisions(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Time a step (forward and backward pass) of a copy of `model` in fp32 and in bf16; return seconds of each.
 
@@ -43,9 +52,7 @@ def time_precisions(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[f
     while len(seconds["bf16"]) <= _TRIAL_STEPS or time.perf_counter() < deadline:
         for precision, times in seconds.items():
             began = time.perf_counter()
-            with autocast(precision, images.device):
-                logits = trial(images)
-            cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
+            trial_pass(trial, images, labels, precision)
             times.append(time.perf_counter() - began)
             trial.zero_grad(set_to_none=True)
     return min(seconds["fp32"][1:]), min(seconds["bf16"][1:])
@@ -64,7 +71,7 @@ def choose_precision(
     Neither `model` nor any random state is changed. With `deterministic` nothing is timed: time never repeats.
     """
     native = _has_bf16(group.device)
-    if _least(float(native), group) == 0.0:
+    if min_over_ranks(float(native), group) == 0.0:
         what = "GPU" if group.device.type == "cuda" else "CPU"
         lacks = "no bf16 units" if what == "GPU" else "neither avx512_bf16 nor AMX"
         return "fp32", f"a {what} of the run has {lacks}" if group.world_size > 1 else f"the {what} has {lacks}"
@@ -73,9 +80,9 @@ def choose_precision(
     if spec.deterministic:
         return "bf16", "the CPU has units for it; with train.deterministic it is not timed"
     images, labels = dataset.train_images[:_TRIAL_IMAGES], dataset.train_labels[:_TRIAL_IMAGES]
-    images = normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True)
+    images = normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
     fp32_s, bf16_s = time_trial(model, images, labels)
-    gain = _least(fp32_s / bf16_s, group)
+    gain = min_over_ranks(fp32_s / bf16_s, group)
     where = "" if group.world_size == 1 else " on the rank that gains least"
     reason = f"{gain:.1f} times as fast as fp32{where}, in trial steps of {len(labels)} images"
     return ("bf16", reason) if gain >= _WORTH_IT else ("fp32", f"bf16 would be {reason}, less than {_WORTH_IT}")
@@ -87,11 +94,3 @@ def _has_bf16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # torch has no public names for these (2.10 to 2.13); on a CPU of another make they are False.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _least(value: float, group: Group) -> float:
-    """Return the least of the ranks' values."""
-    values = torch.tensor(value, dtype=torch.float64)
-    if group.world_size > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group.control)
-    return values.item()

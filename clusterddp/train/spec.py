@@ -18,6 +18,7 @@ class TrainSpec:
 
     model: str = "resnet18"
     dataset: str = "shapes"
+    image_size: int | None = None
     data_dir: str | None = None
     download: bool = True
     samples: int | None = None

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.train.comm.exchange import Exchange
 from clusterddp.train.ema import Ema
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.exchange import Exchange
-from clusterddp.train.figures import Conditions, Totals
-from clusterddp.train.gauges import Gauges
 from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.optim import Schedule
+from clusterddp.train.report.figures import Conditions, Totals
+from clusterddp.train.report.gauges import Gauges
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
 
-_DEFINING = ("model", "width", "dataset", "seed", "optimizer")
+_DEFINING = ("model", "width", "dataset", "image_size", "seed", "optimizer")
 """Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order, what is
 kept for each weight."""
 

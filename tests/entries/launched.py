@@ -1,6 +1,7 @@
 """A script of torch.distributed.launch's time: it wants --local_rank on its command line, the rest from variables."""
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,9 @@ parser.add_argument("--local_rank", type=int, required=True)
 parser.add_argument("--lr", type=float)
 args = parser.parse_args()
 dist.init_process_group("gloo")
-ranks = torch.tensor([float(args.local_rank)])
-dist.all_reduce(ranks)
-print(f"local rank {args.local_rank}, sum {int(ranks.item())}, lr {args.lr}", flush=True)
+rank, world_size = dist.get_rank(), dist.get_world_size()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+place = f"local rank {args.local_rank} on node {os.environ['GROUP_RANK']}"
+print(f"lr {args.lr}\nrank {rank} of {world_size}, {place}: sum {int(total.item())}\n", end="", flush=True)
 dist.destroy_process_group()

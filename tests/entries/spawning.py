@@ -17,9 +17,10 @@ def worker(local_rank: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=args.dist_url, rank=rank, world_size=world_size)
     if rank == args.fail_rank:
         raise ValueError(f"rank {rank} has bad data")
-    total = torch.tensor([1.0])
+    total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    print(f"rank {rank} of {world_size}: {int(total.item())}", flush=True)
+    place = f"local rank {local_rank} on node {machine}"
+    print(f"rank {rank} of {world_size}, {place}: sum {int(total.item())}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

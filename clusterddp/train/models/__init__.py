@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.augment import normalize
-from clusterddp.train.models.fastnet import FastNet
-from clusterddp.train.models.resnet import resnet18
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.models.fastnet import FastNet, check_side
+from clusterddp.train.models.resnet import has_large_stem, resnet18
 
 if TYPE_CHECKING:
-    from clusterddp.train.data import Dataset
+    from clusterddp.train.data.dataset import Dataset
     from clusterddp.train.spec import TrainSpec
 
 _WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 12x12 covariance needs
@@ -28,9 +28,12 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         if spec.model == "resnet18":
-            return resnet18(channels=channels, num_classes=dataset.num_classes)
+            large = has_large_stem(dataset.image_size)
+            return resnet18(channels=channels, num_classes=dataset.num_classes, large_stem=large)
+        check_side(dataset.image_size)
         model = FastNet(channels=channels, num_classes=dataset.num_classes, width=spec.width)
-    initialise(model, normalize(dataset.train_images[:_WHITENING_IMAGES].cpu(), mean=dataset.mean, std=dataset.std))
+    images = dataset.train_images[:_WHITENING_IMAGES].cpu()
+    initialise(model, normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
     return model
 
 

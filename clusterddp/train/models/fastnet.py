@@ -11,12 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clusterddp.errors import ClusterddpError
+from clusterddp.spec.image_sets import fits_fastnet
+
 _WHITEN_KERNEL = 2
 _WHITEN_EPS = 5e-4  # added to the variances: keeps the faintest patch patterns from being blown up. Source: airbench94
 _LOGIT_SCALE = 1 / 9  # Source: airbench94
 _BIAS_GAIN = 8.0  # batch norm's bias learns 8^2 = 64 times as fast as the weights. Source: airbench94
 _BATCH_NORM_MOMENTUM = 0.4  # few steps, moving fast: statistics of the last handful of batches. Source: airbench94
 _BATCH_NORM_EPS = 1e-5
+
+
+def check_side(side: int) -> None:
+    """Raise ClusterddpError unless the last pool finds what it needs in images of `side` x `side` pixels."""
+    if not fits_fastnet(side):
+        raise ClusterddpError(
+            f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
+            hint="train.model=resnet18 takes any size, train.image_size=32 makes them fit",
+        )
 
 
 class FastNet(nn.Module):

@@ -1,6 +1,7 @@
-"""ResNet-18 for images of 32x32 pixels: a 3x3 stem and no max-pool, torchvision's names and initial weights.
+"""ResNet-18 with torchvision's names and initial weights; for small images its first layers are those for CIFAR.
 
-11,173,962 parameters with 3 channels and 10 classes.
+Above 64x64 pixels it is torchvision's own net (7x7 convolution with stride 2, then a max-pool): 11,689,512 parameters
+with 3 channels and 1,000 classes. Else it begins with a 3x3 convolution: 11,173,962 with 3 channels and 10 classes.
 """
 
 from __future__ import annotations
@@ -9,21 +10,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def resnet18(*, channels: int = 3, num_classes: int = 10) -> ResNet:
+def resnet18(*, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> ResNet:
     """Return a ResNet-18 with fresh weights from torch's global random state."""
-    return ResNet(channels=channels, num_classes=num_classes, blocks=(2, 2, 2, 2))
+    return ResNet(channels=channels, num_classes=num_classes, blocks=(2, 2, 2, 2), large_stem=large_stem)
+
+
+def has_large_stem(side: int) -> bool:
+    """Say whether images of `side` x `side` pixels are made a quarter as wide before the first block."""
+    return side > 64
 
 
 class ResNet(nn.Module):
     """The residual net of He et al. (2015) with basic blocks.
 
-    The parameters' names are torchvision's, so that its tools and checkpoints of its `resnet18` apply (the stem's shape
-    differs).
+    The parameters' names are torchvision's, so that its tools and checkpoints of its `resnet18` apply (without
+    `large_stem` the stem's shape differs).
     """
 
-    def __init__(self, *, channels: int, num_classes: int, blocks: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, *, channels: int, num_classes: int, blocks: tuple[int, int, int, int], large_stem: bool = False
+    ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        self.large_stem = large_stem
+        if large_stem:
+            self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        else:
+            self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = _layer(64, 64, blocks[0], stride=1)
         self.layer2 = _layer(64, 128, blocks[1], stride=2)
@@ -35,6 +47,8 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [batch, class] of normalised images [batch, channel, height, width]."""
         x = functional.relu(self.bn1(self.conv1(images)), inplace=True)
+        if self.large_stem:
+            x = functional.max_pool2d(x, 3, stride=2, padding=1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
         return logits

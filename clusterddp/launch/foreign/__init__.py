@@ -1,0 +1,1 @@
+"""Runs whose ranks another launcher starts: torchrun, srun, mpirun, Kubeflow, a person."""

@@ -1,0 +1,67 @@
+"""A run that is joined again: every machine goes on in the directory that it has of it, with the next attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import UsageError
+from clusterddp.launch.attempts import make_attempt
+from clusterddp.launch.joining.plan import LAUNCHER
+from clusterddp.launch.plan import Plan, move_plan
+from clusterddp.run.directory import RunDir, find_run, write_json, write_text
+from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
+
+if TYPE_CHECKING:
+    from clusterddp.run.view import RunView
+
+
+def find_earlier(runs_dir: Path, name: str) -> RunDir:
+    """Find the run to go on with, as this machine has it.
+
+    Raises: RunNotFoundError: it has none of that name. UsageError: that was not joined, or goes on, or is done.
+    """
+    from clusterddp.run.state import read_state
+
+    run = RunDir(find_run(runs_dir, name).path.absolute())
+    if read_run(run).launcher != LAUNCHER:
+        raise UsageError(f"{run.name}: was not joined", hint=f"clusterddp resume {run.name}")
+    _refuse(run, read_state(run))
+    return run
+
+
+def under_its_name(plan: Plan, run: RunDir) -> Plan:
+    """Return the plan as one of an earlier run: with its name, its directory and its token."""
+    token = read_run(run).token
+    return move_plan(dataclasses.replace(plan, token=token, gang=dataclasses.replace(plan.gang, token=token)), run.path)
+
+
+def next_attempt(run: RunDir) -> int:
+    """Number the attempt that comes next."""
+    attempts = run.attempts()
+    return attempts[-1].number + 1 if attempts else 0
+
+
+def open_again(run: RunDir, plan: Plan, attempt: int) -> None:
+    """Make the directory of the next attempt, and write down what it runs.
+
+    Raises: UsageError: somebody else has. ClusterddpError, OSError: the file system refuses.
+    """
+    try:
+        make_attempt(run, attempt)
+    except FileExistsError:
+        raise UsageError(f"{run.name}: somebody else is resuming it") from None
+    write_json(run.plan, plan.to_json())
+    write_text(run.spec, plan.spec_text)
+    submitter = dataclasses.asdict(ProcessIdentity.of())
+    write_run(run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, base_attempt=attempt))
+    run.cancel_file.unlink(missing_ok=True)
+    log_event(run, "resumed", attempt=attempt)
+
+
+def _refuse(run: RunDir, view: RunView) -> None:
+    if view.state.value == "COMPLETED":
+        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint="without --resume it is another run")
+    if not view.finished:
+        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")

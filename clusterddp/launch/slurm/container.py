@@ -1,0 +1,55 @@
+"""How a container is put around the ranks: pyxis by options of srun, apptainer as words before Python.
+
+No cluster with either was at hand: what is rendered here follows their documentation and has not been run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import clusterddp
+
+IMPORT_PATH = "/opt/clusterddp"
+"""Where this package lies inside, alone: what else is installed beside it here must not hide what the image has."""
+
+
+def container_words(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """Return the words of the task's command up to Python.
+
+    Source: https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
+    """
+    if container is None:
+        return (sys.executable,)
+    if container["runtime"] == "pyxis":
+        return (container["python"],)
+    binds = tuple(f"--bind={mount}" for mount in _mounts(container, mounts, run_dir))
+    gpus = ("--nv",) if container["gpus"] else ()
+    workdir = (f"--pwd={container['workdir']}",) if container["workdir"] else ()
+    return ("apptainer", "exec", *gpus, *binds, *workdir, container["image"], container["python"])
+
+
+def container_flags(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """Return srun's options for a container.
+
+    Source: https://github.com/NVIDIA/pyxis#usage
+    """
+    if container is None or container["runtime"] != "pyxis":
+        return ()
+    flags = [
+        f"--container-image={container['image']}",
+        f"--container-mounts={','.join(_mounts(container, mounts, run_dir))}",
+        "--no-container-mount-home",
+    ]
+    if container["workdir"]:
+        flags.append(f"--container-workdir={container['workdir']}")
+    return tuple(flags)
+
+
+def _mounts(container: dict[str, Any], mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """List the mounts as HOST_PATH:PATH[:FLAGS]: the run, what it needs, and the user's own."""
+    package = f"{Path(clusterddp.__file__).absolute().parent}:{IMPORT_PATH}/clusterddp:ro"
+    ours = dict.fromkeys((str(run_dir.parent), *mounts))
+    users = (mount if ":" in mount else f"{mount}:{mount}" for mount in container["mounts"])
+    return (*(f"{path}:{path}" for path in ours), package, *users)

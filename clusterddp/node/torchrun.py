@@ -1,0 +1,184 @@
+"""Ranks that torchrun starts: one agent of torchrun's on each node, the supervisor's child, starts the node's ranks.
+
+What it starts for each rank holds the rank for the supervisor, as a task of Slurm's does (holder.py, tasks.py): so the
+records, the logs, the first failure and the end of a rank are what they are without torchrun. An attempt ends when the
+head says so; then all holders leave with an error, and torchrun starts them again: its restarts are the run's attempts,
+on all nodes alike. The agents stay from the first attempt to the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+from clusterddp.dist.environment import COOKIE, USERS, cookie
+from clusterddp.dist.ranks import spell_ranks
+from clusterddp.dist.torchrun import torchrun_words
+from clusterddp.node.order import Order
+from clusterddp.node.processes import start_agent
+from clusterddp.node.starter import Ended, Launch, Lost, News
+from clusterddp.node.tasks import Tasks
+from clusterddp.node.taskwire import PREFIX
+from clusterddp.run.directory import read_tail
+from clusterddp.run.record import signal_name
+from clusterddp.run.sweep import sweep
+
+START_TIMEOUT_S = 180.0
+"""How long torchrun may take to start the ranks: it imports torch, and waits for the other nodes' agents."""
+_AGENT_FIRST_S = 0.5
+"""How long the end of a holder waits for that of the agent, from which it may follow."""
+_FAREWELL_S = 5.0
+_ITS_OWN = ("PET_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+"""How variables begin by which somebody else's torchrun would speak to ours."""
+
+
+class Torchrun:
+    """The ranks of one node, through torchrun."""
+
+    sweeps_descendants = False
+
+    def __init__(
+        self, order: Order, environment: Mapping[str, str], selector: selectors.BaseSelector, tasks: Tasks | None
+    ) -> None:
+        """`tasks`: on Slurm the node's one task, which stays for as long as we do."""
+        self._gang, self._node = order.gang, order.node
+        self._environment = environment
+        self._tasks = tasks
+        self._launcher_dir = order.run.launcher_dir
+        self._log = self._launcher_dir / f"torchrun-{order.node.node_rank}.log"
+        facts = f"torchrun of {order.gang.token}:{order.attempt}:{order.node.node_rank}:{os.getpid()}"
+        self._socket = hashlib.sha256(facts.encode()).hexdigest()[:40]
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(PREFIX + self._socket)
+        listener.listen(1024)
+        self._holders = Tasks(listener, order.node.ranks, order.node.host, selector, what="holder")
+        self._agent: int | None = None
+        self._waiting: dict[int, Launch] = {}
+        """By rank, what waits for its holder."""
+        self._due = float("inf")
+        self._used = False
+        """True when holders have been given a rank to start: the next attempt needs new ones."""
+        self._losses: list[tuple[float, Lost]] = []
+        self._news: list[News] = []
+        self._exit_codes: dict[int, int] = {}
+        self._over = False
+
+    def start(self, rank: int, launch: Launch) -> None:
+        """Have torchrun start a rank, or start it again.
+
+        Raises: OSError: torchrun cannot be started.
+        """
+        if self._used:
+            self._used = False
+            self._holders.release(exit_code=1)
+            self._exit_codes.clear()
+        if self._agent is None:
+            self._agent = self._start_agent(launch)
+        self._waiting[rank] = launch
+        self._due = time.monotonic() + START_TIMEOUT_S
+
+    def withdraw(self) -> None:
+        self._waiting.clear()
+
+    def signal(self, rank: int, number: int) -> None:
+        self._holders.signal(rank, number)
+
+    def news(self) -> list[News]:
+        now = time.monotonic()
+        for each in self._holders.news():
+            if isinstance(each, Lost):
+                self._losses.append((now + _AGENT_FIRST_S, each))
+                continue
+            if isinstance(each, Ended):
+                self._exit_codes[each.rank] = each.returncode
+            self._news.append(each)
+        self._hear_tasks()
+        self._hand_over(now)
+        self._news += [lost for due, lost in self._losses if now >= due]
+        self._losses = [(due, lost) for due, lost in self._losses if now < due]
+        news, self._news = self._news, []
+        return [] if self._over else news
+
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Take in which children of the supervisor have ended; without the agent no rank of this node is left."""
+        returncode = exits.get(self._agent) if self._agent is not None else None
+        if returncode is None:
+            return
+        pid, self._agent = self._agent, None
+        how = f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"left with exit code {returncode}"
+        said = read_tail(self._log).rpartition("\n")[2].strip()
+        words = f"torchrun on {self._node.host} (pid {pid}) {how}; its {spell_ranks(self._node.ranks)} ended with it"
+        words += f"; it said last: {said[:200]}" if returncode > 0 and said else ""
+        self._waiting.clear()
+        self._losses.clear()
+        self._news += [Lost(rank, words) for rank in self._node.ranks]
+
+    def end(self, exit_code: int) -> None:
+        """Let torchrun go, and wait until it has gone: nothing of it is left behind."""
+        self._over = True
+        if exit_code == 0 and set(self._exit_codes) == set(self._node.ranks) and not any(self._exit_codes.values()):
+            self._holders.dismiss(exit_code)
+            self._await_agent(_FAREWELL_S)
+        if self._agent is not None:
+            os.kill(self._agent, signal.SIGKILL)
+            self._await_agent(_FAREWELL_S)
+        sweep(cookie(self._gang.token, f"a{self._node.node_rank}"), timeout_s=_FAREWELL_S)
+
+    def _start_agent(self, launch: Launch) -> int:
+        told = {name: variable.value for name, variable in launch.variables.items()}
+        users = {name: variable.value for name, variable in launch.variables.items() if variable.origin == USERS}
+        words = torchrun_words(
+            run=self._gang.run,
+            num_nodes=len(self._gang.nodes),
+            node_rank=self._node.node_rank,
+            num_ranks=len(self._node.ranks),
+            master_addr=told["MASTER_ADDR"],
+            port=launch.agent_port or 0,
+            restarts=max(0, self._gang.restarts - int(told["TORCHELASTIC_RESTART_COUNT"])),
+        )
+        environment = {
+            name: value
+            for name, value in {**self._environment, **users}.items()
+            if not name.startswith(_ITS_OWN) and name != "PYTHON_EXEC"
+        }
+        environment["OMP_NUM_THREADS"] = told["OMP_NUM_THREADS"]
+        environment[COOKIE] = cookie(self._gang.token, f"a{self._node.node_rank}")
+        # Slurm sends its signals to every process of a step: what they mean, supervisor and ranks know.
+        environment["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        return start_agent((*words, self._socket), environment=environment, cwd=self._launcher_dir, log=self._log)
+
+    def _hear_tasks(self) -> None:
+        if self._tasks is not None:
+            for each in self._tasks.news():
+                if isinstance(each, Lost):
+                    error = f"the task of node {self._node.node_rank} on {self._node.host} was killed"
+                    self._news += [Lost(rank, error) for rank in self._node.ranks]
+
+    def _hand_over(self, now: float) -> None:
+        """Give the holders their ranks to start, when all of this node have come."""
+        missing = self._holders.missing
+        if not self._waiting or (missing and now < self._due):
+            return
+        if missing:
+            late = f"{spell_ranks(missing)} within {START_TIMEOUT_S:g} s ({self._log})"
+            self._news += [Lost(rank, f"torchrun on {self._node.host} has not started {late}") for rank in missing]
+        else:
+            self._used = True
+            for rank, launch in self._waiting.items():
+                self._holders.start(rank, launch)
+        self._waiting.clear()
+
+    def _await_agent(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._agent is not None and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._agent, os.WNOHANG) == (0, 0):
+                    time.sleep(0.02)
+                    continue
+            self._agent = None

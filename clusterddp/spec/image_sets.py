@@ -1,0 +1,146 @@
+"""The sets of images that are files, by name: torchvision's classification sets, and a folder of one's own.
+
+What is sure before any file is seen stands here, without torchvision, for the submitting side and the ranks alike.
+Source: torchvision 0.28.0, datasets/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FOLDER = "folder"
+BUILT_IN: Mapping[str, int] = {"shapes": 32, "cifar10": 32, "fashion_mnist": 32, "random": 32}
+"""The sets that the trainer reads or draws by itself, and the side of their images in pixels."""
+
+_HALVES = ({"train": True}, {"train": False})
+_SPLITS = ({"split": "train"}, {"split": "test"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSet:
+    """How torchvision reads a set: a class, called once for each half, and what it needs."""
+
+    reader: str
+    """The class in torchvision.datasets."""
+    halves: tuple[dict[str, Any], dict[str, Any]] = _SPLITS
+    """What the class is told, besides its root, to read the training images, and the test images."""
+    files: tuple[str, ...]
+    """What has to be in the root; a download puts it there."""
+    side: int | None = None
+    """Pixels along each side of every image; None: they differ, or are not square."""
+    grey: bool = False
+    """One channel; all other sets have three, and what is grey among them is read as RGB."""
+    packages: tuple[str, ...] = ()
+    """What torchvision needs to read it, besides itself."""
+    by_hand: bool = False
+    """torchvision does not download it."""
+
+
+def _emnist(split: str) -> ImageSet:
+    halves = ({"split": split, "train": True}, {"split": split, "train": False})
+    return ImageSet(reader="EMNIST", halves=halves, files=("EMNIST",), side=28, grey=True)
+
+
+IMAGE_SETS: Mapping[str, ImageSet] = {
+    "cifar100": ImageSet(reader="CIFAR100", halves=_HALVES, files=("cifar-100-python",), side=32),
+    "clevrclassification": ImageSet(
+        reader="CLEVRClassification", halves=({"split": "train"}, {"split": "val"}), files=("clevr",)
+    ),
+    "country211": ImageSet(reader="Country211", files=("country211",)),
+    "dtd": ImageSet(reader="DTD", files=("dtd",)),
+    "emnist_balanced": _emnist("balanced"),
+    "emnist_byclass": _emnist("byclass"),
+    "emnist_bymerge": _emnist("bymerge"),
+    "emnist_digits": _emnist("digits"),
+    "emnist_letters": _emnist("letters"),
+    "emnist_mnist": _emnist("mnist"),
+    "fer2013": ImageSet(reader="FER2013", files=("fer2013",), side=48, grey=True, by_hand=True),
+    "fgvcaircraft": ImageSet(
+        reader="FGVCAircraft", halves=({"split": "trainval"}, {"split": "test"}), files=("fgvc-aircraft-2013b",)
+    ),
+    "flowers102": ImageSet(reader="Flowers102", files=("flowers-102",), packages=("scipy",)),
+    "food101": ImageSet(reader="Food101", files=("food-101",)),
+    "gtsrb": ImageSet(reader="GTSRB", files=("gtsrb",)),
+    "imagenet": ImageSet(
+        reader="ImageNet",
+        halves=({"split": "train"}, {"split": "val"}),
+        files=("meta.bin", "train", "val"),
+        by_hand=True,
+    ),
+    "imagenette": ImageSet(reader="Imagenette", halves=({"split": "train"}, {"split": "val"}), files=("imagenette2",)),
+    "kmnist": ImageSet(reader="KMNIST", halves=_HALVES, files=("KMNIST",), side=28, grey=True),
+    "mnist": ImageSet(reader="MNIST", halves=_HALVES, files=("MNIST",), side=28, grey=True),
+    "oxfordiiitpet": ImageSet(
+        reader="OxfordIIITPet", halves=({"split": "trainval"}, {"split": "test"}), files=("oxford-iiit-pet",)
+    ),
+    "pcam": ImageSet(reader="PCAM", files=("pcam",), side=96, packages=("h5py",)),
+    "places365": ImageSet(
+        reader="Places365",
+        halves=({"split": "train-standard", "small": True}, {"split": "val", "small": True}),
+        files=(
+            "categories_places365.txt",
+            "places365_train_standard.txt",
+            "places365_val.txt",
+            "data_256_standard",
+            "val_256",
+        ),
+        side=256,
+    ),
+    "qmnist": ImageSet(reader="QMNIST", halves=_HALVES, files=("QMNIST",), side=28, grey=True),
+    "renderedsst2": ImageSet(reader="RenderedSST2", files=("rendered-sst2",), side=448),
+    "stanfordcars": ImageSet(reader="StanfordCars", files=("stanford_cars",), packages=("scipy",), by_hand=True),
+    "stl10": ImageSet(reader="STL10", files=("stl10_binary",), side=96),
+    "svhn": ImageSet(reader="SVHN", files=("train_32x32.mat", "test_32x32.mat"), side=32, packages=("scipy",)),
+    "usps": ImageSet(reader="USPS", halves=_HALVES, files=("usps.bz2", "usps.t.bz2"), side=16, grey=True),
+}
+
+_NO_HALVES = "torchvision has no test images apart from the training images of it"
+_OTHER_CLASSES = "its test images show other classes than its training images"
+_NO_CLASSES = "its images have no single class"
+
+REFUSED: Mapping[str, str] = {
+    "caltech101": _NO_HALVES,
+    "caltech256": _NO_HALVES,
+    "celeba": _NO_CLASSES,
+    "emnist": "it is six sets: emnist_balanced, _byclass, _bymerge, _digits, _letters and _mnist",
+    "eurosat": _NO_HALVES,
+    "hmdb51": "it is of videos",
+    "inaturalist": "its 2.7 million images do not fit on a device",
+    "kinetics": "it is of videos",
+    "lfwpairs": _NO_CLASSES,
+    "lfwpeople": _OTHER_CLASSES,
+    "lsun": "its 10 million images do not fit on a device",
+    "movingmnist": "it is of videos, without classes",
+    "omniglot": _OTHER_CLASSES,
+    "semeion": _NO_HALVES,
+    "sun397": _NO_HALVES,
+    "ucf101": "it is of videos",
+}
+"""torchvision's sets that people may ask for, and why they cannot be trained on by name."""
+
+NAMES = (*BUILT_IN, FOLDER, *IMAGE_SETS)
+
+
+def own_side(name: str) -> int | None:
+    """Return the side in pixels that all images of a set have; None: it is not known before they are read."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    return IMAGE_SETS[name].side if name in IMAGE_SETS else None
+
+
+def model_side(name: str, image_size: int | None) -> int | None:
+    """Return the side in pixels of the images that the model sees; None: it is not known before they are read."""
+    return image_size or own_side(name)
+
+
+def kept_side(name: str, image_size: int | None) -> int | None:
+    """Return the side in pixels at which images are kept; they are enlarged to what the model sees in each batch."""
+    own = own_side(name)
+    return own if own is not None and (image_size is None or own < image_size) else image_size
+
+
+def fits_fastnet(side: int) -> bool:
+    """Say whether fastnet can take images of this side: after three halvings its last 3x3 pool must have one place."""
+    return 25 <= side <= 48

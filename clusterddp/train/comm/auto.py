@@ -1,0 +1,135 @@
+"""`comm: auto`: measure computing and the link once, work out each allowed mode's step, tell, and choose.
+
+What is measured is measured on a copy of the model, by all ranks together, and the slowest rank's time counts. So all
+come to the same choice, and nothing of the training has moved. The checkpoint keeps the choice.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from clusterddp.train.comm.powersgd import PowerSgd
+from clusterddp.train.data.augment import normalize
+from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.group import Group, max_over_ranks, mean_over_ranks
+from clusterddp.train.precision import trial_pass
+
+if TYPE_CHECKING:
+    from clusterddp.train.spec import TrainSpec
+
+_MOST_ROUNDS, _ENOUGH_S = 10, 3.0
+_OVERLAP = 2 / 3
+"""The share of a forward and backward pass in which gradients are ready to be sent: the backward pass."""
+_TIE = 1.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a step's parts take, in s, on the slowest rank."""
+
+    world_size: int
+    compute: float
+    """Forward and backward passes of a whole step, without any exchange."""
+    last_pass: float
+    """The last micro-batch's share of `compute`, behind whose backward pass sending can hide."""
+    sent: Mapping[str, float]
+    """What is sent and received at once: "fp32" and "bf16", all gradients so; "powersgd:R", its computing included."""
+
+    def step_s(self, comm: str) -> float:
+        """Work out how long a step takes with mode `comm`.
+
+        DDP sends while the backward pass runs, PowerSGD after it, local steps once in a while.
+        """
+        mode, _, number = comm.partition(":")
+        if mode == "powersgd":
+            return self.compute + self.sent[comm]
+        if mode == "local":
+            return self.compute + self.sent["bf16"] / int(number)
+        hidden = _OVERLAP * self.last_pass
+        return self.compute - hidden + max(hidden, self.sent["fp32" if mode == "exact" else "bf16"])
+
+
+def choose_comm(measured: Measured, allowed: Sequence[str]) -> str:
+    """Choose the fastest of exact and `allowed`; within 5 % of it the one that is named first, exact before all."""
+    modes = ["exact", *allowed]
+    fastest = min(measured.step_s(comm) for comm in modes)
+    return next(comm for comm in modes if measured.step_s(comm) <= _TIE * fastest)
+
+
+def explain_choice(measured: Measured, allowed: Sequence[str]) -> list[str]:
+    """Return the lines that tell what was measured, what follows for each mode, and what is chosen."""
+    ranks, compute_ms = measured.world_size, 1000 * measured.compute
+    sent = ", ".join(f"{what} {1000 * seconds:.1f}" for what, seconds in measured.sent.items())
+    lines = [
+        f"comm auto: {ranks} ranks; ms a step: computing {compute_ms:.1f}; ms to exchange all gradients: {sent}",
+        f"  one step of {ranks} ranks beats {ranks} steps of one if what it waits for is under "
+        f"{ranks - 1} x {compute_ms:.1f} = {(ranks - 1) * compute_ms:.1f} ms:",
+        f"  {'mode':<14}{'ms a step':>10}{'of it waiting':>15}{'against one rank':>18}",
+    ]
+    for comm in ("exact", *allowed):
+        step_s = measured.step_s(comm)
+        speed = ranks * measured.compute / step_s
+        lines.append(f"  {comm:<14}{1000 * step_s:>10.1f}{1000 * step_s - compute_ms:>15.1f}{speed:>17.2f}x")
+    lines.append(f"  chosen: {choose_comm(measured, allowed)}")
+    return lines
+
+
+def measure(
+    model: nn.Module,
+    dataset: Dataset,
+    group: Group,
+    *,
+    spec: TrainSpec,
+    precision: str,
+) -> Measured:
+    """Time a training step's parts on a copy of `model`; every rank takes part.
+
+    Uncompiled: on GPUs `compile` makes the real step shorter than the one that is measured.
+    """
+    model = copy.deepcopy(model)
+    images = dataset.train_images[: spec.batch_size]
+    images = normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
+    labels = dataset.train_labels[: spec.batch_size]
+
+    def one_pass() -> None:
+        model.zero_grad(set_to_none=True)
+        trial_pass(model, images, labels, precision)
+
+    last_pass = _median_s(one_pass, group)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    sent = {
+        "fp32": _median_s(lambda: mean_over_ranks(gradients, group), group),
+        "bf16": _median_s(lambda: mean_over_ranks(gradients, group, dtype=torch.bfloat16), group),
+    }
+    for comm in spec.comm_allow:
+        if comm.startswith("powersgd"):
+            tried = PowerSgd(model, group, rank=int(comm.partition(":")[2]), total_steps=0, seed=0)
+            sent[comm] = _median_s(lambda tried=tried: tried.after_backward(0), group)  # type: ignore[misc]
+    return Measured(world_size=group.world_size, compute=spec.accumulate * last_pass, last_pass=last_pass, sent=sent)
+
+
+def _median_s(action: Callable[[], None], group: Group) -> float:
+    """Time `action` some times after a first one; return the slowest rank's median."""
+    action()
+    took_s = [_together_s(action, group)]
+    rounds = min(_MOST_ROUNDS, int(_ENOUGH_S / max_over_ranks(took_s[0], group)))
+    took_s += [_together_s(action, group) for _ in range(rounds)]
+    return max_over_ranks(statistics.median(took_s), group)
+
+
+def _together_s(action: Callable[[], None], group: Group) -> float:
+    """Time `action`, begun when all ranks are there."""
+    max_over_ranks(0.0, group)
+    began = time.perf_counter()
+    action()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    return time.perf_counter() - began

@@ -1,0 +1,157 @@
+"""Downloads a data set once per host, with torchvision: the only place that imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.error import URLError
+
+import torch
+
+from clusterddp.dist.environment import inherited_environment
+from clusterddp.errors import ClusterddpError
+
+_SOCKET_TIMEOUT_S = 30.0  # a compute node behind a firewall answers nothing at all
+
+log = logging.getLogger(__name__)
+_declared_operators: list[torch.library.Library] = []  # torch forgets a declaration with its Library object
+
+
+def download_once(
+    torchvision_name: str,
+    title: str,
+    data_dir: Path,
+    *,
+    find: Callable[[Path], Path | None],
+    results: Sequence[str],
+    halves: Sequence[Mapping[str, Any]] = ({},),
+) -> Path:
+    """Return the folder that `find` finds under `data_dir`, after downloading the set if need be.
+
+    `torchvision_name` is the class in torchvision.datasets, called with each of `halves`, and `results` the names of
+    the entries that it makes in its root. Processes of all ranks may call this at once: one downloads under a lock, the
+    others wait. The files arrive in a staging folder; each of `results` appears under `data_dir` at one blow.
+
+    Raises:
+        ClusterddpError: nothing can be downloaded or written here.
+    """
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with locked(data_dir / f".{torchvision_name}.lock"):
+            return find(data_dir) or _download(
+                torchvision_name, title, data_dir, find=find, results=results, halves=halves
+            )
+    except (OSError, URLError, RuntimeError, ValueError, ImportError) as error:
+        cause = " ".join(str(error).split())  # torchvision's own texts have several lines
+        raise ClusterddpError(
+            f"{title} could not be downloaded to {data_dir}: {type(error).__name__}: {cause}",
+            hint="download it where there is a network and set train.data_dir, or take train.dataset=shapes",
+        ) from error
+
+
+def default_data_dir() -> Path:
+    """Return where data sets go when the spec names no place."""
+    if sys.platform == "darwin":
+        cache = Path.home() / "Library" / "Caches"
+    else:
+        cache = Path(inherited_environment().get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache")
+    return cache / "clusterddp" / "datasets"
+
+
+def missing_error(title: str, data_dir: Path, *, wanted: str) -> ClusterddpError:
+    """Return the error for a set that is not there and may not be downloaded."""
+    return ClusterddpError(
+        f"{data_dir}: {title} is not there: expected {wanted}",
+        hint="set train.data_dir to the directory that holds it, or train.download=true",
+    )
+
+
+def import_datasets() -> ModuleType:
+    """Import torchvision.datasets, also beside a torch that torchvision was not built for."""
+    import_torchvision()
+    return importlib.import_module("torchvision.datasets")
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, also beside a torch that it was not built for.
+
+    A torchvision built for CUDA does not load its compiled operators beside a CPU build of torch, and then fails at
+    import because two of them, nms and qnms, are unknown ("operator torchvision::nms does not exist"). Declaring their
+    schemas is enough for everything that does not call them, and data sets do not.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        operators = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        _declared_operators.append(operators)
+        log.warning(
+            "torchvision was built for another torch than %s (%s); its operators nms and qnms are declared without "
+            "code, data sets work",
+            torch.__version__,
+            error,
+        )
+        return importlib.import_module("torchvision")
+
+
+def _download(
+    torchvision_name: str,
+    title: str,
+    target: Path,
+    *,
+    find: Callable[[Path], Path | None],
+    results: Sequence[str],
+    halves: Sequence[Mapping[str, Any]],
+) -> Path:
+    datasets = import_datasets()
+    log.info("downloading %s to %s", title, target)
+    staging = Path(tempfile.mkdtemp(prefix=f".{torchvision_name}-", dir=target))
+    try:
+        with _socket_timeout(_SOCKET_TIMEOUT_S):
+            for half in halves:
+                getattr(datasets, torchvision_name)(str(staging), download=True, **half)
+        try:
+            for result in results:
+                (staging / result).rename(target / result)
+        except OSError:
+            if find(target) is None:  # else another host was faster, on a file system that both share without locks
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    folder = find(target)
+    if folder is None:
+        raise RuntimeError(f"torchvision reported success, but {target} lacks the files")
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process of this host at a time go on; a lock ends with whoever holds it."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
