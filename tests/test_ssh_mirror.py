@@ -262,3 +262,27 @@ def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None
     told = mirror.ask(hosts.run, "beat", {})
     mirror.close()
     assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
+
+
+def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterddp.launch.ssh.mirror.FIRST_LOOK_S", 0.2)
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look(timeout_s=20)
+    late = next(session for session in hosts.sessions if session.host == "gpu02").process
+    late.send_signal(signal.SIGSTOP)
+    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
+
+    def answer_meanwhile(do: str) -> None:
+        late.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+
+    for session in hosts.sessions:
+        session.before_ask = answer_meanwhile
+    mirror.look(timeout_s=20)
+    mirror.look(timeout_s=20)
+    mirror.close()
+    assert set(read_reports(hosts.run)) == {"gpu01", "gpu02"}

@@ -46,6 +46,8 @@ class _Link:
     jobs: queue.SimpleQueue[Work | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
     busy: bool = False
+    kind: str = ""
+    """Of the last work."""
     result: Any = None
     """Of the last work, until it is collected."""
     session: Session | None = None
@@ -55,11 +57,11 @@ class _Link:
     retry_at: float = 0.0
     """Seconds of the monotonic clock: before that a host that cannot be reached is not tried again."""
 
-    def post(self, work: Work) -> None:
+    def post(self, kind: str, work: Work) -> None:
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
-        self.busy, self.result = True, None
+        self.busy, self.kind, self.result = True, kind, None
         self.jobs.put(work)
 
     def close(self) -> None:
@@ -120,13 +122,13 @@ class Links:
         self._links: dict[HostAccess, _Link] = {}
 
     def run(
-        self, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool = False
+        self, kind: str, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool = False
     ) -> dict[HostAccess, Any]:
         """Have work done on hosts; return the results that are there when all are done or the time is up.
 
-        A host that is still busy with an earlier call is not waited for, and its late result is one too; with `anew`
-        it is waited for, and asked again. A host that cannot be reached has an `SshError` for its result, at once while
-        it is too early to try it again.
+        A host that is still busy with an earlier call is not waited for, and the late result of a call of the same
+        kind is one too; with `anew` it is waited for, and asked again. A host that cannot be reached has an `SshError`
+        for its result, at once while it is too early to try it again.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         links = {access: self._link(access) for access in works}
@@ -141,10 +143,10 @@ class Links:
                 results[access] = link.last_error
             else:
                 posted.append(link)
-                link.post(works[access])
+                link.post(kind, works[access])
         self._await(posted, deadline)
         for access, link in links.items():
-            if not link.busy and link.result is not None:
+            if not link.busy and link.kind == kind and link.result is not None:
                 results[access], link.result = link.result, None
         for result in results.values():
             if isinstance(result, Failed):

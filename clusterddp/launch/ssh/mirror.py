@@ -130,8 +130,9 @@ class Mirror:
             return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
 
         asked = [access for access, targets in self._targets.items() if any(each.run == run for each in targets)]
-        results = self._links.run(dict.fromkeys(asked, put), FIRST_LOOK_S, anew=True)
-        silent = f"no answer within {FIRST_LOOK_S:g} s"
+        timeout_s = FIRST_LOOK_S + _EACH_S * len(asked)
+        results = self._links.run(do, dict.fromkeys(asked, put), timeout_s, anew=True)
+        silent = f"no answer within {timeout_s:g} s"
         return {each.host: results.get(each, SshError(each.host, "ask", silent)) for each in asked}
 
     def close(self) -> None:
@@ -153,6 +154,7 @@ class Mirror:
     def _look_once(self, works: Mapping[HostAccess, list[Target]], timeout_s: float | None, *, anew: bool) -> None:
         is_first = self._looked_at is None
         results = self._links.run(
+            "visit",
             {access: functools.partial(self._visit, access, targets) for access, targets in works.items()},
             timeout_s,
             anew=anew,
