@@ -11,6 +11,7 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
+from clusterddp.run.directory import read_json
 from clusterddp.run.record import FOREIGN
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 MOST_RANKS_ONE_BY_ONE = 8
 SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
 """States whose reason adds nothing."""
+_BY_HAND = {
+    "join": ("clusterddp join SPEC", "on each machine"),
+    FOREIGN: ("clusterddp worker SPEC", "started as before"),
+}
 _COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan", "KILLED": "yellow"}
 
 
@@ -91,9 +96,20 @@ def next_steps(
         elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
             steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
     if state in {"FAILED", "LOST", "CANCELLED"}:
-        again = ("go on", "resume") if _has_checkpoint(run) else ("try again", "rerun")
-        steps.append((again[0], f"clusterddp {again[1]} {address}"))
+        steps.append(_again(run, address))
     return [f"  {what:<10} {text}" for what, text in steps]
+
+
+def _again(run: RunDir, address: str) -> tuple[str, str]:
+    """Return what goes on with a run that has ended, or repeats it: for ranks that people started, people do."""
+    launcher = (read_json(run.record) or {}).get("launcher")
+    goes_on = _has_checkpoint(run)
+    if launcher in _BY_HAND:
+        command, where = _BY_HAND[launcher]
+        command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
+    else:
+        command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
+    return ("go on" if goes_on else "try again", command)
 
 
 def _has_checkpoint(run: RunDir) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
-from clusterddp.run.record import AttemptEnd, read_end, read_run, write_end
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, read_end, read_run, write_end, write_run
 from clusterddp.run.sweep_queue import claim
+from clusterddp.run.view import RunState, RunView
 
 
 class Closeable(Protocol):
@@ -48,6 +51,49 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
     sync_directory(attempt.path)
     sync_directory(attempt.path.parent)
     return attempt
+
+
+def refuse_resume(run: RunDir, view: RunView, *, instead: str) -> None:
+    """Let only a run go on that has ended before it was done; `instead`: what else to do with one that is done.
+
+    Raises: UsageError.
+    """
+    if view.state is RunState.COMPLETED:
+        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint=instead)
+    if not view.finished:
+        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
+
+
+def make_next_attempt(run: RunDir, number: int) -> None:
+    """Make the directory of the attempt that a run goes on with.
+
+    Raises: UsageError: somebody else has. ClusterddpError: the file system refuses.
+    """
+    try:
+        make_attempt(run, number)
+    except FileExistsError:
+        raise UsageError(f"{run.name}: somebody else is resuming it") from None
+    except OSError as error:
+        raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
+
+
+def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
+    """Write down that this process goes on with a run; `queued`: it waits for a queue to start it.
+
+    Raises: ClusterddpError: the file system refuses.
+    """
+    write_run(
+        run,
+        dataclasses.replace(
+            read_run(run),
+            submitter=dataclasses.asdict(ProcessIdentity.of()),
+            keeper=None,
+            job_id=None,
+            base_attempt=number,
+            queued=queued,
+        ),
+    )
+    run.cancel_file.unlink(missing_ok=True)
 
 
 def end_run(run: RunDir, end: AttemptEnd) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import time
@@ -13,8 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.errors import ClusterddpError, SlurmError, UsageError
-from clusterddp.launch.attempts import Closeable, Tell, end_queued, end_run, final_end, make_attempt, silence
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launch.attempts import (
+    Closeable,
+    Tell,
+    adopt,
+    end_queued,
+    end_run,
+    final_end,
+    make_next_attempt,
+    refuse_resume,
+    silence,
+)
 from clusterddp.launch.foreign import launcher as foreign
 from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
 from clusterddp.launch.joining import launcher as joining
@@ -31,12 +40,10 @@ from clusterddp.run.record import (
     FOREIGN,
     AttemptEnd,
     AttemptOutcome,
-    ProcessIdentity,
     RootCause,
     RunRecord,
     log_event,
     read_run,
-    write_run,
 )
 from clusterddp.run.state import read_state
 from clusterddp.run.stop import request_stop
@@ -97,7 +104,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     with kept_fresh([run], environ) as home:
         home.look()
     view = read_state(run)
-    _refuse_resume(run, view)
+    refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
     clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
@@ -113,22 +120,11 @@ def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
     An attempt that no queue has come to start is taken as it is.
     Raises: UsageError: somebody else has made it. ClusterddpError: the file system refuses.
     """
-    record = read_run(run)
     number = view.attempt or 0
-    try:
-        if view.attempt is None or not (record.queued and claim(run.attempt(number))):
-            number = 0 if view.attempt is None else view.attempt + 1
-            make_attempt(run, number)
-    except FileExistsError:
-        raise UsageError(f"{run.name}: somebody else is resuming it") from None
-    except OSError as error:
-        raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
-    submitter = dataclasses.asdict(ProcessIdentity.of())
-    again = dataclasses.replace(
-        record, submitter=submitter, keeper=None, job_id=None, base_attempt=number, queued=queued
-    )
-    write_run(run, again)
-    run.cancel_file.unlink(missing_ok=True)
+    if view.attempt is None or not (read_run(run).queued and claim(run.attempt(number))):
+        number = 0 if view.attempt is None else view.attempt + 1
+        make_next_attempt(run, number)
+    adopt(run, number, queued=queued)
     return number
 
 
@@ -203,13 +199,6 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
     """
     num_ended: int = _LAUNCHERS[record.launcher].clear_away(run, record, environ)
     return num_ended
-
-
-def _refuse_resume(run: RunDir, view: RunView) -> None:
-    if view.state is RunState.COMPLETED:
-        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint=f"clusterddp rerun {run.name}")
-    if not view.finished:
-        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
 def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.attempts import make_attempt
+from clusterddp.launch.attempts import adopt, make_next_attempt, refuse_resume
 from clusterddp.launch.joining.plan import LAUNCHER
 from clusterddp.launch.plan import Plan, move_plan
 from clusterddp.run.directory import RunDir, find_run, write_json, write_text
-from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
-
-if TYPE_CHECKING:
-    from clusterddp.run.view import RunView
+from clusterddp.run.record import log_event, read_run
+from clusterddp.run.state import read_state
 
 
 def find_earlier(runs_dir: Path, name: str) -> RunDir:
@@ -22,12 +19,10 @@ def find_earlier(runs_dir: Path, name: str) -> RunDir:
 
     Raises: RunNotFoundError: it has none of that name. UsageError: that was not joined, or goes on, or is done.
     """
-    from clusterddp.run.state import read_state
-
     run = RunDir(find_run(runs_dir, name).path.absolute())
     if read_run(run).launcher != LAUNCHER:
         raise UsageError(f"{run.name}: was not joined", hint=f"clusterddp resume {run.name}")
-    _refuse(run, read_state(run))
+    refuse_resume(run, read_state(run), instead="without --resume it is another run")
     return run
 
 
@@ -46,22 +41,10 @@ def next_attempt(run: RunDir) -> int:
 def open_again(run: RunDir, plan: Plan, attempt: int) -> None:
     """Make the directory of the next attempt, and write down what it runs.
 
-    Raises: UsageError: somebody else has. ClusterddpError, OSError: the file system refuses.
+    Raises: UsageError: somebody else has. ClusterddpError: the file system refuses.
     """
-    try:
-        make_attempt(run, attempt)
-    except FileExistsError:
-        raise UsageError(f"{run.name}: somebody else is resuming it") from None
+    make_next_attempt(run, attempt)
     write_json(run.plan, plan.to_json())
     write_text(run.spec, plan.spec_text)
-    submitter = dataclasses.asdict(ProcessIdentity.of())
-    write_run(run, dataclasses.replace(read_run(run), submitter=submitter, keeper=None, base_attempt=attempt))
-    run.cancel_file.unlink(missing_ok=True)
+    adopt(run, attempt)
     log_event(run, "resumed", attempt=attempt)
-
-
-def _refuse(run: RunDir, view: RunView) -> None:
-    if view.state.value == "COMPLETED":
-        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint="without --resume it is another run")
-    if not view.finished:
-        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
