@@ -11,7 +11,6 @@ from ssh_place import SshPlace, ssh_place_on
 
 LONG = (
     "launch_table_rack",
-    "third_party",
     "slurm_stop",
     "slurm_show",
     "ssh_home",

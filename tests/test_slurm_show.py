@@ -46,7 +46,7 @@ def rack(needs_rack: None) -> Iterator[Rack]:
         yield rack
 
 
-def train_2x8(rack: Rack, data_dir: Path) -> None:
+def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
     """Submit jobs/resnet18_2x8.yaml, GPUs and all, but with gloo, which computes on the CPU; look at it all."""
     place = Place(rack, "train")
     overrides = [
@@ -56,6 +56,7 @@ def train_2x8(rack: Rack, data_dir: Path) -> None:
             f"train.data_dir={data_dir}",
             "train.max_steps=2",
             "train.batch_size=4",
+            f"resources.gpus_per_node={ranks_per_node}",
         ),
         *("resources.cpus_per_task=1", "train.eval_every=30", "resources.time=0:20:00"),
     ]
@@ -66,9 +67,9 @@ def train_2x8(rack: Rack, data_dir: Path) -> None:
     run = RunDir(place.path / "runs" / done.stdout.split()[0])
     status = place.status(run)
     assert status["state"] == "COMPLETED"
-    assert "--gpus-per-node=8" in json.loads(run.plan.read_text())["slurm"]["sbatch"]
-    assert [rank["rank"] for rank in status["ranks"]] == list(range(16))
-    assert [rank["host"] for rank in status["ranks"]] == ["node1"] * 8 + ["node2"] * 8
+    assert f"--gpus-per-node={ranks_per_node}" in json.loads(run.plan.read_text())["slurm"]["sbatch"]
+    assert [rank["rank"] for rank in status["ranks"]] == list(range(2 * ranks_per_node))
+    assert [rank["host"] for rank in status["ranks"]] == ["node1"] * ranks_per_node + ["node2"] * ranks_per_node
     assert {rank["interface"] for rank in status["ranks"]} == {"eth0"}
     assert {rank["master_addr"] for rank in status["ranks"]} == {rack.plan.address("node1")}
     assert {rank["exit_code"] for rank in status["ranks"]} == {0}
@@ -76,13 +77,14 @@ def train_2x8(rack: Rack, data_dir: Path) -> None:
     assert place.processes(run) == []
 
 
+@pytest.mark.crowd
 def test_sixteen_ranks_on_two_hosts_train_and_complete(rack, cifar10_dir):
     train_2x8(rack, cifar10_dir)
 
 
-def test_they_do_so_where_slurm_keeps_accounts(needs_rack_accounting, cifar10_dir):
+def test_ranks_train_and_complete_where_slurm_keeps_accounts(needs_rack_accounting, cifar10_dir):
     with running_rack(RackPlan(nodes=TWO_NODES, accounting=True)) as rack:
-        train_2x8(rack, cifar10_dir)
+        train_2x8(rack, cifar10_dir, ranks_per_node=2)
 
 
 def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[Place, RunDir]:

@@ -16,7 +16,7 @@ from ssh_place import ROOT, SshPlace, ssh_place_on
 
 from clusterddp.run.directory import RunDir
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.crowd]
 
 RANKS_OF = {"node1": range(8), "node2": range(8, 16)}
 

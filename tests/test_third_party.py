@@ -24,7 +24,7 @@ from ssh_place import SshPlace, ssh_place_on
 
 from clusterddp.run.directory import RunDir
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+pytestmark = [pytest.mark.root, pytest.mark.crowd, pytest.mark.usefixtures("needs_rack")]
 
 HERE = Path(__file__).parent
 EXAMPLES = "https://github.com/pytorch/examples"
