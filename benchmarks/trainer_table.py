@@ -20,16 +20,22 @@ def write_tables(results: Path, docs: Path) -> None:
     blocks = {part: "\n".join(_whole(found[part], rows)) for part, rows in PARTS.items() if part in found}
     curves = [line for part, result in found.items() if part.startswith("curve-") for line in _curve(result)]
     blocks |= {"curves": "\n".join(curves)} if curves else {}
-    blocks["bars"] = "\n".join(_bars(found))
+    blocks["bars"] = "\n".join(_bars(found, _split(text, "bars")[1]))
     for part, block in blocks.items():
-        begin, end = f"<!-- {part} -->", f"<!-- /{part} -->"
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        assert found_begin, f"{docs} has no {begin}"
-        assert found_end, f"{docs} has no {end}"
-        text = f"{before}{begin}\n{block}\n{end}{after}"
+        before, _, after = _split(text, part)
+        text = f"{before}\n{block}\n{after}"
     docs.write_text(text)
     say(f"table: {', '.join(blocks)} written to {docs}")
+
+
+def _split(text: str, part: str) -> tuple[str, str, str]:
+    """Cut the text at the marks of a part: what is before it, the part, what is behind it."""
+    begin, end = f"<!-- {part} -->", f"<!-- /{part} -->"
+    before, found_begin, rest = text.partition(begin)
+    block, found_end, after = rest.partition(end)
+    assert found_begin, f"there is no {begin}"
+    assert found_end, f"there is no {end}"
+    return before + begin, block, end + after
 
 
 def _whole(result: Result, rows: Callable[[Result], Iterator[str]]) -> Iterator[str]:
@@ -145,7 +151,9 @@ BARS = (
 """What was asked for: the median of the rounds' ratios of two rows of a part, and the least that it shall be."""
 
 
-def _bars(found: Mapping[str, Result]) -> Iterator[str]:
+def _bars(found: Mapping[str, Result], before: str) -> Iterator[str]:
+    """Compare with what was asked for; a row of a part that was not measured now stays as it was."""
+    rows_before = {line.split("|")[1].strip(): line for line in before.splitlines() if line.startswith("|")}
     yield "| asked for | at least | measured | |"
     yield "|---|---|---|---|"
     for what, part, over, under, least in BARS:
@@ -155,7 +163,7 @@ def _bars(found: Mapping[str, Result]) -> Iterator[str]:
             met = "met" if statistics.median(values) >= least else "missed"
             yield f"| {what} | {least} | {median_and_spread(values)} | {met} |"
         else:
-            yield f"| {what} | {least} | not measured | |"
+            yield rows_before.get(what, f"| {what} | {least} | not measured | |")
 
 
 def _by_name(result: Result) -> dict[str, Any]:
