@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,22 @@ def test_an_agent_that_is_not_spoken_to_leaves(tmp_path: Path) -> None:
     )
     process.stdin.flush()
     assert process.wait(30) == -14  # SIGALRM
+
+
+def test_an_agent_that_had_no_time_to_listen_stays(tmp_path: Path) -> None:
+    serve = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=1)"
+    argv = [PYTHON, "-c", serve, str(tmp_path), str(Path(__file__).parents[1])]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    for stands_still in (False, True):
+        if stands_still:
+            process.send_signal(signal.SIGSTOP)
+        process.stdin.write(b'{"do": "beat", "size": 0}\n')
+        if stands_still:
+            time.sleep(1.5)
+            process.send_signal(signal.SIGCONT)
+        assert json.loads(process.stdout.readline())["ok"]
+    process.stdin.close()
+    assert process.wait(30) == 0
 
 
 def test_the_constant_command_is_one_line_for_any_shell() -> None:

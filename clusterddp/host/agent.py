@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import traceback
@@ -42,12 +43,22 @@ def serve(root: str, package: str, patience_s: int) -> None:
     # What anything else prints must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    signal.signal(signal.SIGALRM, lambda *_: leave_unless_asked(host, requests))
     while True:
         signal.alarm(host.patience_s)
         line = requests.readline()
         if not line:
             return
         answer_one(host, line, requests, answers)
+
+
+def leave_unless_asked(host: Host, requests: BinaryIO) -> None:
+    """End this process, for its launcher is silent; unless it is not, and this host had no time to listen."""
+    if select.select([requests], [], [], 0)[0]:
+        signal.alarm(host.patience_s)
+        return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGALRM)
 
 
 def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:

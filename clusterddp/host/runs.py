@@ -65,7 +65,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
     The head says where it listens; the others are there when the head has taken them in.
 
     `order` is the supervisor's (its form is in node/supervisor.py); `variables` are added to its environment, the
-    values of the run's secrets among them.
+    values of the run's secrets among them; `patience_s`: how long the launcher may be silent from now on.
     """
     order = request["order"]
     run, node_rank, token = RunDir(Path(order["run_dir"])), order["node_rank"], order["gang"]["token"]
@@ -90,7 +90,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         os.close(descriptor)
     hold = host.hold(Hold(process, token))
     hold.tell(order)
-    host.patience_s = PATIENCE_S
+    host.patience_s = request.get("patience_s", PATIENCE_S)
     answer = _read_answer(process)
     if answer is None:
         head = order["gang"]["nodes"][0]["host"]

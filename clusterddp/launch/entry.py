@@ -277,7 +277,11 @@ def _code_snapshot(
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
-    return snapshot, snapshot.notes
+    notes = snapshot.notes
+    if job.launcher == "ssh" and snapshot.source != "git":
+        note = f"{snapshot.root} is in no git repository: the hosts get its *.py files alone; after git init there, all"
+        notes = (note, *notes)
+    return snapshot, notes
 
 
 def _trainer_snapshot(

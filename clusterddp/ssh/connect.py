@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from clusterddp.errors import SshError
 from clusterddp.ssh.config import Destination
 from clusterddp.ssh.connection import Connection
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.keys import HostKey
 from clusterddp.ssh.network import Network
 
@@ -17,7 +17,7 @@ def connect_all(
     *,
     environ: Mapping[str, str],
     pinned: Mapping[str, str] | None = None,
-    at_once: int = 64,
+    at_once: int = AT_ONCE,
     per_bastion: int = 8,
 ) -> dict[str, Connection | SshError]:
     """Connect to hosts, as `ssh HOST` would; whoever gets the connections closes them.
@@ -38,7 +38,7 @@ def connect_all(
 
 
 def scan_all(
-    destinations: Iterable[Destination], *, environ: Mapping[str, str], at_once: int = 64, per_bastion: int = 8
+    destinations: Iterable[Destination], *, environ: Mapping[str, str], at_once: int = AT_ONCE, per_bastion: int = 8
 ) -> dict[Destination, HostKey | SshError]:
     """See which keys hosts show, whoever they are; the hosts on the way there have to be known.
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+AT_ONCE = 64
+"""How many hosts are spoken to at once: they may have one file server, one bastion or one processor in common."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

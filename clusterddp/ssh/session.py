@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.ssh.connect import connect_all
 from clusterddp.ssh.connection import Connection
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.fan import AT_ONCE, Fan
 
 if TYPE_CHECKING:
     import paramiko
@@ -236,7 +236,7 @@ class Session:
 
 
 def open_sessions(
-    accesses: Sequence[HostAccess], *, environ: Mapping[str, str], package: Package, at_once: int = 64
+    accesses: Sequence[HostAccess], *, environ: Mapping[str, str], package: Package, at_once: int = AT_ONCE
 ) -> dict[str, Session | SshError]:
     """Connect to hosts and start the agent on each; a result per host, whoever gets the sessions closes them."""
     by_host = {access.host: access for access in accesses}
@@ -271,7 +271,7 @@ def ask_all(
     *,
     timeout_s: float = 30.0,
 ) -> dict[str, Reply | SshError]:
-    """Ask many hosts the same; `facts` may depend on the host. A result per host."""
+    """Ask many hosts the same, some tens at once; `facts` may depend on the host. A result per host."""
 
     def ask(host: str) -> Reply | SshError:
         try:
@@ -279,7 +279,7 @@ def ask_all(
         except SshError as error:
             return error
 
-    return Fan(sessions, ask, lambda result: None).results(len(sessions))
+    return Fan(sessions, ask, lambda result: None).results(AT_ONCE)
 
 
 def raise_for(errors: Collection[ClusterddpError], trouble: str = "cannot be used") -> None:

@@ -9,8 +9,11 @@ from typing import Any
 from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.launch.plan import Plan
 from clusterddp.launch.ssh.package import package
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions, raise_for
+
+_EACH_S = 0.15
+"""How much longer an answer may take for each host of the run."""
 
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
@@ -37,15 +40,18 @@ class Crew:
 
         Raises: SshError, PreflightError: what the hosts say that refuse, or cannot be asked any more.
         """
-        replies = ask_all(self.sessions, do, facts, timeout_s=timeout_s)
+        replies = self._ask(do, facts, timeout_s)
         raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask those hosts that answer; the others are then in `failed`."""
-        replies = ask_all(self.sessions, do, facts, timeout_s=timeout_s)
+        replies = self._ask(do, facts, timeout_s)
         self.failed |= errors_of(replies)
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
+
+    def _ask(self, do: str, facts: Facts, timeout_s: float) -> dict[str, Reply | SshError]:
+        return ask_all(self.sessions, do, facts, timeout_s=timeout_s + _EACH_S * len(self.sessions))
 
     def close(self) -> None:
         for session in self.sessions.values():
@@ -97,6 +103,6 @@ def each(items: list[int], function: Callable[[int], dict[str, Any]]) -> dict[in
         except ClusterddpError as error:
             return error
 
-    results = Fan(items, call, lambda result: None).results(64)
+    results = Fan(items, call, lambda result: None).results(AT_ONCE)
     raise_for([error for error in results.values() if isinstance(error, SshError)])
     return {item: result for item, result in results.items() if isinstance(result, dict)}

@@ -12,7 +12,7 @@ from clusterddp.dist.network import Findings
 from clusterddp.errors import PreflightError, SshError
 from clusterddp.launch.ssh.interfaces import PROBE_AGAIN_S, Settled, probe_network, settle
 from clusterddp.run.leftovers import RunHere
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
         assert best is not None
         return best
 
-    results = Fan(sessions, ask, lambda result: None).results(64)
+    results = Fan(sessions, ask, lambda result: None).results(AT_ONCE)
     return {host: result for host, result in results.items() if isinstance(result, Clock)}
 
 

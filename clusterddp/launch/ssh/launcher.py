@@ -35,6 +35,8 @@ _START_TIMEOUT_S = 90.0
 _JOIN_S, _JOIN_S_PER_NODE = 60.0, 1.0
 """How long the supervisors may take to find each other: they are started some tens at a time, and many share a network
 or, as virtual machines, a processor."""
+_PATIENCE_S, _NODES_PER_S = 10, 16
+"""How long a host may hear nothing of this process, which speaks to many, until it ends what it was told to start."""
 _WORTH_TELLING_BYTES = 5_000_000
 _TELL_EVERY_S = 5.0
 _END_PATIENCE_S = 8.0
@@ -122,9 +124,10 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     orders = _prepare(plan, crew, record, attempt, grants)
     secrets = {name: environ[name] for name in plan.secrets}
+    patience_s = _PATIENCE_S + len(orders) // _NODES_PER_S
 
     def supervise(node_rank: int) -> dict[str, Any]:
-        facts = {"order": orders[node_rank], "variables": secrets}
+        facts = {"order": orders[node_rank], "variables": secrets, "patience_s": patience_s}
         return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=_START_TIMEOUT_S).facts
 
     head = supervise(0)

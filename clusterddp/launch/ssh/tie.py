@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 from clusterddp.errors import SshError
 from clusterddp.launch.ssh.crew import Crew
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.session import Session
 
 BEAT_S = 2.0
+_ANSWER_S = 60.0
+"""How long an answer may take: a host that hears nothing meanwhile ends its gang by itself."""
 
 
 class Tie:
@@ -22,10 +24,9 @@ class Tie:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._over = threading.Event()
-        self.lost: SshError | None = None
-        """Why the tie has torn, when it has: a host's gang ends then by itself."""
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
+        for number, session in enumerate(crew.sessions.values()):
+            first_s = BEAT_S * (number + 1) / len(crew.sessions)
+            threading.Thread(target=self._beat, args=(session, first_s), daemon=True).start()
 
     def release(self) -> None:
         """Give no more signs of life; the connections stay."""
@@ -34,22 +35,16 @@ class Tie:
     def close(self) -> None:
         """Let the run end, if it has not ended already."""
         self.release()
-        self._thread.join()
         self._crew.close()
 
-    def _beat(self) -> None:
-        sessions = self._crew.sessions
-
-        def beat(host: str) -> SshError | None:
-            try:
-                sessions[host].beat(timeout_s=10.0)
-            except SshError as error:
-                return error
-            return None
-
-        while not self._over.wait(BEAT_S) and self.lost is None:
-            errors = Fan(sessions, beat, lambda result: None).results(len(sessions)).values()
-            self.lost = next((error for error in errors if error is not None), None)
+    def _beat(self, session: Session, first_s: float) -> None:
+        """Give signs of life to one host, in its own thread: one that hangs keeps them from no other."""
+        wait_s = first_s
+        # A connection that breaks ends the gang on that host, and therefore everywhere.
+        with contextlib.suppress(SshError):
+            while not self._over.wait(wait_s):
+                session.beat(_ANSWER_S)
+                wait_s = BEAT_S
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.facts.trial import PairTrial, Trials
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Session
 
 _START_S = 60.0
@@ -41,7 +41,7 @@ class Tryout:
 
     def run(self, pairs: Iterable[tuple[str, ...]]) -> None:
         """Let these pairs, of which no two have a host in common, talk at the same time; one host alone computes."""
-        for pair_trial in Fan(list(pairs), self._try, lambda result: None).results(64).values():
+        for pair_trial in Fan(list(pairs), self._try, lambda result: None).results(AT_ONCE).values():
             if pair_trial is not None:
                 self.trials.pairs.append(pair_trial)
 
