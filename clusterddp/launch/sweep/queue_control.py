@@ -76,11 +76,11 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     """
     sweep = SweepDir(sweep.path.absolute())
     environ = inherited_environment()
-    _refuse_resume(sweep)
     runs = sweep.runs()
     with kept_fresh(runs, environ) as home:
         home.look()
     views = {run: read_state(run) for run in runs}
+    _refuse_resume(sweep, views.values())
     left = [run for run, view in views.items() if is_left(run, view)]
     if not left:
         failed = [run.name for run, view in views.items() if view.state.value == "FAILED"]
@@ -202,14 +202,15 @@ def _locked(sweep: SweepDir) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _refuse_resume(sweep: SweepDir) -> None:
+def _refuse_resume(sweep: SweepDir, views: Iterable[RunView]) -> None:
     record, queue = read_sweep(sweep), read_queue(sweep)
     if record.launcher == "slurm":
         raise UsageError(
             f"{sweep.name}: runs of a job array are resumed one by one", hint=f"clusterddp resume {sweep.name}.0"
         )
     state = queue.state if queue else "GONE"
-    if queue and state == "RUNNING":
+    # A queue lives on a little when its last run has ended.
+    if queue and state == "RUNNING" and not all(view.finished for view in views):
         raise UsageError(
             f"{sweep.name}: its queue goes on (pid {queue.identity.pid})",
             hint=f"clusterddp resume {sweep.name}.0 goes on with one run that has ended",
