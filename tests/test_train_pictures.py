@@ -100,6 +100,10 @@ def test_stl10_is_kept_at_its_own_size_and_seen_at_224_pixels(stl10: Path) -> No
         ("cifar100", files.write_cifar100, (3, 32, 32), 100),
         ("mnist", files.write_mnist, (1, 28, 28), 5),
         ("gtsrb", files.write_gtsrb, (3, 30, 30), 2),
+        ("svhn", files.write_svhn, (3, 32, 32), 5),
+        ("flowers102", files.write_flowers102, (3, 30, 30), 102),
+        ("stanfordcars", files.write_stanford_cars, (3, 30, 30), 3),
+        ("pcam", files.write_pcam, (3, 96, 96), 2),
     ],
 )
 def test_a_set_by_name_is_what_torchvision_reads(
@@ -107,7 +111,7 @@ def test_a_set_by_name_is_what_torchvision_reads(
 ) -> None:
     write(tmp_path)
     known = IMAGE_SETS[name]
-    if name == "cifar100":
+    if name in {"cifar100", "svhn", "flowers102"}:
         files.expect_these_files(known.reader, tmp_path)
     dataset = load(tmp_path, dataset=name, image_size=30 if known.side is None else None)
     halves = [getattr(import_datasets(), known.reader)(str(tmp_path), **half) for half in known.halves]
