@@ -179,7 +179,7 @@ def test_an_agent_that_is_not_spoken_to_leaves(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_had_no_time_to_listen_stays(tmp_path: Path) -> None:
-    serve = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=5)"
+    serve = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=3)"
     argv = [PYTHON, "-c", serve, str(tmp_path), str(Path(__file__).parents[1])]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     for stands_still in (False, True):
@@ -187,7 +187,7 @@ def test_an_agent_that_had_no_time_to_listen_stays(tmp_path: Path) -> None:
             process.send_signal(signal.SIGSTOP)
         process.stdin.write(b'{"do": "beat", "size": 0}\n')
         if stands_still:
-            time.sleep(6)
+            time.sleep(4)
             process.send_signal(signal.SIGCONT)
         assert json.loads(process.stdout.readline())["ok"]
     process.stdin.close()

@@ -43,8 +43,9 @@ def serve(root: str, package: str, patience_s: int) -> None:
     # What anything else prints must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    signal.signal(signal.SIGALRM, lambda *_: leave_unless_asked(host, requests))
     while True:
+        if not is_asked(requests, host.patience_s):
+            os.kill(os.getpid(), signal.SIGALRM)
         signal.alarm(host.patience_s)
         line = requests.readline()
         if not line:
@@ -52,13 +53,9 @@ def serve(root: str, package: str, patience_s: int) -> None:
         answer_one(host, line, requests, answers)
 
 
-def leave_unless_asked(host: Host, requests: BinaryIO) -> None:
-    """End this process, for its launcher is silent; unless it is not, and this host had no time to listen."""
-    if select.select([requests], [], [], 0)[0]:
-        signal.alarm(host.patience_s)
-        return
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGALRM)
+def is_asked(requests: BinaryIO, patience_s: float) -> bool:
+    """Wait for a request, or the end; False: the launcher is silent, and not this host that had no time to listen."""
+    return any(select.select([requests], [], [], wait_s)[0] for wait_s in (patience_s, 0))
 
 
 def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:
