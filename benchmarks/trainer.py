@@ -143,12 +143,13 @@ def link(arguments: argparse.Namespace) -> None:
     plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         for mbit_per_s in arguments.mbit:
-            # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps.
+            # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps, the
+            # last eight have the end of the epoch, which else comes once in thousands of steps.
             warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 32)
             for node in plan.nodes:
                 rack.set_link_rate(node, mbit_per_s)
             turn = partial(rack_turn, place, warm_steps=warm, **NOISE, batch_size=8, samples=1000, log_every=8)
-            turn = partial(turn, max_steps=warm + steps, precision=arguments.precision)
+            turn = partial(turn, max_steps=warm + steps + 8, last_steps=8, precision=arguments.precision)
             contenders = [
                 Contender(name="one", label="one machine", take_turn=partial(turn, hosts=1)),
                 *(
@@ -158,6 +159,11 @@ def link(arguments: argparse.Namespace) -> None:
                     for mode in MODES
                 ),
                 Contender(name="auto", label="two machines, comm: auto", take_turn=partial(turn, hosts=2, **AUTO)),
+                Contender(
+                    name="nothing",
+                    label="two machines that send nothing in these steps",
+                    take_turn=partial(turn, hosts=2, comm=f"local:{2 * (warm + steps)}"),
+                ),
             ]
             played = play(contenders, arguments.rounds or (4 if mbit_per_s >= 1000 else 1))
             write_result(arguments.results, f"link-{mbit_per_s}", played, mbit_per_s=mbit_per_s, batch_per_rank=8)

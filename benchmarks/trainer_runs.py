@@ -71,8 +71,11 @@ class LocalPlace:
         return subprocess.run(command, cwd=self.path, env=environ, text=True, capture_output=True, check=False)
 
 
-def rack_turn(place: SshPlace, *, hosts: int, warm_steps: int, **train: Any) -> Turn:
-    """Submit a run of one rank on each of the rack's first `hosts` nodes, a thread each; read it, and remove it."""
+def rack_turn(place: SshPlace, *, hosts: int, warm_steps: int, last_steps: int = 0, **train: Any) -> Turn:
+    """Submit a run of one rank on each of the rack's first `hosts` nodes, a thread each; read it, and remove it.
+
+    Neither the first `warm_steps` nor the `last_steps` are timed.
+    """
     spec = {
         "name": "bench",
         "launcher": "ssh",
@@ -82,12 +85,12 @@ def rack_turn(place: SshPlace, *, hosts: int, warm_steps: int, **train: Any) -> 
         "train": train,
     }
     try:
-        return _rack_run(place, spec, warm_steps)
+        return _rack_run(place, spec, warm_steps, last_steps)
     except RackError as error:
         raise UnavailableError(last_line(str(error))) from error
 
 
-def _rack_run(place: SshPlace, spec: dict[str, Any], warm_steps: int) -> Turn:
+def _rack_run(place: SshPlace, spec: dict[str, Any], warm_steps: int, last_steps: int) -> Turn:
     run = place.submit(json.dumps(spec))
     there = place.host_run_dir("node1", run)
     try:
@@ -95,7 +98,8 @@ def _rack_run(place: SshPlace, spec: dict[str, Any], warm_steps: int) -> Turn:
         if not there.summary.exists():
             log = there.attempt(0).stdout(0).with_suffix(".err")
             raise UnavailableError(f"the run failed: {last_line(log.read_text() if log.exists() else '')}")
-        return read_turn(there, warm_steps=warm_steps, comm=spec["train"].get("comm", "exact"))
+        comm = spec["train"].get("comm", "exact")
+        return read_turn(there, warm_steps=warm_steps, last_steps=last_steps, comm=comm)
     finally:
         place.clusterddp("cancel", run.name, check=False)
         place.await_gone(place.record(run).token, within_s=120)
@@ -116,8 +120,8 @@ def _await_end(place: SshPlace, run: RunDir, there: RunDir) -> None:
         time.sleep(1)
 
 
-def read_turn(run: RunDir, *, warm_steps: int, comm: str) -> Turn:
-    """Read the rows of metrics.jsonl after the warm-up, and the summary.
+def read_turn(run: RunDir, *, warm_steps: int, comm: str, last_steps: int = 0) -> Turn:
+    """Read the rows of metrics.jsonl between the first and the last steps, and the summary.
 
     Raises: UnavailableError: the trainer did another exchange than was asked for, or came to no end.
     """
@@ -128,9 +132,9 @@ def read_turn(run: RunDir, *, warm_steps: int, comm: str) -> Turn:
     if comm not in (done, "auto") or (comm == "auto" and "comm" not in summary):
         raise UnavailableError(f"comm {comm} was asked for, and this trainer did {done}")
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "train"]
-    timed = [row for row in rows if row["step"] > warm_steps]
+    timed = [row for row in rows if warm_steps < row["step"] <= rows[-1]["step"] - last_steps]
     global_batch = summary["samples"] // summary["steps"]
-    steps = rows[-1]["step"] - warm_steps
+    steps = timed[-1]["step"] - warm_steps
     seconds, before = 0.0, warm_steps
     for row in timed:
         seconds += (row["step"] - before) * global_batch / row["images_per_s"]
