@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 AT_ONCE = 64
 """How many hosts are spoken to at once: they may have one file server, one bastion or one processor in common."""
+EACH_S = 0.15
+"""How much longer each of many hosts may take to answer: a conversation costs this machine that much, too."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

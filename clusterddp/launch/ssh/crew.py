@@ -9,11 +9,8 @@ from typing import Any
 from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.launch.plan import Plan
 from clusterddp.launch.ssh.package import package
-from clusterddp.ssh.fan import AT_ONCE, Fan
+from clusterddp.ssh.fan import AT_ONCE, EACH_S, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions, raise_for
-
-_EACH_S = 0.15
-"""How much longer an answer may take for each host of the run."""
 
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
@@ -51,7 +48,7 @@ class Crew:
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def _ask(self, do: str, facts: Facts, timeout_s: float) -> dict[str, Reply | SshError]:
-        return ask_all(self.sessions, do, facts, timeout_s=timeout_s + _EACH_S * len(self.sessions))
+        return ask_all(self.sessions, do, facts, timeout_s=timeout_s + EACH_S * len(self.sessions))
 
     def close(self) -> None:
         for session in self.sessions.values():

@@ -23,6 +23,7 @@ from clusterddp.launch.ssh.target import Target, Wants, find_targets, newest_att
 from clusterddp.launch.ssh.told import failure_of, is_open, record, report_of, words_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import HostReport
+from clusterddp.ssh.fan import EACH_S
 
 if TYPE_CHECKING:
     from clusterddp.ssh.session import HostAccess
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 FIRST_LOOK_S = 12.0
 """How long the first answers are waited for: hosts may have to be connected to."""
 _LOOK_S = 3.0
-_EACH_S = 0.15
-"""How much longer for each host: a connection costs the laptop that much, too."""
 _PAUSE_S = 0.2
 _LEAVE_S = 5.0
 """How long the last of a run may take to leave after its end, and still write what is fetched."""
@@ -103,7 +102,7 @@ class Mirror:
         if not is_first and not self._behind and now - (self._looked_at or 0.0) < self._interval_s:
             return
         works = self._works(self._wants)
-        patience_s = (timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S)) + _EACH_S * len(works)
+        patience_s = (timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S)) + EACH_S * len(works)
         self._look_once(works, patience_s, anew=False)
 
     def catch_up(self) -> None:
@@ -130,7 +129,7 @@ class Mirror:
             return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
 
         asked = [access for access, targets in self._targets.items() if any(each.run == run for each in targets)]
-        timeout_s = FIRST_LOOK_S + _EACH_S * len(asked)
+        timeout_s = FIRST_LOOK_S + EACH_S * len(asked)
         results = self._links.run(do, dict.fromkeys(asked, put), timeout_s, anew=True)
         silent = f"no answer within {timeout_s:g} s"
         return {each.host: results.get(each, SshError(each.host, "ask", silent)) for each in asked}
