@@ -15,7 +15,7 @@ GUARD, LISTENER, LAUNCHER, SESSION = "guard", "sshd", "launcher", "session"
 RANK, SUPERVISOR, BOTH, POWER, CABLE = "rank", "supervisor", "supervisor and guard", "power", "cable"
 NODES = ("node1", "node2")
 LAN = RackPlan(nodes=NODES, private_hosts=True, slurm=False)
-START_S = {LAUNCHER: 5.0, SESSION: 0.8}
+START_S = {LAUNCHER: 5.0, SESSION: 0.5}
 """A kill during the start comes within so many seconds after the run is there, else within 2.5, when its victim is."""
 SPEC = """\
 name: kills

@@ -65,9 +65,10 @@ def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> flo
 def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(gang: Gang, tmp_path: Path, comm: str) -> None:
     options = {"comm": comm}
     whole = [each[-1] for each in gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options)]
-    # Stops at steps 2 and 7 lie between two means of local:4; the last one is asked for in an evaluation.
-    cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 5, 4], options)
-    assert [result["step"] for result in cut[0]][:2] == [2, 7]
+    # Steps 2 and 7 lie between two means of local:4, whose sum is under way after step 4; the last stop is asked for in
+    # an evaluation.
+    cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 2, 3, 4], options)
+    assert [result["step"] for result in cut[0]][:3] == [2, 4, 7]
     assert [each[-1] for each in cut] == whole
 
 
@@ -155,6 +156,27 @@ def weights_of_local_steps(group: Group) -> list[list[float]]:
         with exchange.averaged(model):
             seen.append(model.weight.detach().clone())
     return [each.flatten().tolist() for each in seen]
+
+
+def test_what_a_rank_moves_while_the_sum_is_under_way_stays_its_own(gang: Gang) -> None:
+    sent, taken_in, met = zip(*gang.run(3, weights_while_a_sum_is_under_way), strict=True)
+    assert sent == ([1.0, 5.0], [5.0, 5.0], [9.0, 5.0])
+    assert taken_in == ([5.0, 6.0], [6.0, 6.0], [7.0, 6.0])
+    assert met == ([7.0, 7.0],) * 3
+
+
+def weights_while_a_sum_is_under_way(group: Group) -> list[list[float]]:
+    """Move a weight pair, at first (1, 1), by (rank, 1) a step; return it at steps 4, 5 and 6, the epoch's end."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    exchange = LocalSteps(model, group, every=4, optimizer=torch.optim.SGD(model.parameters()))
+    seen = []
+    for step in range(1, 7):
+        with torch.no_grad():
+            model.weight += torch.tensor([[group.rank, 1.0]])
+        exchange.after_step(step, epoch_ends=step == 6)
+        seen.append(model.weight.detach().flatten().tolist())
+    return seen[3:]
 
 
 def test_local_steps_average_momentum_at_the_end_of_an_epoch(gang: Gang) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from clusterddp.train.comm.local import steps_under_way
 from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
@@ -46,13 +47,14 @@ class Measured:
     def step_s(self, comm: str) -> float:
         """Work out how long a step takes with mode `comm`.
 
-        DDP sends while the backward pass runs, PowerSGD after it, local steps once in a while.
+        DDP sends while the backward pass runs, PowerSGD after it, local steps once in a while and behind some steps.
         """
         mode, _, number = comm.partition(":")
         if mode == "powersgd":
             return self.compute + self.sent[comm]
         if mode == "local":
-            return self.compute + self.sent["bf16"] / int(number)
+            every = int(number)
+            return self.compute + max(0.0, self.sent["bf16"] - steps_under_way(every) * self.compute) / every
         hidden = _OVERLAP * self.last_pass
         return self.compute - hidden + max(hidden, self.sent["fp32" if mode == "exact" else "bf16"])
 
