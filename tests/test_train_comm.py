@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from clusterddp.train.comm.local import LocalSteps
 from clusterddp.train.comm.modes import build_exchange
 from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.group import Group, mean_over_ranks
-from clusterddp.train.loop import train
+from clusterddp.train.loop import train, train_epoch
 from clusterddp.train.main import summarise
 
 MODES = ["exact", "bf16", "powersgd:2", "local:4"]
@@ -61,9 +63,13 @@ def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> flo
 # -- stop, resume, look
 
 
-@pytest.mark.parametrize("comm", MODES)
-def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(gang: Gang, tmp_path: Path, comm: str) -> None:
-    options = {"comm": comm}
+@pytest.mark.parametrize(
+    ("comm", "optimizer"), [*((comm, "sgd") for comm in MODES), ("exact", "muon"), ("local:4", "muon")]
+)
+def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(
+    gang: Gang, tmp_path: Path, comm: str, optimizer: str
+) -> None:
+    options = {"comm": comm, "optimizer": optimizer}
     whole = [each[-1] for each in gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options)]
     # Steps 2 and 7 lie between two means of local:4, whose sum is under way after step 4; the last stop is asked for in
     # an evaluation.
@@ -96,6 +102,30 @@ def test_looking_at_the_mean_changes_nothing(gang: Gang, tmp_path: Path, comm: s
 def test_all_ranks_end_with_the_same_weights_and_momentum(gang: Gang, tmp_path: Path, comm: str) -> None:
     results = gang.run(3, train_with, make_run(tmp_path / "run"), {"comm": comm})
     assert len({(result["params"], result["momentum"]) for result in results}) == 1
+
+
+def epoch_beside_a_stray(group: Group, path: Path, stray: int | None) -> tuple[dict[str, Any], str]:
+    """Train an epoch in which rank `stray` has other weights from the start; return its end, and what was told."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        setting = settle(group, path)
+        state = begin(setting)
+        if group.rank == stray:
+            with torch.no_grad():
+                state.model.head.weight.view(-1)[0] += 1e-6  # type: ignore[index,operator,union-attr]
+        train_epoch(state, setting, lambda: None)
+        setting.reporter.close()
+    return outcome(state), told.getvalue()
+
+
+@pytest.mark.parametrize("stray", [None, 0, 2])
+def test_ranks_that_have_come_apart_end_the_epoch_as_rank_0_and_that_is_told(
+    gang: Gang, tmp_path: Path, stray: int | None
+) -> None:
+    results = gang.run(3, epoch_beside_a_stray, make_run(tmp_path / "run"), stray)
+    assert len({(end["params"], end["momentum"]) for end, _ in results}) == 1
+    told = results[0][1]
+    assert ("were not those of rank 0" in told) == (stray is not None)
+    assert stray is None or f"the weights of {'ranks 1-2' if stray == 0 else 'rank 2'} were not" in told
 
 
 def resume_with(group: Group, path: Path, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from clusterddp.train.optim import build_optimizer, plan_schedule, set_learning_rate
+from clusterddp.train.muon import orthogonalise
+from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
 from clusterddp.train.spec import TrainSpec
+
+SCHEDULE = Schedule(
+    epochs=1, steps_per_epoch=1, total_steps=1, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant"
+)
 
 
 def spec(**train: Any) -> TrainSpec:
@@ -74,7 +80,7 @@ def test_accumulation_counts_as_one_step() -> None:
 def test_biases_and_batch_norm_do_not_decay_and_frozen_weights_do_not_move() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Linear(2, 2))
     model[2].weight.requires_grad_(False)
-    weights, rest = build_optimizer(model, spec(weight_decay=0.01)).param_groups
+    weights, rest = build_optimizer(model, spec(weight_decay=0.01), SCHEDULE).param_groups
     assert weights["weight_decay"] == 0.01
     assert [id(p) for p in weights["params"]] == [id(model[0].weight)]
     assert rest["weight_decay"] == 0
@@ -87,18 +93,18 @@ def test_biases_and_batch_norm_do_not_decay_and_frozen_weights_do_not_move() -> 
 
 
 def test_no_momentum_means_no_nesterov() -> None:
-    groups = build_optimizer(nn.Linear(2, 2), spec(momentum=0, nesterov=True)).param_groups
+    groups = build_optimizer(nn.Linear(2, 2), spec(momentum=0, nesterov=True), SCHEDULE).param_groups
     assert [group["nesterov"] for group in groups] == [False, False]
 
 
 def test_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), spec())
+    optimizer = build_optimizer(nn.Linear(2, 2), spec(), SCHEDULE)
     set_learning_rate(optimizer, 0.123)
     assert [group["lr"] for group in optimizer.param_groups] == [0.123, 0.123]
 
 
 def test_adam_is_torchs_adam_with_the_same_groups() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), spec(optimizer="adam", weight_decay=0.01))
+    optimizer = build_optimizer(nn.Linear(2, 2), spec(optimizer="adam", weight_decay=0.01), SCHEDULE)
     assert type(optimizer) is torch.optim.Adam
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0]
     assert not optimizer.param_groups[0]["decoupled_weight_decay"]
@@ -106,3 +112,62 @@ def test_adam_is_torchs_adam_with_the_same_groups() -> None:
 
 def test_adams_rate_does_not_grow_with_the_batch() -> None:
     assert plan_schedule(spec(optimizer="adam"), num_samples=100, world_size=3).peak_lr == 0.5
+
+
+@pytest.mark.parametrize("shape", [(16, 90), (90, 16), (16, 16)])
+def test_orthogonalised_keeps_directions_and_makes_their_lengths_alike(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, 16)).Q for size in shape)
+    lengths = torch.linspace(1, 10, 16)
+    found = left.mT @ orthogonalise(left @ torch.diag(lengths) @ right.mT) @ right
+    assert (found - torch.diag(found.diag())).abs().max() < 1e-4
+    assert 0.6 < found.diag().min() <= found.diag().max() < 1.3
+
+
+def a_muon_step(gradient_scale: float, **train: Any) -> tuple[nn.Conv2d, nn.Conv2d]:
+    """Return a convolution before and after a step of muon."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last)
+    before = copy.deepcopy(conv)
+    optimizer = build_optimizer(conv, spec(optimizer="muon", muon_lr=0.1, weight_decay=0.0, **train), SCHEDULE)
+    set_learning_rate(optimizer, 0.5)
+    for parameter in conv.parameters():
+        parameter.grad = gradient_scale * torch.randn_like(parameter)
+    optimizer.step()
+    return before, conv
+
+
+def test_muon_moves_the_weights_of_convolutions_by_a_share_of_their_length_whatever_the_gradient() -> None:
+    (before, small), (_, large) = a_muon_step(1e-3), a_muon_step(1e3)
+    length = len(before.weight) ** 0.5
+    way = small.weight - before.weight * length / before.weight.norm()
+    assert float(way.detach().norm() / length) == pytest.approx(0.1, rel=0.3)
+    torch.testing.assert_close(small.weight, large.weight, rtol=1e-3, atol=1e-4)
+    assert small.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_muon_does_not_turn_is_sgds() -> None:
+    before, after = a_muon_step(1.0)
+    torch.manual_seed(0)
+    assert after.bias is not None
+    assert before.bias is not None
+    sgd = nn.Parameter(before.bias.detach().clone())
+    optimizer = torch.optim.SGD([sgd], lr=0.5, momentum=0.9, nesterov=True)
+    torch.manual_seed(0)
+    nn.Conv2d(8, 6, 3)
+    torch.randn_like(before.weight)
+    sgd.grad = torch.randn_like(sgd)
+    optimizer.step()
+    torch.testing.assert_close(after.bias.detach(), sgd.detach())
+
+
+def test_muons_own_rate_follows_the_schedule_and_not_the_batch() -> None:
+    for world_size in (1, 3):
+        chosen = spec(optimizer="muon", muon_lr=0.2)
+        schedule = plan_schedule(chosen, num_samples=100, world_size=world_size)
+        assert schedule.peak_lr == pytest.approx(0.5 * world_size)
+        optimizer = build_optimizer(nn.Conv2d(1, 1, 1), chosen, schedule)
+        set_learning_rate(optimizer, schedule.peak_lr / 2)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+            [schedule.peak_lr / 2, schedule.peak_lr / 2, 0.1]
+        )

@@ -90,7 +90,7 @@ def _optimizer_conflicts(train: TrainSpec) -> Iterator[Conflict]:
             message="adam's steps do not grow with the batch, so its learning rate must not either",
             hint="leave lr_scaling out; to follow a published recipe, write the scaled rate into train.lr",
         )
-    if train.optimizer == "sgd" and train.nesterov and train.momentum == 0:
+    if train.optimizer != "adam" and train.nesterov and train.momentum == 0:
         yield Conflict(
             keys=("train.momentum", "train.nesterov"),
             message="nesterov needs a momentum above 0",

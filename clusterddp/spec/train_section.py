@@ -62,7 +62,7 @@ class TrainSpec(Section):
     lr_scaling: Annotated[Literal["auto", "linear", "none"], Word] = Field(
         default="auto",
         description="linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is; auto: "
-        "linear for sgd, none for adam, whose steps do not grow with the batch.",
+        "linear for sgd and muon, none for adam, whose steps do not grow with the batch.",
     )
     lr_batch: Count = Field(default=128, description="Global batch that lr is meant for.")
     warmup: fields.Fraction = Field(
@@ -72,8 +72,15 @@ class TrainSpec(Section):
         default="onecycle",
         description="Learning rate after the warm-up: down by a cosine, down by a straight line, or constant.",
     )
-    optimizer: Annotated[Literal["sgd", "adam"], Word] = Field(
-        default="sgd", description="How weights move; momentum and nesterov are sgd's."
+    optimizer: Annotated[Literal["sgd", "muon", "adam"], Word] = Field(
+        default="sgd",
+        description="How weights move; muon: those of convolutions are turned by as much in every direction, the rest "
+        "is sgd's. momentum and nesterov are for both of these.",
+    )
+    muon_lr: fields.Positive = Field(
+        default=0.1,
+        description="Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the "
+        "batch.",
     )
     momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
     nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")

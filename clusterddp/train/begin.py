@@ -76,8 +76,8 @@ def begin(setting: Setting) -> TrainState:
     spec, group, schedule = setting.spec, setting.group, setting.schedule
     file, saved = _read_newest(setting)
     model = place_model(spec, setting.dataset, group)
-    optimizer = build_optimizer(model, spec)
     precision = settle_precision(saved, model, setting)
+    optimizer = build_optimizer(model, spec, schedule, precision=precision)
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)

@@ -145,6 +145,22 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
             dist.broadcast(tensor.detach(), src=0)
 
 
+def ranks_apart(tensors: Sequence[Tensor], group: Group) -> list[int]:
+    """List the ranks whose float32 `tensors` are not rank 0's to the bit; the same answer on every rank.
+
+    Compared are sums of the bits as integers, which no order of adding changes.
+    """
+    if group.world_size == 1 or not tensors:
+        return []
+    own = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]).cpu()
+    first = own.clone()
+    dist.broadcast(first, src=0, group=group.control)
+    differs = torch.zeros(group.world_size, dtype=torch.int32)
+    differs[group.rank] = not own.equal(first)
+    dist.all_reduce(differs, group=group.control)
+    return differs.nonzero().flatten().tolist()
+
+
 @contextlib.contextmanager
 def averaged_tensors(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
     """Let every rank's floating-point `tensors` be their mean over the ranks, inside the `with` only.

@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.train.begin import Setting, begin, introduce
 from clusterddp.train.checkpoint import write_checkpoint
 from clusterddp.train.data.augment import augment
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.optim import set_learning_rate
+from clusterddp.train.group import ranks_apart
+from clusterddp.train.optim import optimizer_tensors, set_learning_rate
 from clusterddp.train.precision import autocast
 from clusterddp.train.report.figures import tell
 from clusterddp.train.report.window import TrainReport, Window, read_window
@@ -54,6 +57,8 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
             report(window, state, setting)
     if window.steps:
         report(window, state, setting)
+    if state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps:
+        bring_together(state, setting)
     return not setting.stop.told
 
 
@@ -101,6 +106,23 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
     if state.ema is not None:
         state.ema.update(step=state.step)
     mark("done")
+
+
+def bring_together(state: TrainState, setting: Setting) -> None:
+    """Have all ranks end an epoch with rank 0's weights and momentum, and tell whose had come apart.
+
+    Each rank moves its own weights, from the same gradients. What multiplies matrices on the way (Muon, PowerSGD) comes
+    to other last bits on another kind of processor; a faulty one can come to anything.
+    """
+    apart = ranks_apart(list(state.model.parameters()), setting.group)
+    if not apart:
+        return
+    for tensor in (*state.model.parameters(), *optimizer_tensors(state.optimizer)):
+        dist.broadcast(tensor.detach(), src=0)
+    setting.reporter.say(
+        f"warning: the weights of {spell_ranks(apart)} were not those of rank 0, and are now. Processors of another "
+        "kind round matrix products in another way; if all are alike, one of them computes wrong"
+    )
 
 
 def report(window: Window, state: TrainState, setting: Setting) -> None:

@@ -1,15 +1,16 @@
-"""How weights move: SGD or Adam, and the learning rate over the steps of the whole run."""
+"""How weights move: SGD, Muon or Adam, and the learning rate over the steps of the whole run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clusterddp.train.data.dataset import steps_per_epoch
+from clusterddp.train.muon import Muon
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -54,7 +55,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     Raises: ClusterddpError: the train set is smaller than one step.
     """
     global_batch = world_size * spec.batch_size * spec.accumulate
-    grows = spec.lr_scaling == "linear" or (spec.lr_scaling == "auto" and spec.optimizer == "sgd")
+    grows = spec.lr_scaling == "linear" or (spec.lr_scaling == "auto" and spec.optimizer != "adam")
     per_epoch = steps_per_epoch(num_samples, world=world_size, batch_size=spec.batch_size, accumulate=spec.accumulate)
     total_steps = spec.epochs * per_epoch
     return Schedule(
@@ -68,25 +69,45 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     )
 
 
-def build_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
-    """Build SGD or Adam over what is trained of `model`; biases and batch norm's parameters do not decay.
+def build_optimizer(
+    model: nn.Module, spec: TrainSpec, schedule: Schedule, *, precision: str = "fp32"
+) -> torch.optim.Optimizer:
+    """Build what moves all that is trained of `model`; biases and batch norm's parameters do not decay.
 
-    Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's.
+    Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's. Muon takes the
+    weights of convolutions, and SGD what is left; `precision`, fp32 or bf16, is that of its matrix products.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": spec.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    turned = [parameter for parameter in trained if parameter.ndim == 4] if spec.optimizer == "muon" else []
+    left = [parameter for parameter in trained if spec.optimizer != "muon" or parameter.ndim != 4]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in left if parameter.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [parameter for parameter in left if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     if spec.optimizer == "adam":
         return torch.optim.Adam(groups, lr=spec.lr, fused=True)
     nesterov = spec.nesterov and spec.momentum > 0
+    if spec.optimizer == "muon":
+        groups.append({"params": turned, "turns": True, "lr_share": spec.muon_lr / schedule.peak_lr})
+        return Muon(groups, momentum=spec.momentum, nesterov=nesterov, precision=precision)
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the schedule's rate; Muon's turns go along with it, at a rate of their own."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_share", 1.0)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return what the optimizer keeps for each weight, such as momentum, in the order of the weights."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        value
+        for parameter in parameters
+        for _, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor) and value.ndim > 0
+    ]
 
 
 def _half_cosine(share: float) -> float:

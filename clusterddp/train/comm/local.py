@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from clusterddp.train.comm.exchange import Exchange, ring_bytes
 from clusterddp.train.group import Group, averaged_buffers, averaged_tensors, broadcast_model, mean_over_ranks
+from clusterddp.train.optim import optimizer_tensors
 
 
 def steps_under_way(every: int) -> int:
@@ -137,15 +138,4 @@ def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
     return [
         flat.as_strided(tensor.size(), tensor.stride(), start) for tensor, start in zip(tensors, starts, strict=False)
-    ]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what the optimizer keeps for each weight, such as momentum, in the order of the weights."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [
-        value
-        for parameter in parameters
-        for _, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor) and value.ndim > 0
     ]

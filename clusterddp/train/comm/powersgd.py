@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from clusterddp.train.comm.exchange import Exchange, ring_bytes
 from clusterddp.train.group import Group, broadcast_model, mean_over_ranks, start_mean
+from clusterddp.train.matrices import as_matrix, from_matrix
 
 _EXACT_SHARE, _MOST_EXACT_STEPS = 0.1, 100
 
@@ -35,7 +36,7 @@ class PowerSgd(Exchange):
         self._others = [parameter for parameter in trained if not _pays(parameter, rank)]
         self._exact_steps = min(_MOST_EXACT_STEPS, int(_EXACT_SHARE * total_steps))
         self._steps_done = 0
-        self._errors = [torch.zeros_like(_as_matrix(parameter.detach())) for parameter in self._matrices]
+        self._errors = [torch.zeros_like(as_matrix(parameter.detach())) for parameter in self._matrices]
         generator = torch.Generator().manual_seed(seed)  # equal on all ranks
         self._rights = [
             torch.randn(error.shape[1], min(rank, *error.shape), generator=generator).to(group.device)
@@ -58,7 +59,7 @@ class PowerSgd(Exchange):
             mean_over_ranks(_gradients([*self._matrices, *self._others]), self._group)
             return
         for error, gradient in zip(self._errors, _gradients(self._matrices), strict=True):
-            error.add_(_as_matrix(gradient))
+            error.add_(as_matrix(gradient))
         lefts = [error @ right for error, right in self._with_rights()]
         mean_over_ranks([*lefts, *_gradients(self._others)], self._group)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
@@ -69,7 +70,7 @@ class PowerSgd(Exchange):
             error.addmm_(left, right.mT, alpha=-1)  # what this rank's share of the mean lacks
         arrive()
         for parameter, left, right in zip(self._matrices, lefts, self._rights, strict=True):
-            parameter.grad = _from_matrix(left @ right.mT, parameter)
+            parameter.grad = from_matrix(left @ right.mT, parameter)
 
     def own_state(self) -> dict[str, Any]:
         """Only the mean of the errors over the ranks has an effect, so another number of ranks goes on from that."""
@@ -94,16 +95,6 @@ def _pays(parameter: Tensor, rank: int) -> bool:
         return False
     rows, columns = len(parameter), parameter[0].numel()
     return (rows + columns) * rank < rows * columns
-
-
-def _as_matrix(values: Tensor) -> Tensor:
-    """Take [out, in, height, width] as [out, height * width * in], which copies nothing of a channels_last tensor."""
-    return values.movedim(1, -1).reshape(len(values), -1)
-
-
-def _from_matrix(matrix: Tensor, like: Tensor) -> Tensor:
-    """Undo `_as_matrix`."""
-    return matrix.view(like.movedim(1, -1).shape).movedim(-1, 1)
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
