@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from patience import PATIENCE
 from rack.rack import Rack, wait_until
 from ssh_place import SshPlace, send, ssh_place_on
 
-from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
 from clusterddp.run.record import AttemptEnd, read_end
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -121,6 +122,38 @@ def test_a_run_whose_start_failed_has_failed_with_that_reason(place: SshPlace) -
     place.clusterddp("submit", "job.yaml", check=False)
     end = place.end()
     assert (end.outcome, "node9" in end.reason) == ("FAILED", True)
+
+
+SLOW_TO_START = """\
+import pathlib, sys
+place = pathlib.Path.home() / "slow"
+site = place / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+site.mkdir(parents=True)
+(site / "packages.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")))
+(site / "sitecustomize.py").write_text(
+    "import sys, time\\nif 'clusterddp.node.supervisor' in sys.orig_argv: time.sleep(4)\\n"
+)
+(place / "bin").mkdir()
+(place / "bin" / "python").symlink_to(pathlib.Path(sys.executable).resolve())
+(place / "pyvenv.cfg").write_text(pathlib.Path(sys.prefix, "pyvenv.cfg").read_text())
+print(place / "bin" / "python")
+"""
+"""Makes a Python with which a supervisor takes long to start."""
+
+
+def test_a_start_that_node_0_has_ended_says_why(place: SshPlace) -> None:
+    """The others find its port closed, or it gone in the middle of a word."""
+    slow = place.rack.run("node2", [PYTHON, "-c", SLOW_TO_START]).stdout.strip()
+    (place.path / "job.yaml").write_text(SLEEP.replace("node2]", f"{{host: node2, python: {slow}}}]"))
+    process = place.start("submit", "job.yaml")
+    wait_until(lambda: list_runs(place.runs_dir), 20)
+    wait_until(lambda: any(each.role == "s0" for each in place.processes("node1")), 30)
+    write_json(place.host_run_dir("node1").cancel_file, {"by": "somebody else", "time": time.time()})
+    _, told = process.communicate(timeout=PATIENCE * 60)
+    assert (process.returncode, "node1: node 0 has ended the start: cancelled by somebody else" in told) == (3, True), (
+        told
+    )
+    assert place.all_processes() == []
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 0.6, 0.9, 1.2, 1.6, 2.0])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.fresh import Home
 from clusterddp.launch.plan import Plan, move_plan, read_plan
@@ -133,11 +133,28 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     head = supervise(0)
     for order in orders[1:]:
         order["link"] = head["link"]
-    each(list(range(1, len(orders))), supervise)
+    try:
+        each(list(range(1, len(orders))), supervise)
+    except PreflightError as error:
+        raise _name_the_cause(error, crew, attempt) from error
     job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"
     write_run(run, dataclasses.replace(record, job_id=job_id))
     log_event(run, "submitted", attempt=attempt, job_id=job_id)
     return job_id
+
+
+def _name_the_cause(error: PreflightError, crew: Crew, attempt: int) -> PreflightError:
+    """Say why node 0 has ended the start, if it has: that it cannot be reached is all that the others know of it."""
+    plan, head = crew.plan, crew.plan.gang.nodes[0].host
+    name = directory_name(plan.run, plan.token)
+    try:
+        facts = crew.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
+    except SshError:
+        return error
+    told = facts["runs"][name]
+    if told["end"] is None or told["end_attempt"] != attempt:
+        return error
+    return PreflightError(f"{head}: node 0 has ended the start: {told['end']['reason']}\n  {error.message}")
 
 
 class _Telling:
