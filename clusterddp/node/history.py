@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.link import Message
 from clusterddp.node.note import note
-from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
-from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
+
+if TYPE_CHECKING:
+    from clusterddp.node.link import Message
+    from clusterddp.node.rendezvous import Rendezvous
+    from clusterddp.run.gang import Gang
 
 RECORD_PATIENCE_S = 10.0
 """How long a disk that refuses the record of the end is asked again."""
