@@ -78,9 +78,9 @@ class TrainSpec(Section):
         "is sgd's. momentum and nesterov are for both of these.",
     )
     muon_lr: fields.Positive = Field(
-        default=0.1,
+        default=0.04,
         description="Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the "
-        "batch.",
+        "batch. Short runs (a few hundred steps) want more, such as 0.1.",
     )
     momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
     nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")

@@ -35,7 +35,7 @@ class TrainSpec:
     warmup: float = 0.2
     schedule: str = "onecycle"
     optimizer: str = "sgd"
-    muon_lr: float = 0.1
+    muon_lr: float = 0.04
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 5e-4
