@@ -37,7 +37,7 @@ def test_the_trainers_defaults_are_those_of_the_contract() -> None:
         "samples": None, "epochs": 10,
         "batch_size": 128, "accumulate": 1, "max_steps": None, "precision": "auto", "seed": 0, "deterministic": False,
         "lr": 0.1, "lr_scaling": "auto", "lr_batch": 128, "warmup": 0.2, "schedule": "onecycle", "optimizer": "sgd",
-        "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "ema": 0.0, "label_smoothing": 0.1,
+        "muon_lr": 0.04, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "ema": 0.0, "label_smoothing": 0.1,
         "augment": "flip_translate", "translate": 2, "cutout": 0, "tta": "none", "comm": "exact", "comm_allow": (),
         "strategy": "ddp", "sync_bn": False, "compile": "auto", "width": 1.0,
         "eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "log_every": 20,
