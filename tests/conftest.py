@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from rack.plan import RackPlan
+from rack.plan import HEAD, RackPlan
 from rack.rack import Rack, find_obstacle, running_rack
 from ssh_person import Person, own_ssh_dir
 from ssh_place import SshPlace, ssh_place_on
@@ -50,10 +50,17 @@ def needs_rack_accounting() -> None:
 
 
 @pytest.fixture(scope="session")
-def rack(needs_rack: None) -> Iterator[Rack]:
-    """A rack of four nodes for tests that leave it as they found it; the others start their own."""
+def shared_rack(needs_rack: None) -> Iterator[Rack]:
     with running_rack() as rack:
         yield rack
+
+
+@pytest.fixture(scope="module")
+def rack(shared_rack: Rack) -> Rack:
+    """A rack of four nodes, idle, for tests that leave it as they found it; the others start their own."""
+    shared_rack.run(HEAD, ["sh", "-c", "squeue -h -o %A | xargs -r scancel"])
+    shared_rack.await_idle()
+    return shared_rack
 
 
 @pytest.fixture(scope="module")
