@@ -72,14 +72,21 @@ def test_only_the_first_rank_loads_tensorboard_and_none_loads_torchvision(tmp_pa
 # -- the program
 
 
-def start_program(path: Path, world_size: int = 1, **variables: str) -> list[subprocess.Popen[str]]:
+def start_program(
+    path: Path,
+    world_size: int = 1,
+    *,
+    program: tuple[str, ...] = ("-m", "clusterddp.train.main"),
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
     port = str(free_port())
     environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"} | variables
     environ |= {"CLUSTERDDP_RUN_DIR": str(path), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.train.main"],
+            [sys.executable, *program],
             env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CLUSTERDDP_BACKEND": "gloo"},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -104,6 +111,23 @@ def test_the_program_trains_alone_and_writes_its_summary(tmp_path: Path) -> None
     assert "epoch 1/2 step 3/9 loss " in talk
     assert talk.splitlines()[-1].startswith("done: ")
     assert "fastnet on shapes (generated): 1 rank on cpu, fp32, 18 steps of 32 samples" in talk
+
+
+AND_LOOK_AROUND = """
+import os
+from pathlib import Path
+from clusterddp.train.main import main
+main(os.environ)
+print(*{path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")})
+"""
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
+    """One that does may abort a rank that is done, while Python ends."""
+    processes = start_program(make_run(tmp_path / "run", epochs=1), 2, program=("-c", AND_LOOK_AROUND))
+    talk = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], talk
+    assert [[name for name in out.split() if "gloo" in name or "tcpstore" in name] for out, _ in talk] == [[], []]
 
 
 @pytest.mark.slow

@@ -15,6 +15,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Whoever imports this while there is a group, as torch.optim does by torch._dynamo, keeps that group for good, as the
+# default of an argument: its threads outlive it, and may abort the process while Python ends (torch 2.13).
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from clusterddp.dist.entry_environment import INIT_METHOD
