@@ -64,17 +64,17 @@ def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> flo
 
 
 @pytest.mark.parametrize(
-    ("comm", "optimizer"), [*((comm, "sgd") for comm in MODES), ("exact", "muon"), ("local:4", "muon")]
+    ("comm", "optimizer"), [*((comm, "sgd") for comm in MODES), ("exact", "muon"), ("local:8", "muon")]
 )
 def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(
     gang: Gang, tmp_path: Path, comm: str, optimizer: str
 ) -> None:
     options = {"comm": comm, "optimizer": optimizer}
     whole = [each[-1] for each in gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options)]
-    # Steps 2 and 7 lie between two means of local:4, whose sum is under way after step 4; the last stop is asked for in
-    # an evaluation.
-    cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 2, 3, 4], options)
-    assert [result["step"] for result in cut[0]][:3] == [2, 4, 7]
+    # Step 2 lies between two means of local:4; after step 8 the sum of local:8 is under way; the last stop is asked for
+    # in an evaluation.
+    cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 2, 4, 3], options)
+    assert [result["step"] for result in cut[0]][:3] == [2, 4, 8]
     assert [each[-1] for each in cut] == whole
 
 
@@ -190,23 +190,23 @@ def weights_of_local_steps(group: Group) -> list[list[float]]:
 
 def test_what_a_rank_moves_while_the_sum_is_under_way_stays_its_own(gang: Gang) -> None:
     sent, taken_in, met = zip(*gang.run(3, weights_while_a_sum_is_under_way), strict=True)
-    assert sent == ([1.0, 5.0], [5.0, 5.0], [9.0, 5.0])
-    assert taken_in == ([5.0, 6.0], [6.0, 6.0], [7.0, 6.0])
-    assert met == ([7.0, 7.0],) * 3
+    assert sent == ([1.0, 9.0], [9.0, 9.0], [17.0, 9.0])
+    assert taken_in == ([9.0, 10.0], [10.0, 10.0], [11.0, 10.0])
+    assert met == ([11.0, 11.0],) * 3
 
 
 def weights_while_a_sum_is_under_way(group: Group) -> list[list[float]]:
-    """Move a weight pair, at first (1, 1), by (rank, 1) a step; return it at steps 4, 5 and 6, the epoch's end."""
+    """Move a weight pair, at first (1, 1), by (rank, 1) a step; return it at steps 8, 9 and 10, the epoch's end."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
-    exchange = LocalSteps(model, group, every=4, optimizer=torch.optim.SGD(model.parameters()))
+    exchange = LocalSteps(model, group, every=8, optimizer=torch.optim.SGD(model.parameters()))
     seen = []
-    for step in range(1, 7):
+    for step in range(1, 11):
         with torch.no_grad():
             model.weight += torch.tensor([[group.rank, 1.0]])
-        exchange.after_step(step, epoch_ends=step == 6)
+        exchange.after_step(step, epoch_ends=step == 10)
         seen.append(model.weight.detach().flatten().tolist())
-    return seen[3:]
+    return seen[7:]
 
 
 def test_local_steps_average_momentum_at_the_end_of_an_epoch(gang: Gang) -> None:

@@ -117,7 +117,7 @@ class TrainSpec(Section):
         default="exact",
         description="How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
         "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (H steps of its own on each rank, then "
-        "the mean of the weights, which travels while the next H / 4 are taken), or auto (the fastest of exact and "
+        "the mean of the weights, which travels while the next H / 8 are taken), or auto (the fastest of exact and "
         "comm_allow, by measuring). All but exact change results.",
     )
     comm_allow: tuple[Comm, ...] = Field(

@@ -4,7 +4,7 @@ Local SGD (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217). Wha
 far each rank has moved since the last mean, in bf16: small numbers, which lose little by it, and what they lose goes
 along the next time. The mean itself is kept in fp32 and is the same on all ranks to the last bit.
 
-Nobody waits for the sum: it travels while the next steps are taken, a quarter of `every`, and comes in after them; what
+Nobody waits for the sum: it travels while the next steps are taken, an eighth of `every`, and comes in after them; what
 a rank has moved meanwhile stays its own (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043; Overlap Local-SGD, Wang et al.
 2020, arXiv:2002.09539). After how many steps it comes in does not depend on the link, so results do not either.
 """
@@ -27,7 +27,7 @@ from clusterddp.train.optim import optimizer_tensors
 
 def steps_under_way(every: int) -> int:
     """Return the number of steps that are taken between sending and taking in: few, so that ranks stay near."""
-    return every // 4
+    return every // 8
 
 
 class LocalSteps(Exchange):
