@@ -171,3 +171,12 @@ def test_muons_own_rate_follows_the_schedule_and_not_the_batch() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
             [schedule.peak_lr / 2, schedule.peak_lr / 2, 0.1]
         )
+
+
+def test_muons_own_rate_stays_when_a_run_goes_on_with_more_ranks() -> None:
+    chosen = spec(optimizer="muon", muon_lr=0.2)
+    schedules = [plan_schedule(chosen, num_samples=100, world_size=world_size) for world_size in (1, 3)]
+    before, after = (build_optimizer(nn.Conv2d(1, 1, 1), chosen, schedule) for schedule in schedules)
+    after.load_state_dict(before.state_dict())
+    set_learning_rate(after, schedules[1].peak_lr)
+    assert after.param_groups[2]["lr"] == pytest.approx(0.2)

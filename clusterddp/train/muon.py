@@ -28,9 +28,12 @@ class Muon(torch.optim.SGD):
     is the share of its length by which W moves. The size of gradients has no part in it.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], *, momentum: float, nesterov: bool, precision: str) -> None:
-        """`precision`: what matrix products are computed in, fp32 or bf16."""
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], *, turn_share: float, momentum: float, nesterov: bool, precision: str
+    ) -> None:
+        """`turn_share`: the turns' learning rate as a share of SGD's; `precision`: of matrix products, fp32 or bf16."""
         super().__init__(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
+        self.turn_share = turn_share  # not in the groups, which a checkpoint brings back: SGD's rate goes by the ranks
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     @torch.no_grad()

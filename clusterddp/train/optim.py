@@ -88,15 +88,16 @@ def build_optimizer(
         return torch.optim.Adam(groups, lr=spec.lr, fused=True)
     nesterov = spec.nesterov and spec.momentum > 0
     if spec.optimizer == "muon":
-        groups.append({"params": turned, "turns": True, "lr_share": spec.muon_lr / schedule.peak_lr})
-        return Muon(groups, momentum=spec.momentum, nesterov=nesterov, precision=precision)
+        groups.append({"params": turned, "turns": True})
+        share = spec.muon_lr / schedule.peak_lr
+        return Muon(groups, turn_share=share, momentum=spec.momentum, nesterov=nesterov, precision=precision)
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the schedule's rate; Muon's turns go along with it, at a rate of their own."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_share", 1.0)
+        group["lr"] = rate * optimizer.turn_share if isinstance(optimizer, Muon) and "turns" in group else rate
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
