@@ -5,7 +5,7 @@ import json
 import pytest
 
 from clusterddp.dist.ranks import spell_ranks
-from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, Attempt
+from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
 from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
@@ -88,8 +88,8 @@ def test_a_damaged_error_file_does_not_hide_the_exit_code(tmp_path, content):
     assert read_rank_end(attempt, 1, 3, on_order=False).exit_code == 3
 
 
-def make_watch(tmp_path):
-    entry = Entry(kind="script", target="x.py", working_dir="/")
+def make_watch(tmp_path, *, spawns=()):
+    entry = Entry(kind="script", target="x.py", working_dir="/", spawns=spawns)
     nodes = tuple(Node(node_rank=node, host=f"host{node}", ranks=(2 * node, 2 * node + 1)) for node in range(2))
     gang = Gang(
         run="r", token="t", nodes=nodes, entry=entry, threads_per_rank=1, backend="gloo", master_addr="127.0.0.1"
@@ -106,6 +106,14 @@ def failed(rank, weight, error="some error", **facts):
 def test_a_signal_decides_at_once_and_a_connection_loss_waits(tmp_path):
     for weight, wait in [(CERTAIN, 0.0), (OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_S), (CASCADE, SETTLE_S)]:
         attempt = make_watch(tmp_path)
+        attempt.rank_ended(failed(0, weight), 100.0)
+        assert not attempt.is_over(100.0 + wait - 0.01)
+        assert attempt.is_over(100.0 + wait)
+
+
+def test_a_program_that_starts_its_ranks_itself_has_longer_to_say_which_failed(tmp_path):
+    for weight, wait in [(OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_SPAWNED_S), (CASCADE, SETTLE_SPAWNED_S)]:
+        attempt = make_watch(tmp_path, spawns=(2, 2, 2, 2))
         attempt.rank_ended(failed(0, weight), 100.0)
         assert not attempt.is_over(100.0 + wait - 0.01)
         assert attempt.is_over(100.0 + wait)

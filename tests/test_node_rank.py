@@ -199,3 +199,36 @@ def test_a_stop_signal_that_comes_when_the_program_is_through_does_not_end_it(tm
     stop_file = tmp_path / "STOP"
     code, _, _ = run_rank(tmp_path / "run", {"target": str(script)}, CLUSTERDDP_STOP_FILE=str(stop_file))
     assert (code, stop_file.exists()) == (0, False)
+
+
+SLOW_GLOO = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+    dist.all_reduce(torch.ones(1))
+    cpu = {min(os.sched_getaffinity(0))}
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cpu)
+        if "gloo" in (thread / "comm").read_text():
+            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    dist.all_reduce(torch.ones(1))
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the scheduler of single threads")
+@pytest.mark.slow
+def test_a_rank_that_is_done_waits_for_the_threads_of_its_process_group(tmp_path):
+    """A thread that wakes this one when a tensor has come, and lets go of it later: seven of eight ranks aborted."""
+    script = write_script(tmp_path, SLOW_GLOO)
+    for meeting in range(4):
+        ranks = [
+            start_rank(
+                tmp_path / f"run{rank}", {"target": str(script), "args": [str(tmp_path / f"meet{meeting}"), str(rank)]}
+            )
+            for rank in range(2)
+        ]
+        talk = [rank.communicate(timeout=240)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], talk

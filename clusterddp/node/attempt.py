@@ -17,6 +17,8 @@ SETTLE_S = 0.5
 """How long a connection loss waits for the failure that it may come from."""
 SETTLE_OWN_S = 0.15
 """How long an exception waits for a signal to another rank that it may come from."""
+SETTLE_SPAWNED_S = 4.0
+"""`SETTLE_S` where programs start their ranks themselves: one ends its other ranks before it says which failed."""
 
 
 class Attempt:
@@ -64,7 +66,8 @@ class Attempt:
         if self._decided and min((failure.weight for failure in self._failures), default=CERTAIN) <= OWN:
             return
         self._failures.append(failure)
-        wait = {CERTAIN: 0.0, OWN: SETTLE_OWN_S}.get(failure.weight, SETTLE_S)
+        lost = SETTLE_SPAWNED_S if self._gang.entry.spawns else SETTLE_S
+        wait = {CERTAIN: 0.0, OWN: SETTLE_OWN_S}.get(failure.weight, lost)
         self._decide_at = min(self._decide_at, now + wait)
 
     def stop(self, reason: str, now: float, *, time_limit: bool = False) -> bool:

@@ -41,7 +41,7 @@ def main() -> None:
     if args.rank == 0:
         told = {"world_size": dist.get_world_size(), "slope": model.module.weight.item(), "init": args.init_method}
         (Path(args.output_dir) / "result.json").write_text(json.dumps(told))
-    print(f"rank {args.rank} of {dist.get_world_size()}: {model.module.weight.item():.6f}")
+    print(f"rank {args.rank} of {dist.get_world_size()}: {model.module.weight.item():.6f}\n", end="", flush=True)
     dist.destroy_process_group()
 
 
