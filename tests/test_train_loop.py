@@ -148,6 +148,21 @@ def test_a_stop_in_the_last_evaluation_is_made_up_for_by_the_next_attempt(gang: 
     assert [row["epoch"] for row in metrics_rows(path, "eval")] == [1, 2]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_a_resumed_run_trains_by_what_the_spec_says_now(tmp_path: Path, optimizer: str) -> None:
+    path = make_run(tmp_path / "run")
+    train_once(one_rank(), path, stop_after=4, optimizer=optimizer)
+    now = {"momentum": 0.5, "nesterov": False, "weight_decay": 0.02}
+    setting = settle(one_rank(), path, attempt=1, optimizer=optimizer, **now)
+    state = train(setting)
+    setting.reporter.close()
+    first = state.optimizer.param_groups[0]
+    assert state.resumed_from is not None
+    assert {key: first[key] for key in now} == now
+    kept = state.optimizer.state[first["params"][0]]["momentum_buffer"]
+    assert kept.abs().sum() > 0
+
+
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     first = train_once(one_rank(), path)

@@ -129,7 +129,7 @@ def restore_state(
     if state.ema is not None:  # one that the checkpoint does not know begins at the weights
         state.ema.model.load_state_dict(saved.get("ema") or saved["model"])
         state.ema.model.load_state_dict(own["ema"], strict=False)
-    state.optimizer.load_state_dict(own["optimizer"] or saved["optimizer"])
+    _restore_optimizer(state.optimizer, own["optimizer"] or saved["optimizer"])
     if same_exchange:
         state.exchange.load_state(own["exchange"], saved["exchange"])
     else:
@@ -231,6 +231,14 @@ def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int
             hint=f"resume with {saved['world_size']} ranks, or choose train.batch_size so that a step divides it",
         )
     return min(seen // schedule.global_batch, schedule.steps_per_epoch)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Bring back what is kept for each weight; momentum, decay and the like are what the spec says now."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, now in zip(optimizer.param_groups, options, strict=True):
+        group.update(now)
 
 
 def _random_state(group: Group) -> dict[str, Any]:
