@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from torch import Tensor, nn
 from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.train.begin import begin
+from clusterddp.train.comm import shared
 from clusterddp.train.comm.local import LocalSteps
 from clusterddp.train.comm.modes import build_exchange
 from clusterddp.train.comm.powersgd import PowerSgd
+from clusterddp.train.comm.shared import SharedMemory, _map, share_memory
 from clusterddp.train.group import Group, mean_over_ranks
 from clusterddp.train.loop import train, train_epoch
 from clusterddp.train.main import summarise
@@ -349,3 +354,37 @@ def test_the_summary_says_whether_the_exchange_was_exact(gang: Gang, tmp_path: P
 
 def test_a_single_rank_is_exact_whatever_the_mode(tmp_path: Path) -> None:
     assert told(one_rank(), make_run(tmp_path / "run"), {"comm": "local:4", "max_steps": 1}) == ("exact", True)
+
+
+# -- memory that all ranks see
+
+
+def maps(group: Group, blind: int) -> bool:
+    """Try to share memory, while rank `blind` finds another process than rank 0 behind its number."""
+    if group.rank == blind:
+        with mock.patch.object(shared, "_map", lambda path, proof, values: _map(path, proof[::-1], values)):
+            return share_memory(nn.Linear(3, 5), group) is not None
+    return share_memory(nn.Linear(3, 5), group) is not None
+
+
+def test_memory_is_shared_by_all_ranks_or_by_none() -> None:
+    with open_gang(on_one_host=True) as gang:
+        assert [gang.run(3, maps, blind) for blind in (-1, 0, 2)] == [[True] * 3, [False] * 3, [False] * 3]
+
+
+def what_is_open(group: Group, path: Path) -> list[str]:
+    """Begin to train; return which shared memory is mapped, and which is still open as a file."""
+    setting = settle(group, path)
+    state = begin(setting)
+    mapped = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    opened = [each for each in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "memfd" in each]
+    setting.reporter.close()
+    assert isinstance(state.exchange, SharedMemory)
+    return [*itertools.chain(*mapped), *opened]
+
+
+def test_what_is_shared_has_no_name_and_no_open_file(tmp_path: Path) -> None:
+    with open_gang(on_one_host=True) as gang:
+        assert (
+            gang.run(2, what_is_open, make_run(tmp_path / "run")) == [["/memfd:clusterddp-gradients", "(deleted)"]] * 2
+        )

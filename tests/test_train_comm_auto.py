@@ -118,6 +118,13 @@ def test_another_number_of_ranks_chooses_anew(gang: Gang, tmp_path: Path) -> Non
     assert "comm auto: 3 ranks" in choices[0][1]
 
 
+def test_ranks_that_share_memory_have_nothing_to_choose(tmp_path: Path) -> None:
+    with open_gang(on_one_host=True) as gang:
+        choices = gang.run(2, choice, make_run(tmp_path / "run"), AUTO)
+    assert [label for label, _ in choices] == ["exact"] * 2
+    assert "comm auto: exact, through memory that all ranks see" in choices[0][1]
+
+
 def test_one_rank_has_nothing_to_choose(tmp_path: Path) -> None:
     assert choice(one_rank(), make_run(tmp_path / "run"), AUTO)[0] == "exact"
 

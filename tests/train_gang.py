@@ -43,8 +43,10 @@ TINY: dict[str, Any] = {
 class Gang:
     """Up to `size` ranks; `run` starts those that it needs and keeps them for the next call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_one_host: bool = False) -> None:
+        """`on_one_host`: they know that they are, and exchange gradients through memory that all see."""
         self._ranks: list[tuple[Any, Connection]] = []
+        self._on_one_host = on_one_host
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(group, *args)` on every rank of a new group; return the answers by rank."""
@@ -52,7 +54,10 @@ class Gang:
             self._ranks.append(_start_rank())
         port = free_port()
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-            pipe.send((rank, world_size, port, function, args))
+            place = Place(
+                rank=rank, local_rank=rank, world_size=world_size, backend="gloo", on_one_host=self._on_one_host
+            )
+            pipe.send((place, port, function, args))
         pipes = [pipe for _, pipe in self._ranks[:world_size]]
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + TIMEOUT_S
@@ -75,8 +80,8 @@ class Gang:
 
 
 @contextlib.contextmanager
-def open_gang() -> Iterator[Gang]:
-    gang = Gang()
+def open_gang(*, on_one_host: bool = False) -> Iterator[Gang]:
+    gang = Gang(on_one_host=on_one_host)
     try:
         yield gang
     finally:
@@ -167,10 +172,10 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     while True:
-        rank, world_size, port, function, args = pipe.recv()
+        place, port, function, args = pipe.recv()
         os.environ["MASTER_PORT"] = str(port)
         try:
-            group = join_group(Place(rank=rank, local_rank=rank, world_size=world_size, backend="gloo"))
+            group = join_group(place)
             answer = function(group, *args)
             leave_group(group)
         except Exception:  # whatever a test did is the test's answer

@@ -11,6 +11,7 @@ from torch import nn
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
 from clusterddp.train.comm.modes import build_exchange
+from clusterddp.train.comm.shared import share_memory
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.ema import build_ema
 from clusterddp.train.forward import (
@@ -122,6 +123,9 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
     if saved is not None and saved["world_size"] == group.world_size and saved["comm"] in ("exact", *spec.comm_allow):
         chosen: str = saved["comm"]
         return chosen
+    if share_memory(model, group) is not None:
+        reporter.say("comm auto: exact, through memory that all ranks see")
+        return "exact"
     measured = measure(model, setting.dataset, group, spec=spec, precision=precision)
     for line in explain_choice(measured, spec.comm_allow):
         reporter.say(line)
@@ -139,6 +143,8 @@ def introduce(state: TrainState, setting: Setting) -> None:
     setting.reporter.say(describe_images(spec, dataset))
     for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
         setting.reporter.say(fact)
+    if state.exchange.way:
+        setting.reporter.say(f"gradients go through {state.exchange.way}")
     if not state.exchange.exact:
         setting.reporter.say(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
     if dataset.warning:

@@ -38,6 +38,8 @@ class Place:
     local_rank: int
     world_size: int
     backend: str
+    on_one_host: bool = False
+    """True when whoever started the ranks says that all of them are on this host."""
     init_method: str = "env://"
     """Where the ranks meet."""
     gpu: int | None = None
@@ -51,6 +53,7 @@ class Place:
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             world_size=int(environ.get("WORLD_SIZE", "1")),
             backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+            on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
             init_method=environ.get(INIT_METHOD, "env://"),
             gpu=int(environ[GPU]) if environ.get(GPU) else None,
         )
@@ -63,6 +66,7 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
+    on_one_host: bool = False
     control: dist.ProcessGroup | None = None
     """A gloo group over the CPU for small talk beside the gradients; None for a single rank."""
 
@@ -89,7 +93,8 @@ def join_group(place: Place) -> Group:
     )
     control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert control is not None
-    return Group(rank=place.rank, world_size=place.world_size, device=device, control=control)
+    here = place.on_one_host
+    return Group(rank=place.rank, world_size=place.world_size, device=device, on_one_host=here, control=control)
 
 
 def leave_group(group: Group) -> None:

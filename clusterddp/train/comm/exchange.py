@@ -21,6 +21,8 @@ class Exchange:
     """The mode as the spec writes it: exact, bf16, powersgd:R, local:H."""
     exact = True
     """Whether training is the one that a single rank would do with the batches of all."""
+    way = ""
+    """Where it goes, if not from rank to rank."""
     drifts = False
     """Whether weights differ from rank to rank between meetings; their running mean then always does."""
     apart = False

@@ -9,6 +9,7 @@ from clusterddp.train.comm.ddp import Bf16Exchange, DdpExchange
 from clusterddp.train.comm.exchange import Exchange
 from clusterddp.train.comm.local import LocalSteps
 from clusterddp.train.comm.powersgd import PowerSgd
+from clusterddp.train.comm.shared import SharedMemory, share_memory
 from clusterddp.train.group import Group
 
 
@@ -23,7 +24,8 @@ def build_exchange(
         return Exchange(model, group)
     mode, _, number = comm.partition(":")
     if mode == "exact":
-        return DdpExchange(model, group)
+        memory = share_memory(model, group)
+        return DdpExchange(model, group) if memory is None else SharedMemory(model, group, memory)
     if mode == "bf16":
         return Bf16Exchange(model, group)
     if mode == "powersgd":
