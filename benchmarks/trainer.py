@@ -116,6 +116,11 @@ def ranks(arguments: argparse.Namespace) -> None:
         "threads": (f"1 rank, {cores} threads", {"ranks": 1, "threads": cores}),
         "1": ("1 rank, 1 thread", {"ranks": 1, "threads": 1}),
         "2": ("2 ranks, 1 thread each", {"ranks": 2, "threads": 1}),
+        "2-sockets": ("2 ranks, 1 thread each, as two machines", {"ranks": 1, "nodes": 2, "threads": 1}),
+        "2-nothing": (
+            "2 ranks, 1 thread each, that exchange nothing in these steps",
+            {"ranks": 2, "threads": 1, "comm": "local:1000"},
+        ),
         "4": ("4 ranks, 1 thread each", {"ranks": 4, "threads": 1}),
         "4-bf16": ("4 ranks, 1 thread each, comm: bf16", {"ranks": 4, "threads": 1, "comm": "bf16"}),
     }
@@ -125,7 +130,12 @@ def ranks(arguments: argparse.Namespace) -> None:
                 name=name,
                 label=label,
                 take_turn=partial(
-                    ours_on_noise, place, warm=warm, steps=steps, batch_size=128 // int(case["ranks"]), **case
+                    ours_on_noise,
+                    place,
+                    warm=warm,
+                    steps=steps,
+                    batch_size=128 // (int(case["ranks"]) * int(case.get("nodes", 1))),
+                    **case,
                 ),
             )
             for name, (label, case) in cases.items()
@@ -203,10 +213,10 @@ def curve(arguments: argparse.Namespace) -> None:
 
 
 def ours_on_noise(
-    place: LocalPlace, *, warm: int, steps: int, ranks: int = 1, threads: int, batch_size: int = 128, **train: Any
+    place: LocalPlace, *, warm: int, steps: int, ranks: int = 1, threads: int, batch_size: int = 128, **more: Any
 ) -> Turn:
-    settings = {**NOISE, "samples": 1280, "log_every": warm, "max_steps": warm + steps, **train}
-    return place.turn(ranks=ranks, threads=threads, warm_steps=warm, batch_size=batch_size, **settings)
+    settings = {**NOISE, "samples": 1280, "log_every": warm, "max_steps": 2 * warm + steps, **more}
+    return place.turn(ranks=ranks, threads=threads, warm_steps=warm, last_steps=warm, batch_size=batch_size, **settings)
 
 
 @contextlib.contextmanager

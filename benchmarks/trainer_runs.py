@@ -33,21 +33,36 @@ class LocalPlace:
     path: Path
     python: str = sys.executable
 
-    def turn(self, *, ranks: int, threads: int, warm_steps: int = 0, device: str = "cpu", **train: Any) -> Turn:
-        """Submit a run, wait for its end, read it, and remove it."""
+    def turn(
+        self,
+        *,
+        ranks: int,
+        threads: int,
+        nodes: int = 1,
+        warm_steps: int = 0,
+        last_steps: int = 0,
+        device: str = "cpu",
+        **train: Any,
+    ) -> Turn:
+        """Submit a run of `ranks` ranks on each of `nodes`, all this machine; wait for its end, read it, and remove it.
+
+        Neither the first `warm_steps` nor the `last_steps` are timed.
+        """
         gpus = {"gpus_per_node": ranks} if device == "gpu" else {}
         spec = {
             "name": "bench",
             "launcher": "local",
             "device": device,
-            "resources": {"procs_per_node": ranks, "cpus_per_task": threads, **gpus},
+            "resources": {"nodes": nodes, "procs_per_node": ranks, "cpus_per_task": threads, **gpus},
             "train": train,
         }
         job = self.path / "job.yaml"
         job.write_text(json.dumps(spec))  # JSON is YAML
-        return self.job_turn(job, warm_steps=warm_steps, comm=train.get("comm", "exact"))
+        return self.job_turn(job, warm_steps=warm_steps, last_steps=last_steps, comm=train.get("comm", "exact"))
 
-    def job_turn(self, job: Path, *overrides: str, warm_steps: int = 0, comm: str = "exact") -> Turn:
+    def job_turn(
+        self, job: Path, *overrides: str, warm_steps: int = 0, last_steps: int = 0, comm: str = "exact"
+    ) -> Turn:
         """Submit a spec, wait for the end of the run, read it, and remove it.
 
         Raises: UnavailableError: this trainer cannot do it, or the run failed.
@@ -60,7 +75,7 @@ class LocalPlace:
             ended = self._clusterddp("wait", run.name, "--timeout", str(TURN_LIMIT_S))
             if ended.returncode:
                 raise UnavailableError(f"the run ended with {ended.returncode}: {last_line(ended.stderr)}")
-            return read_turn(run, warm_steps=warm_steps, comm=comm)
+            return read_turn(run, warm_steps=warm_steps, last_steps=last_steps, comm=comm)
         finally:
             self._clusterddp("cancel", run.name)  # of a run that has ended: nothing happens
             shutil.rmtree(run.path, ignore_errors=True)
