@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
@@ -370,6 +371,21 @@ def maps(group: Group, blind: int) -> bool:
 def test_memory_is_shared_by_all_ranks_or_by_none() -> None:
     with open_gang(on_one_host=True) as gang:
         assert [gang.run(3, maps, blind) for blind in (-1, 0, 2)] == [[True] * 3, [False] * 3, [False] * 3]
+
+
+def maps_without_memfd(group: Group) -> list[float]:
+    with mock.patch.object(os, "memfd_create", create=True):
+        del os.memfd_create
+        memory = share_memory(nn.Linear(3, 5), group)
+    assert memory is not None
+    memory[group.rank, :] = group.rank + 1.0
+    dist.barrier()
+    return memory.sum(dim=1).tolist()
+
+
+def test_memory_is_shared_where_python_knows_no_memfd() -> None:
+    with open_gang(on_one_host=True) as gang:
+        assert gang.run(2, maps_without_memfd) == [[20.0, 40.0, 0.0]] * 2
 
 
 def what_is_open(group: Group, path: Path) -> list[str]:

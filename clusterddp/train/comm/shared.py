@@ -29,7 +29,7 @@ class SharedMemory(Exchange):
     way = "memory that all ranks see"
 
     def __init__(self, model: nn.Module, group: Group, memory: Tensor) -> None:
-        """Rank 0's parameters become everybody's. `memory`: from `shared_memory`, one row more than there are ranks."""
+        """Rank 0's parameters become everybody's. `memory`: from `share_memory`."""
         super().__init__(model, group)
         broadcast_model(model, group)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -75,18 +75,24 @@ def _made(size: int) -> Iterator[tuple[str, str] | None]:
 
     A number of a process may mean another one to a rank that sees other processes: the first bytes tell.
     """
-    try:
-        descriptor = os.memfd_create("clusterddp-gradients")
-    except OSError:
-        yield None
-        return
-    try:
-        os.truncate(descriptor, size)
-        proof = secrets.token_bytes(_PROOF_BYTES)
-        os.pwrite(descriptor, proof, 0)
-        yield f"/proc/{os.getpid()}/fd/{descriptor}", proof.hex()
-    finally:
-        os.close(descriptor)
+    made = None
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            descriptor = _open_memory()
+            stack.callback(os.close, descriptor)
+            os.posix_fallocate(descriptor, 0, size)  # a lack of memory shows here, not as a signal in a step
+            proof = secrets.token_bytes(_PROOF_BYTES)
+            os.pwrite(descriptor, proof, 0)
+            made = f"/proc/{os.getpid()}/fd/{descriptor}", proof.hex()
+        yield made
+
+
+def _open_memory() -> int:
+    """Open a file without a name, in memory."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("clusterddp-gradients")
+    # A Python built for an old C library.
+    return os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)  # noqa: S108 - it has no name there
 
 
 def _map(path: str, proof: bytes, values: int) -> Tensor | None:
