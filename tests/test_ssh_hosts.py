@@ -73,6 +73,9 @@ def test_an_attached_run_ends_with_the_command(ssh_place: SshPlace, word: signal
     (place.path / "job.yaml").write_text(SPEC + "resources: {procs_per_node: 2}\nentry: {script: sleep.py}\n")
     process = place.start("submit", "job.yaml", "--hosts", "node1,node2", "--attach")
     wait_until(lambda: (place.path / "runs").exists() and len(ranks_of(place)) == 4, 60)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("submitted"):  # ranks run a little before that is known
+        assert process.poll() is None
     send(process, word)
     _, said = process.communicate(timeout=240)
     wait_until(lambda: not place.all_processes(), 30)

@@ -14,8 +14,9 @@ from pathlib import Path
 import platformdirs
 import pytest
 import torch
-from train_gang import TINY, free_port, make_run, metrics_rows, one_rank, open_gang, train_once
+from train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
 
+from clusterddp.dist.entry_environment import INIT_METHOD
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
@@ -79,8 +80,7 @@ def start_program(
     program: tuple[str, ...] = ("-m", "clusterddp.train.main"),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    port = str(free_port())
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"} | variables
+    environ = os.environ | {INIT_METHOD: meeting_place(path.parent), "GLOO_SOCKET_IFNAME": "lo"} | variables
     environ |= {"CLUSTERDDP_RUN_DIR": str(path), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(

@@ -9,19 +9,21 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from train_gang import free_port
+from train_gang import meeting_place
 
 RANK = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(os.environ["RANK"]), world_size=2)
+print("met", flush=True)
 torch.manual_seed(0)
 widths = [256, 128, 512, 64, 384, 96, 320, 32, 256]
 model = torch.nn.Sequential(*map(torch.nn.Linear, widths, widths[1:]))
@@ -40,13 +42,14 @@ print("done", flush=True)
 """
 
 
-def run_two_ranks(way: str) -> tuple[bool, str]:
+def run_two_ranks(way: str, directory: Path) -> tuple[bool, str]:
     """Train two ranks with one of torch's own ways; say whether both came to the end, and what they said."""
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = meeting_place(directory)
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, way],
-            env=environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            [sys.executable, "-c", RANK, way, meeting],
+            env=environ | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -61,7 +64,9 @@ def run_two_ranks(way: str) -> tuple[bool, str]:
     ended = [rank.poll() == 0 for rank in ranks]
     for rank in ranks:
         rank.kill()
-    return all(ended), "\n".join(rank.communicate()[0] for rank in ranks)
+    said = "\n".join(rank.communicate()[0] for rank in ranks)
+    assert "met" in said.splitlines()
+    return all(ended), said
 
 
 def skip_if_mended(works: bool, what: str) -> None:
@@ -69,23 +74,23 @@ def skip_if_mended(works: bool, what: str) -> None:
         pytest.skip(f"torch {torch.__version__} has mended {what}")
 
 
-def test_torch_refuses_its_own_bf16_hook_on_gloo() -> None:
+def test_torch_refuses_its_own_bf16_hook_on_gloo(tmp_path: Path) -> None:
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch accepts the hook, whatever the backend")
-    works, said = run_two_ranks("bf16")
+    works, said = run_two_ranks("bf16", tmp_path)
     skip_if_mended(works, "bf16_compress_hook")
     assert "BF16 all reduce communication hook required CUDA" in said
 
 
-def test_torchs_own_powersgd_dies_on_gloo_with_several_buckets() -> None:
-    works, said = run_two_ranks("powersgd")
+def test_torchs_own_powersgd_dies_on_gloo_with_several_buckets(tmp_path: Path) -> None:
+    works, said = run_two_ranks("powersgd", tmp_path)
     skip_if_mended(works, "powerSGD_hook")
     assert "done" not in said
 
 
-def test_torchs_own_local_sgd_needs_a_gpu_for_its_subgroups() -> None:
+def test_torchs_own_local_sgd_needs_a_gpu_for_its_subgroups(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    works, said = run_two_ranks("local")
+    works, said = run_two_ranks("local", tmp_path)
     skip_if_mended(works, "PostLocalSGDState")
     assert "ValueError" in said

@@ -7,9 +7,10 @@ import json
 import multiprocessing
 import os
 import random
-import socket
+import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -47,17 +48,23 @@ class Gang:
         """`on_one_host`: they know that they are, and exchange gradients through memory that all see."""
         self._ranks: list[tuple[Any, Connection]] = []
         self._on_one_host = on_one_host
+        self._directory = tempfile.TemporaryDirectory(prefix="gang-")
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(group, *args)` on every rank of a new group; return the answers by rank."""
         while len(self._ranks) < world_size:
             self._ranks.append(_start_rank())
-        port = free_port()
+        meeting = meeting_place(Path(self._directory.name))
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
             place = Place(
-                rank=rank, local_rank=rank, world_size=world_size, backend="gloo", on_one_host=self._on_one_host
+                rank=rank,
+                local_rank=rank,
+                world_size=world_size,
+                backend="gloo",
+                on_one_host=self._on_one_host,
+                init_method=meeting,
             )
-            pipe.send((place, port, function, args))
+            pipe.send((place, function, args))
         pipes = [pipe for _, pipe in self._ranks[:world_size]]
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + TIMEOUT_S
@@ -78,6 +85,10 @@ class Gang:
             process.join()
         self._ranks = []
 
+    def clear(self) -> None:
+        """Remove what the ranks met by."""
+        self._directory.cleanup()
+
 
 @contextlib.contextmanager
 def open_gang(*, on_one_host: bool = False) -> Iterator[Gang]:
@@ -86,12 +97,12 @@ def open_gang(*, on_one_host: bool = False) -> Iterator[Gang]:
         yield gang
     finally:
         gang.close()
+        gang.clear()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def meeting_place(directory: Path) -> str:
+    """Return where ranks may meet: a new file, for others may take a port that was free just now."""
+    return f"file://{directory}/meet-{uuid.uuid4().hex}"
 
 
 def one_rank() -> Group:
@@ -170,10 +181,9 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
-        place, port, function, args = pipe.recv()
-        os.environ["MASTER_PORT"] = str(port)
+        place, function, args = pipe.recv()
         try:
             group = join_group(place)
             answer = function(group, *args)
