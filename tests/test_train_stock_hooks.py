@@ -6,23 +6,22 @@ In processes of their own: one of them aborts.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from train_gang import meeting_place
 
 RANK = """
-import os, sys, torch
+import sys, torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(os.environ["RANK"]), world_size=2)
+dist.init_process_group("gloo")
 print("met", flush=True)
 torch.manual_seed(0)
 widths = [256, 128, 512, 64, 384, 96, 320, 32, 256]
@@ -42,14 +41,13 @@ print("done", flush=True)
 """
 
 
-def run_two_ranks(way: str, directory: Path) -> tuple[bool, str]:
+def run_two_ranks(way: str) -> tuple[bool, str]:
     """Train two ranks with one of torch's own ways; say whether both came to the end, and what they said."""
-    meeting = meeting_place(directory)
-    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, way, meeting],
-            env=environ | {"RANK": str(rank)},
+            [sys.executable, "-c", RANK, way],
+            env=environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -69,28 +67,34 @@ def run_two_ranks(way: str, directory: Path) -> tuple[bool, str]:
     return all(ended), said
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def skip_if_mended(works: bool, what: str) -> None:
     if works:
         pytest.skip(f"torch {torch.__version__} has mended {what}")
 
 
-def test_torch_refuses_its_own_bf16_hook_on_gloo(tmp_path: Path) -> None:
+def test_torch_refuses_its_own_bf16_hook_on_gloo() -> None:
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch accepts the hook, whatever the backend")
-    works, said = run_two_ranks("bf16", tmp_path)
+    works, said = run_two_ranks("bf16")
     skip_if_mended(works, "bf16_compress_hook")
     assert "BF16 all reduce communication hook required CUDA" in said
 
 
-def test_torchs_own_powersgd_dies_on_gloo_with_several_buckets(tmp_path: Path) -> None:
-    works, said = run_two_ranks("powersgd", tmp_path)
+def test_torchs_own_powersgd_dies_on_gloo_with_several_buckets() -> None:
+    works, said = run_two_ranks("powersgd")
     skip_if_mended(works, "powerSGD_hook")
     assert "done" not in said
 
 
-def test_torchs_own_local_sgd_needs_a_gpu_for_its_subgroups(tmp_path: Path) -> None:
+def test_torchs_own_local_sgd_needs_a_gpu_for_its_subgroups() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    works, said = run_two_ranks("local", tmp_path)
+    works, said = run_two_ranks("local")
     skip_if_mended(works, "PostLocalSGDState")
     assert "ValueError" in said
