@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from clusterddp.train.comm.exchange import gradients_of
 from clusterddp.train.comm.local import steps_under_way
 from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
@@ -106,7 +107,7 @@ def measure(
         trial_pass(model, images, labels, precision)
 
     last_pass = _median_s(one_pass, group)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model.parameters())
     sent = {
         "fp32": _median_s(lambda: mean_over_ranks(gradients, group), group),
         "bf16": _median_s(lambda: mean_over_ranks(gradients, group, dtype=torch.bfloat16), group),

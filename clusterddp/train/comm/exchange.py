@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from clusterddp.train.group import Group, averaged_buffers
 
@@ -68,6 +69,11 @@ class Exchange:
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on from what `own_state` and `common_state` were, from nothing if empty; the weights are loaded before."""
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that are there, in the order of the parameters."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def ring_bytes(payload: float, group: Group) -> float:

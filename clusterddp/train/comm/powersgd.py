@@ -9,13 +9,12 @@ buckets on gloo it aborts. Here the whole backward pass comes first; then all P 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange, ring_bytes
+from clusterddp.train.comm.exchange import Exchange, gradients_of, ring_bytes
 from clusterddp.train.group import Group, broadcast_model, mean_over_ranks, start_mean
 from clusterddp.train.matrices import as_matrix, from_matrix
 
@@ -56,12 +55,12 @@ class PowerSgd(Exchange):
         """Make every gradient the mean over the ranks, or what is near to it."""
         self._steps_done = step + 1
         if step < self._exact_steps:
-            mean_over_ranks(_gradients([*self._matrices, *self._others]), self._group)
+            mean_over_ranks(gradients_of([*self._matrices, *self._others]), self._group)
             return
-        for error, gradient in zip(self._errors, _gradients(self._matrices), strict=True):
+        for error, gradient in zip(self._errors, gradients_of(self._matrices), strict=True):
             error.add_(as_matrix(gradient))
         lefts = [error @ right for error, right in self._with_rights()]
-        mean_over_ranks([*lefts, *_gradients(self._others)], self._group)
+        mean_over_ranks([*lefts, *gradients_of(self._others)], self._group)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         pairs = list(zip(self._errors, lefts, strict=True))
         self._rights = [error.mT @ left for error, left in pairs]
@@ -95,7 +94,3 @@ def _pays(parameter: Tensor, rank: int) -> bool:
         return False
     rows, columns = len(parameter), parameter[0].numel()
     return (rows + columns) * rank < rows * columns
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]

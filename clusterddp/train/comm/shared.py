@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange
+from clusterddp.train.comm.exchange import Exchange, gradients_of
 from clusterddp.train.group import Group, broadcast_bytes, broadcast_model, min_over_ranks
 
 _PROOF_BYTES = 64  # keeps what follows on a cache line of its own
@@ -41,8 +41,7 @@ class SharedMemory(Exchange):
 
     def after_backward(self, step: int) -> None:
         """Make every gradient the mean over the ranks; nothing may write into it, for it is the others' too."""
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        torch._foreach_copy_(self._own, gradients)
+        torch._foreach_copy_(self._own, gradients_of(self._trained))
         dist.barrier(group=self._group.control)
         torch.sum(self._shares, dim=0, out=self._mean_of_shares).div_(self._group.world_size)
         dist.barrier(group=self._group.control)
