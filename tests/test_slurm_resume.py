@@ -58,7 +58,9 @@ def await_step(run: RunDir, step: int) -> None:
 
 
 def outcomes(run: RunDir) -> list[str]:
-    return [end.outcome for attempt in run.attempts() if (end := read_end(attempt))]
+    """List how the attempts ended, of failed ones why."""
+    ends = [end for attempt in run.attempts() if (end := read_end(attempt))]
+    return [end.outcome if end.outcome != "FAILED" else end.reason for end in ends]
 
 
 def test_a_requeued_run_learns_what_an_uninterrupted_one_does(cluster, uninterrupted):

@@ -27,8 +27,6 @@ from clusterddp.node.entry import run_entry
 
 ENDING = "ENDING"
 """The file beside the stop file that tells a rank what SIGTERM means: it is there when the gang is being ended."""
-_GLOO_S = 2.0
-"""How long threads of gloo may take to be done with what they have begun."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +50,10 @@ def main() -> None:
         _record_end(0)
     finally:
         _ignore_late_signals()
-        _await_gloo()
+        if "torch.distributed" in sys.modules:
+            from clusterddp.dist.gloo import await_gloo_threads
+
+            await_gloo_threads()
 
 
 def _die_with_supervisor() -> None:
@@ -100,37 +101,6 @@ def _ignore_late_signals() -> None:
     if "CLUSTERDDP_STOP_FILE" in os.environ:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-
-
-def _await_gloo() -> None:
-    """Wait until gloo's threads sleep: each lets go of its last tensor, for which it needs the interpreter.
-
-    One that asks for it while Python ends is unwound by pthread_exit, which C++ makes an abort of a rank that was done
-    ("terminate called without an active exception", torch 2.13; with a group that nothing has destroyed, or that torch
-    itself still holds).
-    """
-    if "torch.distributed" not in sys.modules:
-        return
-    deadline = time.monotonic() + _GLOO_S
-    while True:
-        time.sleep(0.001)  # whoever waits for the interpreter gets it
-        if time.monotonic() > deadline or not any(map(_runs_gloo, _threads())):
-            return
-
-
-def _threads() -> list[Path]:
-    try:
-        return list(Path("/proc/self/task").iterdir())
-    except OSError:  # no Linux
-        return []
-
-
-def _runs_gloo(thread: Path) -> bool:
-    try:
-        name, _, rest = (thread / "stat").read_text(errors="replace").rpartition(")")
-    except OSError:  # it has ended
-        return False
-    return "gloo" in name and rest.split()[0] == "R"
 
 
 def _fail(error: BaseException) -> NoReturn:

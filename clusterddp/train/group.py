@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from clusterddp.dist.entry_environment import INIT_METHOD
 from clusterddp.dist.environment import GPU
+from clusterddp.dist.gloo import await_gloo_threads
 from clusterddp.errors import ClusterddpError
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
@@ -100,6 +101,7 @@ def join_group(place: Place) -> Group:
 def leave_group(group: Group) -> None:
     """Leave in good order; after an exception a rank must not come here but end at once."""
     if group.world_size > 1:
+        await_gloo_threads()
         dist.destroy_process_group()
 
 
