@@ -1,4 +1,4 @@
-"""Many hosts at once: clusterddp against ssh in a loop, `xargs -P64 ssh` and parallel-ssh.
+"""Many hosts at once: clusterddp against ssh in a loop, `xargs -P64 ssh`, pdsh, clush and parallel-ssh.
 
     python benchmarks/ssh_hosts.py [HOSTS [ROUNDS]] [--run] [--peer PYTHON] [--json FILE]    (root: it starts a rack)
 
@@ -13,9 +13,9 @@ measures sshd: `cpu` is what the launching side alone spent (itself and its chil
     cancel    (--run) end it again. clusterddp: `cancel`, which is over when every supervisor has ended its rank and
               said so; the others: `kill`
 
-`--peer` is the Python of an environment of its own with `pip install parallel-ssh clustershell`. parallel-ssh checks no
-host keys and reads no ssh_config; clush, like pdsh, starts an ssh for each host. Ways are run in turns; figures are
-medians, and medians of each round's ratio, clusterddp's to theirs.
+`--peer` is the Python of an environment of its own with `pip install parallel-ssh clustershell`; pdsh is compared where
+the system has it. parallel-ssh checks no host keys and reads no ssh_config; clush and pdsh start an ssh for each host.
+Ways are run in turns; figures are medians, and medians of each round's ratio, clusterddp's to theirs.
 """
 
 from __future__ import annotations
@@ -170,6 +170,10 @@ class Bench:
             ways["parallel-ssh"] = lambda: self.measure([peer, "-c", PARALLEL_SSH, *words])
             clush = [str(Path(peer).with_name("clush")), "-S", "-f", "64", "-w", ",".join(self.hosts), command]
             ways["clush"] = lambda: self.measure(clush)
+        if shutil.which("pdsh"):
+            ways["pdsh"] = lambda: self.measure(
+                ["pdsh", "-R", "ssh", "-S", "-f64", "-w", ",".join(self.hosts), command]
+            )
         return ways
 
     def program(self, text: str) -> Row:
