@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_gloo import STARVE_GLOO
 
-SLOW_GLOO = """
-import os, sys
-from pathlib import Path
+SLOW_GLOO = (
+    STARVE_GLOO
+    + """
+import sys
 import torch, torch.distributed as dist
 from clusterddp.train.group import Place, join_group, leave_group
 def main():
@@ -18,16 +20,13 @@ def main():
     )
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     dist.all_reduce(torch.ones(1))
-    cpu = {min(os.sched_getaffinity(0))}
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpu)
-        if "gloo" in (thread / "comm").read_text():
-            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    starve_gloo()
     dist.all_reduce(torch.ones(1))
     leave_group(group)
     del model  # the last to hold the group
 main()
 """
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets the scheduler of single threads")

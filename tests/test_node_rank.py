@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow_gloo import STARVE_GLOO
 
 REPORT = """
 import json, os, sys
@@ -201,21 +202,19 @@ def test_a_stop_signal_that_comes_when_the_program_is_through_does_not_end_it(tm
     assert (code, stop_file.exists()) == (0, False)
 
 
-SLOW_GLOO = """
-import os, sys
-from pathlib import Path
+SLOW_GLOO = (
+    STARVE_GLOO
+    + """
+import sys
 import torch, torch.distributed as dist
 def main():
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
     dist.all_reduce(torch.ones(1))
-    cpu = {min(os.sched_getaffinity(0))}
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpu)
-        if "gloo" in (thread / "comm").read_text():
-            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    starve_gloo()
     dist.all_reduce(torch.ones(1))
 main()
 """
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets the scheduler of single threads")
