@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from slow_gloo import STARVE_GLOO
@@ -36,7 +35,7 @@ def test_a_model_that_is_freed_after_its_group_is_left_does_not_hang(tmp_path):
     for meeting in range(4):
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", SLOW_GLOO, str(Path(tmp_path, f"meet{meeting}")), str(rank)],
+                [sys.executable, "-c", SLOW_GLOO, str(tmp_path / f"meet{meeting}"), str(rank)],
                 env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             )
             for rank in range(2)
