@@ -48,10 +48,8 @@ class FastNet(nn.Module):
         self.group2 = ConvGroup(narrow, wide)
         self.group3 = ConvGroup(wide, wide)
         self.head = nn.Linear(wide, num_classes, bias=False)
-        with torch.no_grad():
-            if self.whiten.bias is not None:
-                self.whiten.bias.zero_()
-            self.head.weight.div_(self.head.weight.std())
+        if self.whiten.bias is not None:
+            nn.init.zeros_(self.whiten.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [batch, class] of normalised images [batch, channel, 32, 32]."""
