@@ -80,7 +80,7 @@ class TrainSpec(Section):
     muon_lr: fields.Positive = Field(
         default=0.04,
         description="Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the "
-        "batch. Short runs (a few hundred steps) want more, such as 0.1.",
+        "batch. Steps of 2000 images want more, such as 0.24 with momentum 0.6.",
     )
     momentum: fields.BelowOne = Field(default=0.9, description="Momentum of SGD.")
     nesterov: fields.Switch = Field(default=True, description="Nesterov's form of momentum.")
