@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import fits_fastnet
+from clusterddp.train.models.conv3x3 import Conv3x3
 
 _WHITEN_KERNEL = 2
 _WHITEN_EPS = 5e-4  # added to the variances: keeps the faintest patch patterns from being blown up. Source: airbench94
@@ -116,9 +117,9 @@ class BiasBatchNorm(nn.BatchNorm2d):
         )
 
 
-def _dirac_conv(channels_in: int, channels_out: int) -> nn.Conv2d:
+def _dirac_conv(channels_in: int, channels_out: int) -> Conv3x3:
     """Return a 3x3 convolution whose first `channels_in` outputs start as copies of the inputs."""
-    conv = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
+    conv = Conv3x3(channels_in, channels_out)
     with torch.no_grad():
         nn.init.dirac_(conv.weight[:channels_in])
     return conv

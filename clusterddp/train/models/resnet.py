@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clusterddp.train.models.conv3x3 import Conv3x3
+
 
 def resnet18(*, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> ResNet:
     """Return a ResNet-18 with fresh weights from torch's global random state."""
@@ -35,7 +37,7 @@ class ResNet(nn.Module):
         if large_stem:
             self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         else:
-            self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+            self.conv1 = Conv3x3(channels, 64)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = _layer(64, 64, blocks[0], stride=1)
         self.layer2 = _layer(64, 128, blocks[1], stride=2)
@@ -59,9 +61,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.conv1 = Conv3x3(channels_in, channels_out, stride=stride)
         self.bn1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.conv2 = Conv3x3(channels_out, channels_out)
         self.bn2 = nn.BatchNorm2d(channels_out)
         self.downsample = (
             None
