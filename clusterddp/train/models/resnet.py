@@ -77,7 +77,7 @@ class BasicBlock(nn.Module):
         """Map [batch, channels_in, h, w] to [batch, channels_out, h / stride, w / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         y = functional.relu(self.bn1(self.conv1(x)), inplace=True)
-        return functional.relu(self.bn2(self.conv2(y)) + shortcut, inplace=True)
+        return functional.relu(self.bn2(self.conv2(y)).add_(shortcut), inplace=True)
 
 
 def _layer(channels_in: int, channels_out: int, blocks: int, *, stride: int) -> nn.Sequential:
