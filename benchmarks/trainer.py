@@ -42,7 +42,7 @@ from trainer_rounds import Contender, Turn, play, say, write_result
 from trainer_runs import LocalPlace, rack_turn, read_curve
 from trainer_table import write_tables
 
-MODES = ("exact", "bf16", "powersgd:4", "local:8")
+MODES = ("exact", "bf16", "powersgd:4", "local:4", "local:8")
 AUTO = {"comm": "auto", "comm_allow": list(MODES[1:])}
 NOISE: dict[str, Any] = {
     "model": "resnet18",
@@ -118,8 +118,8 @@ def ranks(arguments: argparse.Namespace) -> None:
         "2": ("2 ranks, 1 thread each", {"ranks": 2, "threads": 1}),
         "2-sockets": ("2 ranks, 1 thread each, as two machines", {"ranks": 1, "nodes": 2, "threads": 1}),
         "2-nothing": (
-            "2 ranks, 1 thread each, that exchange nothing in these steps",
-            {"ranks": 2, "threads": 1, "comm": "local:1000"},
+            "2 ranks, 1 thread each, that exchange next to nothing",
+            {"ranks": 2, "threads": 1, "comm": "local:100000"},
         ),
         "4": ("4 ranks, 1 thread each", {"ranks": 4, "threads": 1}),
         "4-bf16": ("4 ranks, 1 thread each, comm: bf16", {"ranks": 4, "threads": 1, "comm": "bf16"}),
@@ -153,8 +153,8 @@ def link(arguments: argparse.Namespace) -> None:
     plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         for mbit_per_s in arguments.mbit:
-            # Steps in eights: local:8 then averages as often as it should. The warm-up has powersgd's exact steps, the
-            # last eight have the end of the epoch, which else comes once in thousands of steps.
+            # The warm-up has powersgd's exact steps, the last eight have the end of the epoch, which else comes once in
+            # thousands of steps.
             warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 32)
             for node in plan.nodes:
                 rack.set_link_rate(node, mbit_per_s)
@@ -171,8 +171,8 @@ def link(arguments: argparse.Namespace) -> None:
                 Contender(name="auto", label="two machines, comm: auto", take_turn=partial(turn, hosts=2, **AUTO)),
                 Contender(
                     name="nothing",
-                    label="two machines that send nothing in these steps",
-                    take_turn=partial(turn, hosts=2, comm=f"local:{2 * (warm + steps)}"),
+                    label="two machines that send next to nothing",
+                    take_turn=partial(turn, hosts=2, comm="local:100000"),
                 ),
             ]
             played = play(contenders, arguments.rounds or (4 if mbit_per_s >= 1000 else 1))

@@ -77,8 +77,7 @@ def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(
 ) -> None:
     options = {"comm": comm, "optimizer": optimizer}
     whole = [each[-1] for each in gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options)]
-    # Step 2 lies between two means of local:4; after step 8 the sum of local:8 is under way; the last stop is asked for
-    # in an evaluation.
+    # At all but the last, asked for in an evaluation, a part of the weights of local:4 and local:8 is under way.
     cut = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [2, 2, 4, 3], options)
     assert [result["step"] for result in cut[0]][:3] == [2, 4, 8]
     assert [each[-1] for each in cut] == whole
@@ -194,25 +193,42 @@ def weights_of_local_steps(group: Group) -> list[list[float]]:
     return [each.flatten().tolist() for each in seen]
 
 
-def test_what_a_rank_moves_while_the_sum_is_under_way_stays_its_own(gang: Gang) -> None:
-    sent, taken_in, met = zip(*gang.run(3, weights_while_a_sum_is_under_way), strict=True)
-    assert sent == ([1.0, 9.0], [9.0, 9.0], [17.0, 9.0])
-    assert taken_in == ([9.0, 10.0], [10.0, 10.0], [11.0, 10.0])
-    assert met == ([11.0, 11.0],) * 3
+def test_parts_come_in_after_another_step_and_what_a_rank_moves_meanwhile_stays_its_own(gang: Gang) -> None:
+    steps = list(zip(*gang.run(3, weights_after_each_step), strict=True))
+    assert steps[0] == ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])  # the second weight's moves of 0, 1 and 2 are sent
+    assert steps[1] == ([1.0, 2.0], [3.0, 3.0], [5.0, 4.0])  # and come in; the first one's of 0, 2 and 4 are sent
+    assert steps[2] == ([3.0, 2.0], [4.0, 4.0], [5.0, 6.0])
+    assert steps[3] == ([5.0, 5.0],) * 3
 
 
-def weights_while_a_sum_is_under_way(group: Group) -> list[list[float]]:
-    """Move a weight pair, at first (1, 1), by (rank, 1) a step; return it at steps 8, 9 and 10, the epoch's end."""
+def weights_after_each_step(group: Group) -> list[list[float]]:
+    """Move a weight pair, at first (1, 1), by the rank in each of four steps, an epoch; return it after each."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
-    exchange = LocalSteps(model, group, every=8, optimizer=torch.optim.SGD(model.parameters()))
+    exchange = LocalSteps(model, group, every=2, optimizer=torch.optim.SGD(model.parameters()))
     seen = []
-    for step in range(1, 11):
+    for step in (1, 2, 3, 4):
         with torch.no_grad():
-            model.weight += torch.tensor([[group.rank, 1.0]])
-        exchange.after_step(step, epoch_ends=step == 10)
+            model.weight += group.rank
+        exchange.after_step(step, epoch_ends=step == 4)
         seen.append(model.weight.detach().flatten().tolist())
-    return seen[7:]
+    return seen
+
+
+def test_more_local_steps_than_weights_are_taken_and_meet(gang: Gang) -> None:
+    assert gang.run(2, a_weight_after_nine_steps) == [[9.0, 4.5]] * 2
+
+
+def a_weight_after_nine_steps(group: Group) -> list[float]:
+    """Move a weight pair, at first (0, 0), by (1, rank) in each of nine steps, an epoch; return it."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    exchange = LocalSteps(model, group, every=8, optimizer=torch.optim.SGD(model.parameters()))
+    for step in range(1, 10):
+        with torch.no_grad():
+            model.weight += torch.tensor([[1.0, group.rank]])
+        exchange.after_step(step, epoch_ends=step == 9)
+    return model.weight.detach().flatten().tolist()
 
 
 def test_local_steps_average_momentum_at_the_end_of_an_epoch(gang: Gang) -> None:

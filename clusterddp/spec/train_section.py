@@ -116,9 +116,9 @@ class TrainSpec(Section):
     comm: Comm = Field(
         default="exact",
         description="How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
-        "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (H steps of its own on each rank, then "
-        "the mean of the weights, which travels while the next H / 8 are taken), or auto (the fastest of exact and "
-        "comm_allow, by measuring). All but exact change results.",
+        "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (each rank takes steps of its own; "
+        "after each another H-th of the weights is sent, to be the mean of all ranks'), or auto (the fastest of exact "
+        "and comm_allow, by measuring). All but exact change results.",
     )
     comm_allow: tuple[Comm, ...] = Field(
         default=(), description="What comm: auto may choose besides exact, such as [bf16, local:8]."

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from clusterddp.train.comm.exchange import gradients_of
-from clusterddp.train.comm.local import steps_under_way
 from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
@@ -48,14 +47,14 @@ class Measured:
     def step_s(self, comm: str) -> float:
         """Work out how long a step takes with mode `comm`.
 
-        DDP sends while the backward pass runs, PowerSGD after it, local steps once in a while and behind some steps.
+        DDP sends while the backward pass runs, PowerSGD after it, local steps a part while the next step is taken.
         """
         mode, _, number = comm.partition(":")
         if mode == "powersgd":
             return self.compute + self.sent[comm]
         if mode == "local":
-            every = int(number)
-            return self.compute + max(0.0, self.sent["bf16"] - steps_under_way(every) * self.compute) / every
+            every, sent = int(number), self.sent["bf16"]
+            return self.compute + sent if every == 1 else max(self.compute, sent / every)
         hidden = _OVERLAP * self.last_pass
         return self.compute - hidden + max(hidden, self.sent["fp32" if mode == "exact" else "bf16"])
 

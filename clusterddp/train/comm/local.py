@@ -1,17 +1,19 @@
-"""Local steps: each rank trains by itself for some steps, then all go on from the mean of their weights.
+"""Local steps: each rank trains by itself, and in turn each part of the weights is brought to its mean over the ranks.
 
-Local SGD (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217). What is sent, once in `every` steps, is how
-far each rank has moved since the last mean, in bf16: small numbers, which lose little by it, and what they lose goes
-along the next time. The mean itself is kept in fp32 and is the same on all ranks to the last bit.
+Local SGD (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217), streamed (Douillard et al. 2025,
+arXiv:2501.18512): after each step another one of `every` parts is sent, so each weight once in `every` steps. It
+travels while the next step is taken and comes in after it; what a rank has moved meanwhile stays its own (CoCoD-SGD,
+Shen et al. 2019, arXiv:1906.12043). So nobody waits, unless a step is too short for its part, and nothing comes in
+bursts. When a part comes in does not depend on the link, so results do not either. `local:1`, which is to be near to
+`exact`, waits for its only part.
 
-Nobody waits for the sum: it travels while the next steps are taken, an eighth of `every`, and comes in after them; what
-a rank has moved meanwhile stays its own (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043; Overlap Local-SGD, Wang et al.
-2020, arXiv:2002.09539). After how many steps it comes in does not depend on the link, so results do not either.
+What is sent is how far each rank has moved since the last mean, in bf16: small numbers, which lose little by it, and
+what they lose goes along the next time. The mean itself is kept in fp32 and is the same on all ranks to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import accumulate, chain
 from typing import Any
@@ -25,13 +27,8 @@ from clusterddp.train.group import Group, averaged_buffers, averaged_tensors, br
 from clusterddp.train.optim import optimizer_tensors
 
 
-def steps_under_way(every: int) -> int:
-    """Return the number of steps that are taken between sending and taking in: few, so that ranks stay near."""
-    return every // 8
-
-
 class LocalSteps(Exchange):
-    """The mean of the weights after every `every` optimizer steps, and at each epoch's end.
+    """The mean of each weight after every `every` optimizer steps, and of all at each epoch's end.
 
     Momentum stays each rank's own while an epoch lasts. At its end it is averaged too: then all ranks are the same,
     and a checkpoint needs no more than one of them.
@@ -46,16 +43,17 @@ class LocalSteps(Exchange):
         broadcast_model(model, group)
         self._every = every
         self._optimizer = optimizer
-        self._weights = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-        self._mean = [weight.clone() for weight in self._weights]
+        self._weights = [_in_memory_order(weight) for weight in model.parameters() if weight.requires_grad]
+        self._ends = list(accumulate(map(Tensor.numel, self._weights)))
+        self._mean = torch.cat(self._weights)
         """The weights that all ranks had last, were it not for what they have moved since."""
-        self._moved = torch.empty(sum(map(Tensor.numel, self._weights)), dtype=torch.bfloat16, device=group.device)
+        self._moved = torch.empty_like(self._mean, dtype=torch.bfloat16)
         """How far this rank had moved from the mean when that was sent."""
         self._sum = torch.empty_like(self._moved)
         """The same, added up over the ranks, or on the way to it."""
+        self._sent: slice | None = None
+        """Which of all elements were sent and have not come in."""
         self._under_way: dist.Work | None = None
-        self._due: int | None = None
-        """How many steps are done when the sum that was sent last comes in; None: it has."""
 
     @property
     def bytes_sent_per_step(self) -> float:
@@ -63,14 +61,12 @@ class LocalSteps(Exchange):
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         self.apart = not epoch_ends
-        if self._due is not None and (epoch_ends or steps_done == self._due):
-            self._take_in()
+        self._take_in()
         if epoch_ends:
             self._meet()
-        elif steps_done % self._every == 0:
-            self._send()
-            self._due = steps_done + steps_under_way(self._every)
-            if self._due == steps_done:
+        else:
+            self._send(self._part(steps_done % self._every))
+            if self._every == 1:
                 self._take_in()
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -80,34 +76,45 @@ class LocalSteps(Exchange):
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
-        self._arrive()
-        return {} if self._due is None else {"moved": self._moved.cpu()}
+        return {} if self._sent is None else {"moved": self._moved[self._sent].cpu()}
 
     def common_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"mean": [weight.cpu() for weight in self._mean]} if self.apart else {}
-        if self._due is not None:
+        state: dict[str, Any] = {"mean": self._mean.cpu()} if self.apart else {}
+        if self._sent is not None:
             self._arrive()
-            state |= {"sum": self._sum.cpu(), "due": self._due, "ranks": self._group.world_size}
+            sent = self._sent.start, self._sent.stop
+            state |= {"sum": self._sum[self._sent].cpu(), "sent": sent, "ranks": self._group.world_size}
         return state
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on; of a sum under way only with the ranks that it is of: the mean of others' weights has it already."""
         self.apart = "mean" in common
-        for mine, saved in zip(self._mean, common.get("mean", self._weights), strict=True):
-            mine.copy_(saved)
-        self._due = None
+        self._mean.copy_(common["mean"] if self.apart else torch.cat(self._weights))
+        self._sent = None
         if common.get("ranks") == self._group.world_size:
-            self._due = common["due"]
-            self._sum.copy_(common["sum"])
-            self._moved.copy_(own["moved"])
+            self._sent = slice(*common["sent"])
+            self._sum[self._sent] = common["sum"].to(self._sum.device)
+            self._moved[self._sent] = own["moved"].to(self._moved.device)
 
-    def _send(self) -> None:
+    def _part(self, index: int) -> slice:
+        size = self._mean.numel()
+        return slice(size * index // self._every, size * (index + 1) // self._every)
+
+    def _pieces(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield what each weight has in `part`, and where that is among all elements."""
+        for weight, end in zip(self._weights, self._ends, strict=True):
+            begin = end - weight.numel()
+            here = slice(max(begin, part.start), min(end, part.stop))
+            if here.start < here.stop:
+                yield weight[here.start - begin : here.stop - begin], here
+
+    def _send(self, part: slice) -> None:
         """Begin to add up over the ranks how far each has moved."""
-        moves = views_like(self._weights, self._moved)
-        for weight, mean, move in zip(self._weights, self._mean, moves, strict=True):
-            move.copy_(weight - mean)
-        self._sum.copy_(self._moved)
-        self._under_way = dist.all_reduce(self._sum, async_op=True)
+        for weight, here in self._pieces(part):
+            self._moved[here] = weight - self._mean[here]
+        self._sum[part] = self._moved[part]
+        self._sent = part
+        self._under_way = dist.all_reduce(self._sum[part], async_op=True)
 
     def _arrive(self) -> None:
         if self._under_way is not None:
@@ -116,26 +123,25 @@ class LocalSteps(Exchange):
 
     def _take_in(self) -> None:
         """Have the mean of all moves instead of the own one; what bf16 has lost of that, and later steps, remain."""
+        if self._sent is None:
+            return
         self._arrive()
-        self._due = None
         share = 1 / self._group.world_size
-        moves, sums = views_like(self._weights, self._moved), views_like(self._weights, self._sum)
-        for weight, mean, move, total in zip(self._weights, self._mean, moves, sums, strict=True):
-            weight.sub_(move).add_(total, alpha=share)
-            mean.add_(total, alpha=share)
+        for weight, here in self._pieces(self._sent):
+            weight.sub_(self._moved[here]).add_(self._sum[here], alpha=share)
+            self._mean[here].add_(self._sum[here], alpha=share)
+        self._sent = None
 
     def _meet(self) -> None:
         """Wait for the mean of all ranks' weights and momentum, and go on from that."""
-        self._send()
+        everything = slice(0, self._mean.numel())
+        self._send(everything)
         self._take_in()
-        for weight, mean in zip(self._weights, self._mean, strict=True):
-            weight.copy_(mean)
+        for weight, here in self._pieces(everything):
+            weight.copy_(self._mean[here])
         mean_over_ranks(optimizer_tensors(self._optimizer), self._group)
 
 
-def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Cut `flat`, with as many elements as all `tensors` together, into views of their shapes and strides."""
-    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    return [
-        flat.as_strided(tensor.size(), tensor.stride(), start) for tensor, start in zip(tensors, starts, strict=False)
-    ]
+def _in_memory_order(weight: Tensor) -> Tensor:
+    """Return a view of a dense tensor's elements as they lie in memory, whatever its layout."""
+    return weight.detach().as_strided((weight.numel(),), (1,))
