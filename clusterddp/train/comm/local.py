@@ -76,14 +76,14 @@ class LocalSteps(Exchange):
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
-        return {} if self._sent is None else {"moved": self._moved[self._sent].cpu()}
+        return {} if self._sent is None else {"moved": self._moved[self._sent].clone().cpu()}
 
     def common_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"mean": self._mean.cpu()} if self.apart else {}
         if self._sent is not None:
             self._arrive()
             sent = self._sent.start, self._sent.stop
-            state |= {"sum": self._sum[self._sent].cpu(), "sent": sent, "ranks": self._group.world_size}
+            state |= {"sum": self._sum[self._sent].clone().cpu(), "sent": sent, "ranks": self._group.world_size}
         return state
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
