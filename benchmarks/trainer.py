@@ -119,7 +119,7 @@ def ranks(arguments: argparse.Namespace) -> None:
         "2-sockets": ("2 ranks, 1 thread each, as two machines", {"ranks": 1, "nodes": 2, "threads": 1}),
         "2-nothing": (
             "2 ranks, 1 thread each, that exchange next to nothing",
-            {"ranks": 2, "threads": 1, "comm": "local:100000"},
+            {"ranks": 2, "threads": 1, "comm": "local:1000"},
         ),
         "4": ("4 ranks, 1 thread each", {"ranks": 4, "threads": 1}),
         "4-bf16": ("4 ranks, 1 thread each, comm: bf16", {"ranks": 4, "threads": 1, "comm": "bf16"}),
@@ -172,7 +172,7 @@ def link(arguments: argparse.Namespace) -> None:
                 Contender(
                     name="nothing",
                     label="two machines that send next to nothing",
-                    take_turn=partial(turn, hosts=2, comm="local:100000"),
+                    take_turn=partial(turn, hosts=2, comm="local:1000"),
                 ),
             ]
             played = play(contenders, arguments.rounds or (4 if mbit_per_s >= 1000 else 1))
