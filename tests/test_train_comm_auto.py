@@ -48,6 +48,11 @@ def test_a_step_over_a_fast_link_takes_no_more_than_computing() -> None:
     assert FAST_LINK.step_s("exact") == pytest.approx(0.159)
 
 
+def test_local_steps_wait_for_a_part_that_takes_longer_than_a_step() -> None:
+    slower = Measured(world_size=2, compute=0.1, last_pass=0.1, sent={"fp32": 0.6, "bf16": 0.3})
+    assert slower.step_s("local:2") == pytest.approx(0.15)
+
+
 def test_what_is_sent_hides_behind_the_last_micro_batch_alone() -> None:
     accumulated = Measured(world_size=2, compute=0.8, last_pass=0.2, sent={"fp32": 0.3, "bf16": 0.15})
     assert accumulated.step_s("exact") == pytest.approx(0.8 - 2 / 3 * 0.2 + 0.3)
