@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
+from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.train.begin import begin
 from clusterddp.train.comm import shared
 from clusterddp.train.comm.local import LocalSteps
@@ -172,6 +173,26 @@ def test_what_is_rounded_to_bf16_stays_near_to_exact_training(gang: Gang, tmp_pa
     exact = gang.run(2, moved, make_run(tmp_path / "exact"), PLAIN)[0]
     other = gang.run(2, moved, make_run(tmp_path / "other"), PLAIN | {"comm": comm})[0]
     assert 0 < relative_difference(exact, other) < 0.02
+
+
+def rate_used_and_told(group: Group, path: Path, comm: str) -> tuple[float, float, str]:
+    """Train; return the optimizer's rate in the last step, the one in the metrics, and what was told."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        setting = settle(group, path, comm=comm, epochs=1, lr_batch=64, schedule="constant")
+        state = train(setting)
+        setting.reporter.close()
+    rows = [row for row in read_jsonl(RunDir(path).metrics) if row["kind"] == "train"] if group.is_first else []
+    return state.optimizer.param_groups[0]["lr"], rows[-1]["lr"] if rows else 0.0, told.getvalue()
+
+
+@pytest.mark.parametrize(("comm", "rate"), [("exact", 0.2), ("local:1", 0.2), ("local:2", 0.1)])
+def test_ranks_that_step_alone_take_the_rate_that_their_noise_allows_and_say_so(
+    gang: Gang, tmp_path: Path, comm: str, rate: float
+) -> None:
+    used, in_metrics, told = gang.run(4, rate_used_and_told, make_run(tmp_path / "run"), comm)[0]
+    assert used == in_metrics == pytest.approx(rate)
+    assert f"peak lr {rate:.3g}" in told
+    assert ("at 0.50 of exact's rate" in told) == (comm == "local:2")
 
 
 def test_local_steps_meet_at_the_mean_of_the_weights(gang: Gang) -> None:

@@ -62,6 +62,23 @@ def test_scaling_can_be_switched_off() -> None:
     assert plan_schedule(spec(lr_scaling="none"), num_samples=100, world_size=3).peak_lr == 0.5
 
 
+@pytest.mark.parametrize(
+    ("train", "share"),
+    [({}, 0.5), ({"optimizer": "muon"}, 0.5), ({"lr_scaling": "linear"}, 1), ({"lr_scaling": "none"}, 1)],
+)
+def test_ranks_that_step_alone_take_smaller_steps_unless_the_spec_says_how_the_rate_scales(
+    train: dict[str, Any], share: float
+) -> None:
+    schedule = plan_schedule(spec(**train), num_samples=100, world_size=4)
+    for step in range(schedule.total_steps):
+        assert schedule.learning_rate(step, alone=True) == pytest.approx(share * schedule.learning_rate(step))
+
+
+def test_adams_rate_is_the_same_for_ranks_that_step_alone() -> None:
+    schedule = plan_schedule(spec(optimizer="adam"), num_samples=100, world_size=4)
+    assert schedule.peak(alone=True) == schedule.peak() == 0.5
+
+
 def test_more_ranks_change_the_steps_and_not_the_samples() -> None:
     one, five = (plan_schedule(spec(), num_samples=100, world_size=world) for world in (1, 5))
     assert one.total_steps * one.global_batch == five.total_steps * five.global_batch == 1000

@@ -62,7 +62,8 @@ class TrainSpec(Section):
     lr_scaling: Annotated[Literal["auto", "linear", "none"], Word] = Field(
         default="auto",
         description="linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is; auto: "
-        "linear for sgd and muon, none for adam, whose steps do not grow with the batch.",
+        "linear for sgd and muon, over sqrt(ranks) with comm local:H; none for adam, whose steps do not grow with the "
+        "batch.",
     )
     lr_batch: Count = Field(default=128, description="Global batch that lr is meant for.")
     warmup: fields.Fraction = Field(

@@ -138,7 +138,8 @@ def introduce(state: TrainState, setting: Setting) -> None:
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     setting.reporter.say(
         f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
-        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, peak lr {schedule.peak_lr:.3g}"
+        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, "
+        f"peak lr {schedule.peak(alone=state.exchange.alone):.3g}"
     )
     setting.reporter.say(describe_images(spec, dataset))
     for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
@@ -147,6 +148,8 @@ def introduce(state: TrainState, setting: Setting) -> None:
         setting.reporter.say(f"gradients go through {state.exchange.way}")
     if not state.exchange.exact:
         setting.reporter.say(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
+    if state.exchange.alone and schedule.alone_share != 1:
+        setting.reporter.say(f"each steps with its own batch alone, at {schedule.alone_share:.2f} of exact's rate")
     if dataset.warning:
         setting.reporter.say(f"warning: {dataset.warning}")
 

@@ -50,7 +50,7 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
         if setting.stop.agreed():
             break
-        set_learning_rate(state.optimizer, schedule.learning_rate(state.step))
+        set_learning_rate(state.optimizer, schedule.learning_rate(state.step, alone=state.exchange.alone))
         train_step(state, setting, order, window)
         after_step()
         if state.step % spec.log_every == 0:
@@ -143,7 +143,7 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
             accuracy=figures.hits / samples,
             figures=tell(totals, samples / figures.seconds, state.conditions()),
             train_seconds=state.train_seconds,
-            lr=schedule.learning_rate(state.step - 1),
+            lr=schedule.learning_rate(state.step - 1, alone=state.exchange.alone),
             epochs_total=schedule.epochs,
             steps_total=schedule.total_steps,
             step_in_epoch=state.step_in_epoch,

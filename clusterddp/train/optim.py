@@ -31,27 +31,41 @@ class Schedule:
     global_batch: int
     """Samples of one optimizer step over all ranks."""
     peak_lr: float
+    """The highest rate, for steps with the mean gradient of all ranks."""
     warmup: float
     """The share of all steps in which the rate rises."""
     shape: str
+    alone_share: float = 1.0
+    """The share of the rate that a rank takes which steps with its own batch alone (`Exchange.alone`)."""
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int, *, alone: bool = False) -> float:
         """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0."""
+        return self.peak(alone=alone) * self._height(step)
+
+    def peak(self, *, alone: bool = False) -> float:
+        """Return the highest rate of the run."""
+        return self.peak_lr * (self.alone_share if alone else 1.0)
+
+    def _height(self, step: int) -> float:
+        """Return the rate of a step as a share of the peak."""
         progress = (step + 0.5) / self.total_steps
         if progress < self.warmup:
             risen = progress / self.warmup
             if self.shape == "onecycle":
-                return self.peak_lr * (_ONECYCLE_START + (1 - _ONECYCLE_START) * _half_cosine(risen))
-            return self.peak_lr * risen
+                return _ONECYCLE_START + (1 - _ONECYCLE_START) * _half_cosine(risen)
+            return risen
         left = (1 - progress) / (1 - self.warmup)
         if self.shape == "onecycle":
-            return self.peak_lr * _half_cosine(left)
-        return self.peak_lr * left if self.shape == "triangle" else self.peak_lr
+            return _half_cosine(left)
+        return left if self.shape == "triangle" else 1.0
 
 
 def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Schedule:
     """Count the steps of the run and scale its learning rate with the global batch (Goyal et al. 2017), if asked to.
 
+    A rank that steps with its own batch alone has the gradient's noise in full, where the mean over N ranks has it
+    1 / sqrt(N) as large. Unless the spec settles the scaling itself it takes that share of the rate: then the noise
+    moves it no further in a step. Source: docs/benchmarks.md, "The same loss?".
     Raises: ClusterddpError: the train set is smaller than one step.
     """
     global_batch = world_size * spec.batch_size * spec.accumulate
@@ -66,6 +80,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
         peak_lr=spec.lr * (global_batch / spec.lr_batch if grows else 1.0),
         warmup=spec.warmup,
         shape=spec.schedule,
+        alone_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
     )
 
 

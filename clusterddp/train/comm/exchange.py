@@ -26,6 +26,8 @@ class Exchange:
     """Where it goes, if not from rank to rank."""
     drifts = False
     """Whether weights differ from rank to rank between meetings; their running mean then always does."""
+    alone = False
+    """Whether a rank steps with the gradient of its own batch, not with the mean over the ranks."""
     apart = False
     """Whether weights and optimizer state may differ from rank to rank just now."""
 

@@ -40,6 +40,7 @@ class LocalSteps(Exchange):
     def __init__(self, model: nn.Module, group: Group, *, every: int, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, group)
         self.label = f"local:{every}"
+        self.alone = every > 1  # the mean of what single steps have moved is what their mean gradient moves
         broadcast_model(model, group)
         self._every = every
         self._optimizer = optimizer
