@@ -236,6 +236,27 @@ def weights_after_each_step(group: Group) -> list[list[float]]:
     return seen
 
 
+def test_the_smallest_weights_go_along_with_every_part(gang: Gang) -> None:
+    after = gang.run(2, weights_after_three_steps)
+    assert [small for small, _ in after] == [2.0, 3.0]  # the mean of two steps, and the own third
+    assert after[0][1] == [1.0, 1.0, 0.5, 0.5]  # of the large one a half is the mean of two steps, a half of one
+    assert after[1][1] == [2.0, 2.0, 2.5, 2.5]
+
+
+def weights_after_three_steps(group: Group) -> tuple[float, list[float]]:
+    """Move a bias, at first 1, and a weight of four, at first 0, by the rank in each of three steps; return both."""
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.ones_(model.bias)
+    exchange = LocalSteps(model, group, every=2, optimizer=torch.optim.SGD(model.parameters()))
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            model.weight += group.rank
+            model.bias += group.rank
+        exchange.after_step(step, epoch_ends=False)
+    return float(model.bias), model.weight.detach().flatten().tolist()
+
+
 def test_more_local_steps_than_weights_are_taken_and_meet(gang: Gang) -> None:
     assert gang.run(2, a_weight_after_nine_steps) == [[9.0, 4.5]] * 2
 
@@ -355,7 +376,7 @@ def bytes_sent(group: Group, comm: str) -> float:
     [
         ("exact", 4 * (1152 + 1200 + 46)),
         ("bf16", 2 * (1152 + 1200 + 46)),
-        ("local:4", 2 * (1152 + 1200 + 46) / 4),
+        ("local:4", 2 * (46 + (1152 + 1200) / 4)),  # biases go in every step
         ("powersgd:2", 4 * (1152 + 1200 + 46)),
     ],
 )

@@ -19,9 +19,14 @@ from clusterddp.train.models import build_model
 
 # Two machines with a core each, 1 Gbit/s between them, ResNet-18 in bf16, 8 images a rank.
 SLOW_LINK = Measured(
-    world_size=2, compute=0.159, last_pass=0.159, sent={"fp32": 0.374, "bf16": 0.188, "powersgd:4": 0.09}
+    world_size=2,
+    compute=0.159,
+    last_pass=0.159,
+    sent={"fp32": 0.374, "bf16": 0.188, "powersgd:4": 0.09, "local:8": 0.036, "local:1": 0.188},
 )
-FAST_LINK = Measured(world_size=2, compute=0.159, last_pass=0.159, sent={"fp32": 0.034, "bf16": 0.017})
+FAST_LINK = Measured(
+    world_size=2, compute=0.159, last_pass=0.159, sent={"fp32": 0.034, "bf16": 0.017, "local:8": 0.003}
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,7 @@ def test_a_step_over_a_fast_link_takes_no_more_than_computing() -> None:
 
 
 def test_local_steps_wait_for_a_part_that_takes_longer_than_a_step() -> None:
-    slower = Measured(world_size=2, compute=0.1, last_pass=0.1, sent={"fp32": 0.6, "bf16": 0.3})
+    slower = Measured(world_size=2, compute=0.1, last_pass=0.1, sent={"fp32": 0.6, "bf16": 0.3, "local:2": 0.15})
     assert slower.step_s("local:2") == pytest.approx(0.15)
 
 
@@ -74,7 +79,7 @@ def test_exact_is_chosen_where_nothing_is_gained() -> None:
 def test_the_numbers_the_rule_and_the_choice_are_told() -> None:
     assert explain_choice(SLOW_LINK, ["bf16", "local:8"]) == [
         "comm auto: 2 ranks; ms a step: computing 159.0; "
-        "ms to exchange all gradients: fp32 374.0, bf16 188.0, powersgd:4 90.0",
+        "ms to exchange at once: fp32 374.0, bf16 188.0, powersgd:4 90.0, local:8 36.0, local:1 188.0",
         "  one step of 2 ranks beats 2 steps of one if what it waits for is under 1 x 159.0 = 159.0 ms:",
         "  mode           ms a step  of it waiting  against one rank",
         "  exact              427.0          268.0             0.74x",

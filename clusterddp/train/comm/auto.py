@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clusterddp.train.comm.exchange import gradients_of
+from clusterddp.train.comm.local import share_sent
 from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
@@ -42,7 +43,8 @@ class Measured:
     last_pass: float
     """The last micro-batch's share of `compute`, behind whose backward pass sending can hide."""
     sent: Mapping[str, float]
-    """What is sent and received at once: "fp32" and "bf16", all gradients so; "powersgd:R", its computing included."""
+    """What is sent and received at once: "fp32" and "bf16", all gradients so; "powersgd:R", its computing included;
+    "local:H", what goes in a step on average."""
 
     def step_s(self, comm: str) -> float:
         """Work out how long a step takes with mode `comm`.
@@ -53,8 +55,7 @@ class Measured:
         if mode == "powersgd":
             return self.compute + self.sent[comm]
         if mode == "local":
-            every, sent = int(number), self.sent["bf16"]
-            return self.compute + sent if every == 1 else max(self.compute, sent / every)
+            return self.compute + self.sent[comm] if number == "1" else max(self.compute, self.sent[comm])
         hidden = _OVERLAP * self.last_pass
         return self.compute - hidden + max(hidden, self.sent["fp32" if mode == "exact" else "bf16"])
 
@@ -71,7 +72,7 @@ def explain_choice(measured: Measured, allowed: Sequence[str]) -> list[str]:
     ranks, compute_ms = measured.world_size, 1000 * measured.compute
     sent = ", ".join(f"{what} {1000 * seconds:.1f}" for what, seconds in measured.sent.items())
     lines = [
-        f"comm auto: {ranks} ranks; ms a step: computing {compute_ms:.1f}; ms to exchange all gradients: {sent}",
+        f"comm auto: {ranks} ranks; ms a step: computing {compute_ms:.1f}; ms to exchange at once: {sent}",
         f"  one step of {ranks} ranks beats {ranks} steps of one if what it waits for is under "
         f"{ranks - 1} x {compute_ms:.1f} = {(ranks - 1) * compute_ms:.1f} ms:",
         f"  {'mode':<14}{'ms a step':>10}{'of it waiting':>15}{'against one rank':>18}",
@@ -112,8 +113,11 @@ def measure(
         "bf16": _median_s(lambda: mean_over_ranks(gradients, group, dtype=torch.bfloat16), group),
     }
     for comm in spec.comm_allow:
-        if comm.startswith("powersgd"):
-            tried = PowerSgd(model, group, rank=int(comm.partition(":")[2]), total_steps=0, seed=0)
+        mode, _, number = comm.partition(":")
+        if mode == "local":
+            sent[comm] = sent["bf16"] * share_sent(map(Tensor.numel, gradients), int(number))
+        if mode == "powersgd":
+            tried = PowerSgd(model, group, rank=int(number), total_steps=0, seed=0)
             sent[comm] = _median_s(lambda tried=tried: tried.after_backward(0), group)  # type: ignore[misc]
     return Measured(world_size=group.world_size, compute=spec.accumulate * last_pass, last_pass=last_pass, sent=sent)
 

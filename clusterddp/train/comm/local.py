@@ -7,13 +7,16 @@ Shen et al. 2019, arXiv:1906.12043). So nobody waits, unless a step is too short
 bursts. When a part comes in does not depend on the link, so results do not either. `local:1`, which is to be near to
 `exact`, waits for its only part.
 
+The smallest weights go along with every part. In a convolutional net those are the first layers and batch norm, which
+everything after them builds on; they cost little to send.
+
 What is sent is how far each rank has moved since the last mean, in bf16: small numbers, which lose little by it, and
 what they lose goes along the next time. The mean itself is kept in fp32 and is the same on all ranks to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, chain
 from typing import Any
@@ -26,9 +29,12 @@ from clusterddp.train.comm.exchange import Exchange, ring_bytes
 from clusterddp.train.group import Group, averaged_buffers, averaged_tensors, broadcast_model, mean_over_ranks
 from clusterddp.train.optim import optimizer_tensors
 
+_SMALLEST = 2 / 3
+"""The smallest weights are those that make up at most this share of an `every`-th of all elements together."""
+
 
 class LocalSteps(Exchange):
-    """The mean of each weight after every `every` optimizer steps, and of all at each epoch's end.
+    """The mean of each weight after every `every` optimizer steps or sooner, and of all at each epoch's end.
 
     Momentum stays each rank's own while an epoch lasts. At its end it is averaged too: then all ranks are the same,
     and a checkpoint needs no more than one of them.
@@ -44,21 +50,25 @@ class LocalSteps(Exchange):
         broadcast_model(model, group)
         self._every = every
         self._optimizer = optimizer
-        self._weights = [_in_memory_order(weight) for weight in model.parameters() if weight.requires_grad]
+        trained = [_in_memory_order(weight) for weight in model.parameters() if weight.requires_grad]
+        self._weights = sorted(trained, key=Tensor.numel)
         self._ends = list(accumulate(map(Tensor.numel, self._weights)))
+        self._smallest = slice(0, _count_smallest(map(Tensor.numel, trained), every))
         self._mean = torch.cat(self._weights)
         """The weights that all ranks had last, were it not for what they have moved since."""
         self._moved = torch.empty_like(self._mean, dtype=torch.bfloat16)
         """How far this rank had moved from the mean when that was sent."""
         self._sum = torch.empty_like(self._moved)
         """The same, added up over the ranks, or on the way to it."""
-        self._sent: slice | None = None
+        self._sent: Sequence[slice] = ()
         """Which of all elements were sent and have not come in."""
-        self._under_way: dist.Work | None = None
+        self._under_way: list[dist.Work] = []
 
     @property
     def bytes_sent_per_step(self) -> float:
-        return ring_bytes(2 * self._moved.numel(), self._group) / self._every
+        return ring_bytes(2 * self._moved.numel(), self._group) * share_sent(
+            map(Tensor.numel, self._weights), self._every
+        )
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         self.apart = not epoch_ends
@@ -66,7 +76,7 @@ class LocalSteps(Exchange):
         if epoch_ends:
             self._meet()
         else:
-            self._send(self._part(steps_done % self._every))
+            self._send((self._smallest, self._part(steps_done % self._every)))
             if self._every == 1:
                 self._take_in()
 
@@ -77,29 +87,32 @@ class LocalSteps(Exchange):
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
-        return {} if self._sent is None else {"moved": self._moved[self._sent].clone().cpu()}
+        return {"moved": [self._moved[part].clone().cpu() for part in self._sent]} if self._sent else {}
 
     def common_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"mean": self._mean.cpu()} if self.apart else {}
-        if self._sent is not None:
+        if self._sent:
             self._arrive()
-            sent = self._sent.start, self._sent.stop
-            state |= {"sum": self._sum[self._sent].clone().cpu(), "sent": sent, "ranks": self._group.world_size}
+            sent = [(part.start, part.stop) for part in self._sent]
+            sums = [self._sum[part].clone().cpu() for part in self._sent]
+            state |= {"sum": sums, "sent": sent, "ranks": self._group.world_size}
         return state
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on; of a sum under way only with the ranks that it is of: the mean of others' weights has it already."""
         self.apart = "mean" in common
         self._mean.copy_(common["mean"] if self.apart else torch.cat(self._weights))
-        self._sent = None
+        self._sent = ()
         if common.get("ranks") == self._group.world_size:
-            self._sent = slice(*common["sent"])
-            self._sum[self._sent] = common["sum"].to(self._sum.device)
-            self._moved[self._sent] = own["moved"].to(self._moved.device)
+            self._sent = [slice(*part) for part in common["sent"]]
+            for part, summed, moved in zip(self._sent, common["sum"], own["moved"], strict=True):
+                self._sum[part] = summed.to(self._sum.device)
+                self._moved[part] = moved.to(self._moved.device)
 
     def _part(self, index: int) -> slice:
-        size = self._mean.numel()
-        return slice(size * index // self._every, size * (index + 1) // self._every)
+        """Return one of `every` parts of what are not the smallest weights."""
+        first, size = self._smallest.stop, self._mean.numel() - self._smallest.stop
+        return slice(first + size * index // self._every, first + size * (index + 1) // self._every)
 
     def _pieces(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
         """Yield what each weight has in `part`, and where that is among all elements."""
@@ -109,38 +122,50 @@ class LocalSteps(Exchange):
             if here.start < here.stop:
                 yield weight[here.start - begin : here.stop - begin], here
 
-    def _send(self, part: slice) -> None:
+    def _send(self, parts: Sequence[slice]) -> None:
         """Begin to add up over the ranks how far each has moved."""
-        for weight, here in self._pieces(part):
-            self._moved[here] = weight - self._mean[here]
-        self._sum[part] = self._moved[part]
-        self._sent = part
-        self._under_way = dist.all_reduce(self._sum[part], async_op=True)
+        self._sent = [part for part in parts if part.start < part.stop]
+        for part in self._sent:
+            for weight, here in self._pieces(part):
+                self._moved[here] = weight - self._mean[here]
+            self._sum[part] = self._moved[part]
+            self._under_way.append(dist.all_reduce(self._sum[part], async_op=True))
 
     def _arrive(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
+        while self._under_way:
+            self._under_way.pop().wait()
 
     def _take_in(self) -> None:
         """Have the mean of all moves instead of the own one; what bf16 has lost of that, and later steps, remain."""
-        if self._sent is None:
-            return
         self._arrive()
         share = 1 / self._group.world_size
-        for weight, here in self._pieces(self._sent):
+        for weight, here in chain.from_iterable(map(self._pieces, self._sent)):
             weight.sub_(self._moved[here]).add_(self._sum[here], alpha=share)
             self._mean[here].add_(self._sum[here], alpha=share)
-        self._sent = None
+        self._sent = ()
 
     def _meet(self) -> None:
         """Wait for the mean of all ranks' weights and momentum, and go on from that."""
         everything = slice(0, self._mean.numel())
-        self._send(everything)
+        self._send([everything])
         self._take_in()
         for weight, here in self._pieces(everything):
             weight.copy_(self._mean[here])
         mean_over_ranks(optimizer_tensors(self._optimizer), self._group)
+
+
+def share_sent(sizes: Iterable[int], every: int) -> float:
+    """Return which share of all elements goes in a step, on average, of weights of `sizes` elements."""
+    sizes = list(sizes)
+    smallest = _count_smallest(sizes, every)
+    return (smallest + (sum(sizes) - smallest) / every) / sum(sizes)
+
+
+def _count_smallest(sizes: Iterable[int], every: int) -> int:
+    """Count the elements of the smallest weights."""
+    sizes = sorted(sizes)
+    most = _SMALLEST * sum(sizes) / every
+    return max((count for count in accumulate(sizes) if count <= most), default=0)
 
 
 def _in_memory_order(weight: Tensor) -> Tensor:
