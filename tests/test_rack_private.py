@@ -127,7 +127,7 @@ def test_two_lans_at_once_do_not_disturb_each_other(lan):
 
 def test_a_gang_of_torch_meets_across_private_hosts(lan):
     program = "import torch, torch.distributed as dist; dist.init_process_group('gloo'); t = torch.ones(1)"
-    program += "; dist.all_reduce(t); print(int(t))"
+    program += "; dist.all_reduce(t); print(int(t), flush=True); dist.destroy_process_group()"
     processes = []
     for rank, node in enumerate(lan.plan.nodes):
         rendezvous = {"MASTER_ADDR": lan.plan.address("node1"), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
