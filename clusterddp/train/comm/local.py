@@ -50,10 +50,10 @@ class LocalSteps(Exchange):
         broadcast_model(model, group)
         self._every = every
         self._optimizer = optimizer
-        trained = [_in_memory_order(weight) for weight in model.parameters() if weight.requires_grad]
-        self._weights = sorted(trained, key=Tensor.numel)
+        trained = (weight for weight in model.parameters() if weight.requires_grad)
+        self._weights = sorted(map(_in_memory_order, trained), key=Tensor.numel)
         self._ends = list(accumulate(map(Tensor.numel, self._weights)))
-        self._smallest = slice(0, _count_smallest(map(Tensor.numel, trained), every))
+        self._smallest = slice(0, _count_smallest(map(Tensor.numel, self._weights), every))
         self._mean = torch.cat(self._weights)
         """The weights that all ranks had last, were it not for what they have moved since."""
         self._moved = torch.empty_like(self._mean, dtype=torch.bfloat16)
