@@ -56,19 +56,16 @@ class LocalSteps(Exchange):
         self._smallest = slice(0, _count_smallest(map(Tensor.numel, self._weights), every))
         self._mean = torch.cat(self._weights)
         """The weights that all ranks had last, were it not for what they have moved since."""
-        self._moved = torch.empty_like(self._mean, dtype=torch.bfloat16)
-        """How far this rank had moved from the mean when that was sent."""
-        self._sum = torch.empty_like(self._moved)
-        """The same, added up over the ranks, or on the way to it."""
         self._sent: Sequence[slice] = ()
         """Which of all elements were sent and have not come in."""
-        self._under_way: list[dist.Work] = []
+        self._moved = self._sum = torch.empty(0, dtype=torch.bfloat16)
+        """How far this rank had moved from the mean of those when they were sent; the same, added up over the ranks."""
+        self._under_way: dist.Work | None = None
 
     @property
     def bytes_sent_per_step(self) -> float:
-        return ring_bytes(2 * self._moved.numel(), self._group) * share_sent(
-            map(Tensor.numel, self._weights), self._every
-        )
+        payload = 2 * self._mean.numel() * share_sent(map(Tensor.numel, self._weights), self._every)
+        return ring_bytes(payload, self._group)
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         self.apart = not epoch_ends
@@ -87,15 +84,14 @@ class LocalSteps(Exchange):
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
-        return {"moved": [self._moved[part].clone().cpu() for part in self._sent]} if self._sent else {}
+        return {"moved": self._moved.cpu()} if self._sent else {}
 
     def common_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"mean": self._mean.cpu()} if self.apart else {}
         if self._sent:
             self._arrive()
             sent = [(part.start, part.stop) for part in self._sent]
-            sums = [self._sum[part].clone().cpu() for part in self._sent]
-            state |= {"sum": sums, "sent": sent, "ranks": self._group.world_size}
+            state |= {"sum": self._sum.cpu(), "sent": sent, "ranks": self._group.world_size}
         return state
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
@@ -105,52 +101,56 @@ class LocalSteps(Exchange):
         self._sent = ()
         if common.get("ranks") == self._group.world_size:
             self._sent = [slice(*part) for part in common["sent"]]
-            for part, summed, moved in zip(self._sent, common["sum"], own["moved"], strict=True):
-                self._sum[part] = summed.to(self._sum.device)
-                self._moved[part] = moved.to(self._moved.device)
+            self._moved, self._sum = (tensor.to(self._mean.device) for tensor in (own["moved"], common["sum"]))
 
     def _part(self, index: int) -> slice:
         """Return one of `every` parts of what are not the smallest weights."""
         first, size = self._smallest.stop, self._mean.numel() - self._smallest.stop
         return slice(first + size * index // self._every, first + size * (index + 1) // self._every)
 
-    def _pieces(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
-        """Yield what each weight has in `part`, and where that is among all elements."""
-        for weight, end in zip(self._weights, self._ends, strict=True):
-            begin = end - weight.numel()
-            here = slice(max(begin, part.start), min(end, part.stop))
-            if here.start < here.stop:
-                yield weight[here.start - begin : here.stop - begin], here
+    def _pieces(self, parts: Sequence[slice]) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Yield what each weight has in `parts`, where that is among all elements, and where among those of `parts`."""
+        count = 0
+        for part in parts:
+            for weight, end in zip(self._weights, self._ends, strict=True):
+                begin = end - weight.numel()
+                here = slice(max(begin, part.start), min(end, part.stop))
+                if here.start < here.stop:
+                    there = slice(count, count + here.stop - here.start)
+                    yield weight[here.start - begin : here.stop - begin], here, there
+                    count = there.stop
 
     def _send(self, parts: Sequence[slice]) -> None:
         """Begin to add up over the ranks how far each has moved."""
         self._sent = [part for part in parts if part.start < part.stop]
-        for part in self._sent:
-            for weight, here in self._pieces(part):
-                self._moved[here] = weight - self._mean[here]
-            self._sum[part] = self._moved[part]
-            self._under_way.append(dist.all_reduce(self._sum[part], async_op=True))
+        if self._sent:
+            count = sum(part.stop - part.start for part in self._sent)
+            self._moved = torch.empty(count, dtype=torch.bfloat16, device=self._mean.device)
+            for weight, here, there in self._pieces(self._sent):
+                self._moved[there] = weight - self._mean[here]
+            self._sum = self._moved.clone()
+            self._under_way = dist.all_reduce(self._sum, async_op=True)
 
     def _arrive(self) -> None:
-        while self._under_way:
-            self._under_way.pop().wait()
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
 
     def _take_in(self) -> None:
         """Have the mean of all moves instead of the own one; what bf16 has lost of that, and later steps, remain."""
         self._arrive()
         share = 1 / self._group.world_size
-        for weight, here in chain.from_iterable(map(self._pieces, self._sent)):
-            weight.sub_(self._moved[here]).add_(self._sum[here], alpha=share)
-            self._mean[here].add_(self._sum[here], alpha=share)
+        for weight, here, there in self._pieces(self._sent):
+            weight.sub_(self._moved[there]).add_(self._sum[there], alpha=share)
+            self._mean[here].add_(self._sum[there], alpha=share)
         self._sent = ()
 
     def _meet(self) -> None:
         """Wait for the mean of all ranks' weights and momentum, and go on from that."""
-        everything = slice(0, self._mean.numel())
-        self._send([everything])
+        self._send([slice(0, self._mean.numel())])
         self._take_in()
-        for weight, here in self._pieces(everything):
-            weight.copy_(self._mean[here])
+        for weight, end in zip(self._weights, self._ends, strict=True):
+            weight.copy_(self._mean[end - weight.numel() : end])
         mean_over_ranks(optimizer_tensors(self._optimizer), self._group)
 
 
