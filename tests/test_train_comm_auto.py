@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_local_steps_wait_for_a_part_that_takes_longer_than_a_step() -> None:
     assert slower.step_s("local:2") == pytest.approx(0.15)
 
 
+def test_what_hides_behind_computing_still_takes_its_time_of_the_processors_that_compute() -> None:
+    busy = {"fp32": 0.1, "bf16": 0.06, "powersgd:4": 0.05, "local:8": 0.012}
+    on_processors = replace(SLOW_LINK, busy=busy)
+    assert on_processors.step_s("local:8") == pytest.approx(0.159 + 0.012)
+    assert on_processors.step_s("bf16") == pytest.approx(0.053 + 0.188)  # waits for longer than it is busy
+    assert on_processors.step_s("powersgd:4") == pytest.approx(0.159 + 0.09)  # hides nothing
+    assert replace(FAST_LINK, busy=busy).step_s("exact") == pytest.approx(0.159 + 0.1)
+
+
+def test_of_two_that_hide_the_one_that_keeps_the_processors_less_busy_is_chosen() -> None:
+    sent = {**SLOW_LINK.sent, "local:4": 0.069}
+    assert choose_comm(replace(SLOW_LINK, sent=sent), ["local:4", "local:8"]) == "local:4"
+    busy = {"local:4": 0.023, "local:8": 0.012}
+    assert choose_comm(replace(SLOW_LINK, sent=sent, busy=busy), ["local:4", "local:8"]) == "local:8"
+
+
 def test_what_is_sent_hides_behind_the_last_micro_batch_alone() -> None:
     accumulated = Measured(world_size=2, compute=0.8, last_pass=0.2, sent={"fp32": 0.3, "bf16": 0.15})
     assert accumulated.step_s("exact") == pytest.approx(0.8 - 2 / 3 * 0.2 + 0.3)
@@ -80,13 +97,19 @@ def test_the_numbers_the_rule_and_the_choice_are_told() -> None:
     assert explain_choice(SLOW_LINK, ["bf16", "local:8"]) == [
         "comm auto: 2 ranks; ms a step: computing 159.0; "
         "ms to exchange at once: fp32 374.0, bf16 188.0, powersgd:4 90.0, local:8 36.0, local:1 188.0",
-        "  one step of 2 ranks beats 2 steps of one if what it waits for is under 1 x 159.0 = 159.0 ms:",
-        "  mode           ms a step  of it waiting  against one rank",
+        "  one step of 2 ranks beats 2 steps of one if the exchange adds less than 1 x 159.0 = 159.0 ms:",
+        "  mode           ms a step  exchange adds  against one rank",
         "  exact              427.0          268.0             0.74x",
         "  bf16               241.0           82.0             1.32x",
         "  local:8            159.0            0.0             2.00x",
         "  chosen: local:8",
     ]
+
+
+def test_how_busy_the_exchange_keeps_the_processors_is_told() -> None:
+    lines = explain_choice(replace(SLOW_LINK, busy={"fp32": 0.1, "local:8": 0.012}), ["local:8"])
+    assert lines[1] == "  of that the processors that compute are busy with it for: fp32 100.0, local:8 12.0"
+    assert lines[-2] == "  local:8            171.0           12.0             1.86x"
 
 
 def choice(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,19 +45,22 @@ class Measured:
     sent: Mapping[str, float]
     """What is sent and received at once: "fp32" and "bf16", all gradients so; "powersgd:R", its computing included;
     "local:H", what goes in a step on average."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """How long that keeps the processors from computing; nothing where a GPU computes."""
 
     def step_s(self, comm: str) -> float:
         """Work out how long a step takes with mode `comm`.
 
-        DDP sends while the backward pass runs, PowerSGD after it, local steps a part while the next step is taken.
+        DDP sends while the backward pass runs, PowerSGD after it, local steps a part while the next step is taken. What
+        hides so still takes its time of the processors that compute.
         """
-        mode, _, number = comm.partition(":")
-        if mode == "powersgd":
-            return self.compute + self.sent[comm]
-        if mode == "local":
-            return self.compute + self.sent[comm] if number == "1" else max(self.compute, self.sent[comm])
-        hidden = _OVERLAP * self.last_pass
-        return self.compute - hidden + max(hidden, self.sent["fp32" if mode == "exact" else "bf16"])
+        mode = comm.partition(":")[0]
+        what = {"exact": "fp32", "bf16": "bf16"}.get(mode, comm)
+        sent, busy = self.sent[what], self.busy.get(what, 0.0)
+        if mode == "powersgd" or comm == "local:1":
+            return self.compute + sent
+        hidden = self.compute if mode == "local" else _OVERLAP * self.last_pass
+        return self.compute + max(busy, sent - hidden)
 
 
 def choose_comm(measured: Measured, allowed: Sequence[str]) -> str:
@@ -70,12 +73,16 @@ def choose_comm(measured: Measured, allowed: Sequence[str]) -> str:
 def explain_choice(measured: Measured, allowed: Sequence[str]) -> list[str]:
     """Return the lines that tell what was measured, what follows for each mode, and what is chosen."""
     ranks, compute_ms = measured.world_size, 1000 * measured.compute
-    sent = ", ".join(f"{what} {1000 * seconds:.1f}" for what, seconds in measured.sent.items())
+    sent, busy = (
+        ", ".join(f"{what} {1000 * seconds:.1f}" for what, seconds in each.items())
+        for each in (measured.sent, measured.busy)
+    )
     lines = [
         f"comm auto: {ranks} ranks; ms a step: computing {compute_ms:.1f}; ms to exchange at once: {sent}",
-        f"  one step of {ranks} ranks beats {ranks} steps of one if what it waits for is under "
+        *([f"  of that the processors that compute are busy with it for: {busy}"] if busy else []),
+        f"  one step of {ranks} ranks beats {ranks} steps of one if the exchange adds less than "
         f"{ranks - 1} x {compute_ms:.1f} = {(ranks - 1) * compute_ms:.1f} ms:",
-        f"  {'mode':<14}{'ms a step':>10}{'of it waiting':>15}{'against one rank':>18}",
+        f"  {'mode':<14}{'ms a step':>10}{'exchange adds':>15}{'against one rank':>18}",
     ]
     for comm in ("exact", *allowed):
         step_s = measured.step_s(comm)
@@ -106,36 +113,48 @@ def measure(
         model.zero_grad(set_to_none=True)
         trial_pass(model, images, labels, precision)
 
-    last_pass = _median_s(one_pass, group)
+    last_pass, _ = _median_s(one_pass, group)
     gradients = gradients_of(model.parameters())
-    sent = {
+    took = {
         "fp32": _median_s(lambda: mean_over_ranks(gradients, group), group),
         "bf16": _median_s(lambda: mean_over_ranks(gradients, group, dtype=torch.bfloat16), group),
     }
     for comm in spec.comm_allow:
         mode, _, number = comm.partition(":")
         if mode == "local":
-            sent[comm] = sent["bf16"] * share_sent(map(Tensor.numel, gradients), int(number))
+            share = share_sent(map(Tensor.numel, gradients), int(number))
+            sent, busy = took["bf16"]
+            took[comm] = share * sent, share * busy
         if mode == "powersgd":
             tried = PowerSgd(model, group, rank=int(number), total_steps=0, seed=0)
-            sent[comm] = _median_s(lambda tried=tried: tried.after_backward(0), group)  # type: ignore[misc]
-    return Measured(world_size=group.world_size, compute=spec.accumulate * last_pass, last_pass=last_pass, sent=sent)
+            took[comm] = _median_s(lambda tried=tried: tried.after_backward(0), group)  # type: ignore[misc]
+    return Measured(
+        world_size=group.world_size,
+        compute=spec.accumulate * last_pass,
+        last_pass=last_pass,
+        sent={what: sent for what, (sent, _) in took.items()},
+        busy={what: busy for what, (_, busy) in took.items()} if group.device.type == "cpu" else {},
+    )
 
 
-def _median_s(action: Callable[[], None], group: Group) -> float:
-    """Time `action` some times after a first one; return the slowest rank's median."""
+def _median_s(action: Callable[[], None], group: Group) -> tuple[float, float]:
+    """Time `action` some times after a first one; return the slowest rank's median, and the busiest one's, in s.
+
+    Busy are the processors that a rank computes with: time of all its threads by the number of those that compute.
+    """
     action()
-    took_s = [_together_s(action, group)]
-    rounds = min(_MOST_ROUNDS, int(_ENOUGH_S / max_over_ranks(took_s[0], group)))
-    took_s += [_together_s(action, group) for _ in range(rounds)]
-    return max_over_ranks(statistics.median(took_s), group)
+    first = _together_s(action, group)
+    rounds = min(_MOST_ROUNDS, int(_ENOUGH_S / max_over_ranks(first[0], group)))
+    took_s, busy_s = zip(first, *(_together_s(action, group) for _ in range(rounds)), strict=True)
+    busy = statistics.median(busy_s) / torch.get_num_threads()
+    return max_over_ranks(statistics.median(took_s), group), max_over_ranks(busy, group)
 
 
-def _together_s(action: Callable[[], None], group: Group) -> float:
-    """Time `action`, begun when all ranks are there."""
+def _together_s(action: Callable[[], None], group: Group) -> tuple[float, float]:
+    """Time `action`, begun when all ranks are there: what passes, and what this process has of processors."""
     max_over_ranks(0.0, group)
-    began = time.perf_counter()
+    began, busy_before = time.perf_counter(), time.process_time()
     action()
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - busy_before
