@@ -5,6 +5,7 @@ Like pytorch/examples' imagenet it takes RANK and WORLD_SIZE for the number of t
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ def worker(local_rank: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=args.dist_url, rank=rank, world_size=world_size)
     if rank == args.fail_rank:
         raise ValueError(f"rank {rank} has bad data")
+    if rank // args.nprocs == args.fail_rank // args.nprocs:
+        time.sleep(3600)  # of several that have failed, spawn tells of any; it ends this one
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     place = f"local rank {local_rank} on node {machine}"

@@ -114,7 +114,9 @@ start_slurm() {
 }
 
 /usr/sbin/sshd -D -f "$config" -h "$etc/hostkey.$name" -E "$log/$name.sshd" &
+sshd=$!
 if [ -n "$slurm" ]; then start_slurm; fi
+until [ -s /run/sshd.pid ]; do kill -0 "$sshd"; sleep 0.02; done # it is written when sshd listens
 echo "$pid" >"$pids/$name.new"
 mv "$pids/$name.new" "$pids/$name"
 
