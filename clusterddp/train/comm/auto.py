@@ -55,7 +55,7 @@ class Measured:
         hides so still takes its time of the processors that compute.
         """
         mode = comm.partition(":")[0]
-        what = {"exact": "fp32", "bf16": "bf16"}.get(mode, comm)
+        what = "fp32" if mode == "exact" else comm
         sent, busy = self.sent[what], self.busy.get(what, 0.0)
         if mode == "powersgd" or comm == "local:1":
             return self.compute + sent
