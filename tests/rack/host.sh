@@ -59,6 +59,7 @@ else
     mount --bind "$etc/passwd" /etc/passwd
     mount --bind "$etc/group" /etc/group
     mount --bind "$etc/hosts.$name" /etc/hosts
+    mount --bind "$etc/nsswitch.conf" /etc/nsswitch.conf
     if [ -n "$private_hosts" ]; then mount --all --fstab "$etc/fstab.$name"; fi
 fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm

@@ -112,6 +112,7 @@ def node_mounts(plan: RackPlan, directory: Path, node: str) -> list[str]:
         "passwd": etc / "passwd.private",
         "group": etc / "group",
         "hosts": etc / f"hosts.{node}",
+        "nsswitch.conf": etc / "nsswitch.conf",
         "machine-id": etc / f"machine-id.{node}",
     }
     present = [name for name in files if Path("/etc", name).exists()]
