@@ -321,6 +321,14 @@ def test_variables_that_name_no_interface_are_noted(variable: str, value: str, m
     assert (missing in said) if missing else not said
 
 
+def test_hosts_that_take_long_to_look_up_the_masters_name_are_noted() -> None:
+    findings = find(two_networks(3))
+    _, master = taken(choose_network(findings))[0]
+    slow = dataclasses.replace(findings, slow_names=((0, master), (2, master), (1, "10.9.9.9")))
+    assert f"gpu1, gpu3: looking up the name of {master} takes over a second" in notes(slow)
+    assert "looking up" not in notes(findings)
+
+
 def test_64_hosts_try_few_ways() -> None:
     probes = plan_probes(find(two_networks(64)))
     assert sum(len(targets) for targets in probes) < 64 * 2 * 5

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from rack.network import add_interface, block_ports, open_ports, remove_interface
+from rack.network import (
+    add_interface,
+    block_ports,
+    forget_name_server,
+    lose_name_server,
+    open_ports,
+    remove_interface,
+)
 from rack.plan import RackPlan
 from rack.rack import Rack, running_rack
 from ssh_person import ROOT
@@ -160,6 +167,17 @@ def test_an_address_that_is_everywhere_is_named(lan: Lan) -> None:
 
 def test_a_name_that_means_the_host_itself_is_named(lan: Lan) -> None:
     assert "the own name of all 3 hosts means 127.0.1.1 there" in lan.settle().oddities
+
+
+def test_a_name_server_that_is_gone_is_named(lan: Lan) -> None:
+    """On the master's host, whose own /etc/hosts has Debian's 127.0.1.1 for its name and nothing for its address."""
+    lose_name_server(lan.rack, "node1", "10.77.0.250")
+    try:
+        notes = lan.settle().notes
+    finally:
+        forget_name_server(lan.rack, "node1")
+    assert notes.startswith("node1: looking up the name of 10.77.0.11 takes over a second")
+    assert "looking up" not in lan.settle().notes
 
 
 def test_one_host_alone_stays_on_its_loopback(lan: Lan) -> None:

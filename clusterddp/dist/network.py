@@ -81,6 +81,8 @@ class Findings:
     hosts: tuple[HostNetwork, ...]
     """The master's host first; hosts are spoken of by their places here."""
     ways: tuple[Way, ...]
+    slow_names: tuple[tuple[int, str], ...] = ()
+    """Hosts, and addresses of the master's host whose names they look up for over a second."""
 
     @property
     def on_one_machine(self) -> bool:

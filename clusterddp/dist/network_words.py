@@ -36,6 +36,7 @@ def say_notes(findings: Findings, choice: Choice) -> Iterator[str]:
         yield _say_detour(findings, way)
     yield from _say_differences(findings, taken)
     yield from _say_translations(findings, taken)
+    yield from _say_slow_names(findings, taken)
 
 
 def say_oddities(findings: Findings) -> Iterator[str]:
@@ -180,6 +181,16 @@ def _say_translations(findings: Findings, taken: Candidate) -> Iterator[str]:
             source, target = findings.hosts[way.source].host, findings.hosts[way.target].host
             yield f"{target} sees {source} as {way.seen_from}, not {way.left_from}: addresses are translated on the way"
             return
+
+
+def _say_slow_names(findings: Findings, taken: Candidate) -> Iterator[str]:
+    master = taken.master.address.address
+    slow = [findings.hosts[place].host for place, address in findings.slow_names if address == master]
+    if slow:
+        yield (
+            f"{spell_hosts(findings, slow)}: looking up the name of {master} takes over a second, and torch does so "
+            "when a rank connects; is the name server gone? A line for this address in /etc/hosts there helps"
+        )
 
 
 def _few(names: Sequence[str]) -> str:

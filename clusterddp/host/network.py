@@ -1,7 +1,7 @@
 """The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
 
 net.listen   opens a listener; tells interfaces, ports, what this host's own name means
-net.probe    connects to other hosts' listeners, all at once; tells what came of each
+net.probe    connects to other hosts' listeners, all at once; tells what came of each, and how names are looked up
 net.close    closes the listener
 """
 
@@ -13,6 +13,8 @@ import platform
 import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ _PORTS = 64
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Open the listener; tell of this host's network. `head`: choose or take (`master_port`) a port for the master."""
     close(host, request, body)
-    resolving = _Resolving(socket.gethostname())
+    resolving = _Resolving(_addresses_of, socket.gethostname())
     nonce, name = str(request["nonce"]), str(request["name"])
     listener = host.hold(Listener(nonce, name, 0))
     master_port = None
@@ -48,9 +50,12 @@ def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Try the ways to other hosts."""
+    """Try the ways to other hosts; tell which of `names`, addresses, it takes long to find the name of."""
     targets = [Target(**target) for target in request["targets"]]
-    return {"ways": [way.facts() for way in try_ways(str(request["nonce"]), targets, float(request["within_s"]))]}
+    resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
+    ways = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
+    slow = [address for address, name in resolving.items() if name.result() is None]
+    return {"ways": [way.facts() for way in ways], "slow_names": slow}
 
 
 def close(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -107,20 +112,31 @@ def _firewall() -> str | None:
 
 
 class _Resolving:
-    """Asks what a name means, in a thread: a name server that is gone may take half a minute."""
+    """Asks for a name or an address, in a thread: a name server that is gone may take half a minute."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, ask: Callable[[str], list[str]], question: str) -> None:
         self._answer: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        threading.Thread(target=self._resolve, args=(name,), daemon=True).start()
+        self._latest = time.monotonic() + _RESOLVE_S
+        threading.Thread(target=self._resolve, args=(ask, question), daemon=True).start()
 
     def result(self) -> list[str] | None:
+        """Return what was found; None: nothing within the time."""
         try:
-            return self._answer.get(timeout=_RESOLVE_S)
+            return self._answer.get(timeout=max(0.0, self._latest - time.monotonic()))
         except queue.Empty:
             return None
 
-    def _resolve(self, name: str) -> None:
+    def _resolve(self, ask: Callable[[str], list[str]], question: str) -> None:
         found: list[str] = []
         with contextlib.suppress(OSError):
-            found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+            found = ask(question)
         self._answer.put(list(dict.fromkeys(found)))
+
+
+def _addresses_of(name: str) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+
+
+def _name_of(address: str) -> list[str]:
+    """Ask as torch does, for its log, whenever a rank connects to the master."""
+    return [socket.getnameinfo((address, 0), 0)[0]]

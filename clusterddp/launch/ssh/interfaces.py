@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clusterddp.dist.interface import loopback
-from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes
+from clusterddp.dist.network import Findings, HostNetwork, Way, plan_probes, usable_addresses
 from clusterddp.dist.network_choice import choose_network
 from clusterddp.dist.network_trouble import explain_trouble
 from clusterddp.dist.network_words import say_notes, say_oddities, say_strange_names, say_why
@@ -102,20 +102,22 @@ def probe_network(gang: Gang, sessions: Mapping[int, Session], *, within_s: floa
         if findings.on_one_machine:
             return findings
         probes = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
+        names = [address.address for _, address in usable_addresses(findings, gang.interface)[0]]
 
         def order(host: str) -> dict[str, object]:
             targets = [
                 {"target": target, "address": address, "port": port, "name": hosts[target]}
                 for target, address, port in probes[host]
             ]
-            return {"nonce": nonce, "targets": targets, "within_s": within_s}
+            return {"nonce": nonce, "targets": targets, "names": names, "within_s": within_s}
 
         tried = _all_or_raise(ask_all(by_host, "net.probe", order))
     finally:
         with contextlib.suppress(SshError):
             ask_all(by_host, "net.close")
     ways = [Way(source=place, **way) for place, host in enumerate(hosts) for way in tried[host].facts["ways"]]
-    return Findings(hosts=findings.hosts, ways=tuple(ways))
+    slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
+    return Findings(hosts=findings.hosts, ways=tuple(ways), slow_names=tuple(slow))
 
 
 def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
