@@ -10,14 +10,19 @@ from ssh_person import Person, own_ssh_dir
 from ssh_place import SshPlace, ssh_place_on
 
 LONG = (
-    "launch_table_rack",
-    "slurm_stop",
-    "slurm_show",
-    "ssh_home",
-    "ssh_kills",
-    "slurm_failures",
-    "slurm_losses",
+    "launch_table",
+    "sweep_local",
+    "launch_local",
     "train_loop",
+    "launch_table_rack",
+    "slurm_failures",
+    "slurm_stop",
+    "worker_muster",
+    "slurm_losses",
+    "ssh_home",
+    "slurm_show",
+    "ssh_launch",
+    "slurm_state_failures",
     "slurm_resume",
 )
 """Files that take minutes: they begin first, so that no worker is left alone with one at the end (tests/run_all)."""

@@ -111,7 +111,7 @@ def await_attempt(run: RunDir, number: int, within_s: float = 40) -> None:
 
 
 def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
-    """Wait until the run has ended; return how."""
+    """Wait until the run has ended; return how, and print it for a test that fails."""
 
     def look() -> AttemptEnd | None:
         end = read_end(run.attempts()[-1])
@@ -119,6 +119,7 @@ def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
 
     end = wait_until(look, within_s)
     assert isinstance(end, AttemptEnd)
+    print(end)
     return end
 
 

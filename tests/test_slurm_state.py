@@ -18,6 +18,8 @@ from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 
+pytestmark = pytest.mark.root
+
 REPOSITORY = Path(__file__).parents[1]
 
 

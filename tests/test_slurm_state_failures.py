@@ -17,6 +17,8 @@ from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 
+pytestmark = pytest.mark.root
+
 
 @pytest.fixture(scope="module")
 def forgetful(needs_rack: None) -> Iterator[Rack]:
