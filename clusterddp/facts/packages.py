@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.run.torch_files import find_package, read_torch_values
+
 _TIMEOUT_S = 20.0
 """For a Python on a slow file server that nobody has started today."""
-_VALUE = r"^{name}\b[^=\n]*=\s*'([^']+)'"
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
@@ -72,8 +72,8 @@ def ask_packages(executable: str, environ: Mapping[str, str], working_dir: Path)
 
 def read_packages() -> Packages:
     """Look at what this very process could import."""
-    place = _find("torch")
-    values = _read_values(place / "version.py") if place else {}
+    place = find_package("torch")
+    values = read_torch_values(place) if place else {}
     return Packages(
         python=sys.version.split()[0],
         executable=sys.executable,
@@ -84,24 +84,6 @@ def read_packages() -> Packages:
         torchvision=_version("torchvision"),
         pip=importlib.util.find_spec("pip") is not None,
     )
-
-
-def _find(name: str) -> Path | None:
-    """Find the directory of a package; a half removed one, without its first file, is none."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def _read_values(path: Path) -> dict[str, str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return {}
-    matches = {name: re.search(_VALUE.format(name=name), text, re.MULTILINE) for name in ("__version__", "cuda")}
-    return {name: match[1] for name, match in matches.items() if match}
 
 
 def _version(name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.git import describe_commit
+from clusterddp.run.torch_files import find_package, read_torch_values
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
 
@@ -34,7 +34,7 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "torch": {"version": packages.get("torch"), "cuda": torch_cuda_version()},
+        "torch": describe_torch(),
         "gpus": list_gpus(),
         "git": describe_commit(working_dir, environ),
         "working_dir": str(working_dir),
@@ -53,20 +53,11 @@ def installed_packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def torch_cuda_version() -> str | None:
-    """Say which CUDA the installed torch was built for; None without torch or for a CPU build."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-    match = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
-    return match.group(1) if match else None
+def describe_torch() -> dict[str, str | None]:
+    """Say which torch is installed, and which CUDA it was built for; None without torch or for a CPU build."""
+    place = find_package("torch")
+    values = read_torch_values(place) if place else {}
+    return {"version": values.get("__version__"), "cuda": values.get("cuda")}
 
 
 def list_gpus() -> list[dict[str, str]]:
