@@ -138,5 +138,8 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def _name_of(address: str) -> list[str]:
-    """Ask as torch does, for its log, whenever a rank connects to the master."""
-    return [socket.getnameinfo((address, 0), 0)[0]]
+    """Ask what torch asks, for its log, whenever a rank connects to the master.
+
+    By gethostbyaddr: other threads, such as the listener's, stand still while getnameinfo of Python 3.11.2 waits.
+    """
+    return [socket.gethostbyaddr(address)[0]]
