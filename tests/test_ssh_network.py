@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from rack.network import (
-    add_interface,
-    block_ports,
-    forget_name_server,
-    lose_name_server,
-    open_ports,
-    remove_interface,
-)
+from rack.network import add_interface, block_ports, forget_name_server, lose_name_server, open_ports, remove_interface
 from rack.plan import RackPlan
 from rack.rack import Rack, running_rack
 from ssh_person import ROOT

@@ -13,7 +13,6 @@ import time
 
 import pytest
 import torch
-from patience import PATIENCE
 
 RANK = """
 import sys, torch
@@ -55,7 +54,7 @@ def run_two_ranks(way: str) -> tuple[bool, str]:
         )
         for rank in range(2)
     ]
-    deadline = time.monotonic() + PATIENCE * 8  # ranks whose messages do not fit each other may also wait for ever
+    deadline = time.monotonic() + 90  # ranks whose messages do not fit each other may also wait for ever
     while None in [rank.poll() for rank in ranks] and not any(rank.poll() for rank in ranks):
         if time.monotonic() > deadline:
             break

@@ -73,7 +73,7 @@ def ask_packages(executable: str, environ: Mapping[str, str], working_dir: Path)
 def read_packages() -> Packages:
     """Look at what this very process could import."""
     place = find_package("torch")
-    values = read_torch_values(place) if place else {}
+    values = read_torch_values(place)
     return Packages(
         python=sys.version.split()[0],
         executable=sys.executable,

@@ -1,7 +1,7 @@
 """The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
 
 net.listen   opens a listener; tells interfaces, ports, what this host's own name means
-net.probe    connects to other hosts' listeners, all at once; tells what came of each, and how names are looked up
+net.probe    connects to other hosts' listeners, all at once; what came of each, and whose names take long to look up
 net.close    closes the listener
 """
 

@@ -23,6 +23,7 @@ _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
 def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     """Collect what can be told without importing torch; no value of an environment variable is among it."""
     packages = installed_packages()
+    torch = read_torch_values(find_package("torch"))
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -34,7 +35,7 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "torch": describe_torch(),
+        "torch": {"version": torch.get("__version__", packages.get("torch")), "cuda": torch.get("cuda")},
         "gpus": list_gpus(),
         "git": describe_commit(working_dir, environ),
         "working_dir": str(working_dir),
@@ -51,13 +52,6 @@ def installed_packages() -> dict[str, str]:
         if name:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
     return dict(sorted(found.items()))
-
-
-def describe_torch() -> dict[str, str | None]:
-    """Say which torch is installed, and which CUDA it was built for; None without torch or for a CPU build."""
-    place = find_package("torch")
-    values = read_torch_values(place) if place else {}
-    return {"version": values.get("__version__"), "cuda": values.get("cuda")}
 
 
 def list_gpus() -> list[dict[str, str]]:

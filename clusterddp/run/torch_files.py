@@ -18,11 +18,13 @@ def find_package(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def read_torch_values(torch: Path) -> dict[str, str]:
+def read_torch_values(torch: Path | None) -> dict[str, str]:
     """Read from torch's directory what `torch.version` has for `__version__` and `cuda`; no `cuda`: a build for CPUs.
 
-    The version that pip knows is less: 2.13.0 where this is 2.13.0+cu130.
+    What cannot be read is left out. The version that pip knows may be less: 2.13.0 where this is 2.13.0+cu130.
     """
+    if torch is None:
+        return {}
     try:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except (OSError, ValueError):
