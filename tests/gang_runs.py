@@ -23,6 +23,7 @@ from clusterddp.run.record import AttemptEnd, RankRecord, read_end, read_ranks
 STARTER = Path(__file__).parent / "gang" / "starter.py"
 PRELUDE = """
 import os, signal, subprocess, sys, time
+import clusterddp.errors  # which makes the ranks forked ones
 from pathlib import Path
 rank, attempt = int(os.environ["RANK"]), int(os.environ["CLUSTERDDP_ATTEMPT"])
 run_dir, stop_file = Path(os.environ["CLUSTERDDP_RUN_DIR"]), Path(os.environ["CLUSTERDDP_STOP_FILE"])

@@ -144,6 +144,7 @@ def entry_of(
         spawns=spawns,
         counts=job.entry.counts,
         local_rank_arg=job.entry.local_rank_arg,
+        fork=job.entry.fork,
         stop_signal=job.entry.stop_signal,
         data_dir=job.entry.data_dir,
         output_dir=job.entry.output_dir or str(RunDir(run_dir).output),

@@ -182,8 +182,7 @@ class Member:
             directory.ranks.mkdir(parents=True, exist_ok=True, mode=0o700)
             directory.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
-            for rank in node.ranks:
-                self._starter.start(rank, self._launch_of(rank, order, attempt))
+            self._starter.start({rank: self._launch_of(rank, order, attempt) for rank in node.ranks})
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
@@ -228,7 +227,7 @@ class Member:
         except ClusterddpError as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
-        self._report({"kind": "started", **footing.facts()})
+        self._report({"kind": "started", **footing.facts(), **self._starter.facts()})
 
     def _stop(self, reason: str) -> None:
         if self._attempt is None:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,37 @@ def start_agent(words: tuple[str, ...], *, environment: dict[str, str], cwd: Pat
     return _take_over(process)
 
 
+def start_fork_server(run_dir: Path, *, environment: dict[str, str], log: int) -> tuple[int, socket.socket]:
+    """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it.
+
+    Raises: OSError: no process, no memory.
+    """
+    ours, its = socket.socketpair()
+    with its:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "clusterddp.node.rank", "--fork", str(run_dir)],
+                stdin=its.fileno(),
+                stdout=log,
+                stderr=log,
+                cwd=run_dir,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+    return _take_over(process), ours
+
+
+def open_for_append(path: Path) -> int:
+    """Open the log of a rank.
+
+    Raises: OSError.
+    """
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends (Linux; elsewhere the guard's sweep must do)."""
     if sys.platform == "linux":
@@ -130,7 +162,7 @@ def count_oom_kills() -> int | None:
 
 @contextlib.contextmanager
 def _append_to(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_for_append(path)
     try:
         yield descriptor
     finally:

@@ -1,5 +1,7 @@
 """The start-up of a rank: `python -m clusterddp.node.rank RUN_DIR` becomes the run's entry.
 
+With `--fork` before RUN_DIR it is the fork server of a node (fork_server.py), and the ranks are its children.
+
 It ties the rank's life to its supervisor, makes the stop signals create the stop file, and runs the entry in this
 process (a command as its child). An exception is left in TORCHELASTIC_ERROR_FILE, in torchelastic's own form. What is
 not in the environment is not done, so whoever sets RANK and the like (Slurm's srun) may start it too.
@@ -31,8 +33,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Be a rank, or fork those of a node."""
+    run_dir = sys.argv[-1]
+    if sys.argv[1] == "--fork":
+        from clusterddp.node.fork_server import serve
+
+        serve(lambda: run_rank(run_dir))
+    else:
+        run_rank(run_dir)
+
+
+def run_rank(run_dir: str) -> None:
     """Run the entry; the exit code is the entry's own, 1 after an exception."""
-    run_dir = sys.argv[1]
     _die_with_supervisor()
     _stop_on_signal()
     with contextlib.suppress(RuntimeError, OSError):  # standard error may be closed

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from clusterddp.dist.environment import SUPERVISOR_PID, Variable
-from clusterddp.node.processes import signal_group, start_rank
+from clusterddp.node.preload import NotForkableError, find_preloadable
+from clusterddp.node.processes import signal_group, start_fork_server, start_rank
+from clusterddp.run.gang import Entry
+from clusterddp.run.record import signal_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +63,14 @@ class Starter(Protocol):
     sweeps_descendants: bool
     """True when whatever descends from the supervisor, its guard apart, comes from a rank."""
 
-    def start(self, rank: int, launch: Launch) -> None:
-        """Start a rank, or have it started.
+    def start(self, launches: Mapping[int, Launch]) -> None:
+        """Start the ranks of the node, or have them started.
 
-        Raises: OSError: it cannot be.
+        Raises: OSError: one cannot be.
         """
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the record of the start says of how the ranks were started; once they are."""
 
     def withdraw(self) -> None:
         """Start no rank any more that was to be started."""
@@ -73,26 +83,34 @@ class Starter(Protocol):
 
 
 class Children:
-    """Ranks as children of the supervisor."""
+    """Ranks as children of the supervisor: forked by a fork server where that can be, else started one by one."""
 
     sweeps_descendants = True
 
-    def __init__(self, environment: Mapping[str, str], supervisor_pid: int) -> None:
+    def __init__(self, environment: Mapping[str, str], supervisor_pid: int, entry: Entry) -> None:
         self._environment = dict(environment) | {SUPERVISOR_PID: str(supervisor_pid)}
+        self._entry = entry
         self._ranks: dict[int, int] = {}
         """pid -> rank, of ranks that were not reaped yet."""
         self._news: list[News] = []
+        self._server: _ForkServer | None = None
+        self._facts: dict[str, Any] = {}
 
-    def start(self, rank: int, launch: Launch) -> None:
-        variables = {name: variable.value for name, variable in launch.variables.items()}
-        pid = start_rank(
-            launch.run_dir, environment=self._environment | variables, stdout=launch.stdout, stderr=launch.stderr
-        )
-        self._ranks[pid] = rank
-        self._news.append(Started(rank, pid))
+    def start(self, launches: Mapping[int, Launch]) -> None:
+        self._facts = {}
+        try:
+            modules = find_preloadable(self._entry, len(launches))
+            self._server = _ForkServer(launches, self._environment, modules)
+        except NotForkableError as reason:
+            self._start_apart(launches, str(reason))
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts
 
     def withdraw(self) -> None:
-        pass
+        if self._server is not None:
+            self._server.kill()
+            self._server = None
 
     def signal(self, rank: int, number: int) -> None:
         for pid, each in self._ranks.items():
@@ -105,7 +123,98 @@ class Children:
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
         """Take in which children have ended; those that are no ranks are orphans that a rank left behind."""
+        if self._server is not None and self._server.pid in exits:
+            self._on_server_exit(self._server, exits[self._server.pid])
         for pid, returncode in exits.items():
             rank = self._ranks.pop(pid, None)
             if rank is not None:
                 self._news.append(Ended(rank, returncode))
+
+    def _on_server_exit(self, server: _ForkServer, returncode: int) -> None:
+        """Let the ranks begin, whose parent we are now; start them one by one if they were not forked."""
+        self._server = None
+        answer = server.read_answer(returncode)
+        if "refused" in answer:
+            server.close()
+            try:
+                self._start_apart(server.launches, answer["refused"])
+            except OSError as error:
+                self._news += [Lost(rank, f"rank {rank} was not started: {error}") for rank in server.launches]
+            return
+        self._facts = {"import_s": answer["import_s"]}
+        for rank, pid in answer["pids"].items():
+            self._ranks[pid] = int(rank)
+            self._news.append(Started(int(rank), pid))
+        server.let_begin()
+
+    def _start_apart(self, launches: Mapping[int, Launch], why: str) -> None:
+        """Start each rank for itself.
+
+        Raises: OSError: one cannot be started.
+        """
+        self._facts = {"not_forked": why}
+        for rank, launch in launches.items():
+            variables = {name: variable.value for name, variable in launch.variables.items()}
+            pid = start_rank(
+                launch.run_dir, environment=self._environment | variables, stdout=launch.stdout, stderr=launch.stderr
+            )
+            self._ranks[pid] = rank
+            self._news.append(Started(rank, pid))
+
+
+class _ForkServer:
+    """The supervisor's side of a fork server."""
+
+    def __init__(self, launches: Mapping[int, Launch], environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Start it. What all ranks have in common is in its environment, which is what /proc says of the ranks.
+
+        Raises: OSError: it cannot be started.
+        """
+        self.launches = launches
+        values = {
+            rank: {name: variable.value for name, variable in launch.variables.items()}
+            for rank, launch in launches.items()
+        }
+        common = dict(set.intersection(*(set(each.items()) for each in values.values())))
+        order = {
+            "modules": modules,
+            "ranks": {
+                rank: {
+                    "variables": {name: value for name, value in values[rank].items() if name not in common},
+                    "stdout": str(launch.stdout),
+                    "stderr": str(launch.stderr),
+                }
+                for rank, launch in launches.items()
+            },
+        }
+        run_dir = next(iter(launches.values())).run_dir
+        self.pid, self._link = start_fork_server(
+            run_dir, environment={**environment, **common}, log=sys.stderr.fileno()
+        )
+        with contextlib.suppress(OSError):  # it is gone, which its exit says
+            self._link.sendall(json.dumps(order).encode() + b"\n")
+
+    def read_answer(self, returncode: int) -> dict[str, Any]:
+        """Return what it answered; after its exit."""
+        answer = b""
+        self._link.setblocking(False)
+        with contextlib.suppress(OSError):
+            while data := self._link.recv(65536):
+                answer += data
+        if returncode == 0 and answer.endswith(b"\n"):
+            return dict(json.loads(answer))
+        how = f"exit code {returncode}" if returncode >= 0 else signal_name(-returncode)
+        return {"refused": f"the fork server ended with {how}"}
+
+    def let_begin(self) -> None:
+        with contextlib.suppress(OSError):  # none of them waits any more: each has ended
+            self._link.sendall(b"." * len(self.launches))
+        self.close()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def kill(self) -> None:
+        """End it, and the ranks that wait for it."""
+        signal_group(self.pid, signal.SIGKILL)
+        self.close()

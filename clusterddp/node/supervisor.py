@@ -146,7 +146,7 @@ class Supervisor:
         if order.gang.start == "torchrun":
             self._children = Torchrun(order, environment, self._selector, self._tasks)
         elif self._tasks is None:
-            self._children = Children(environment, os.getpid())
+            self._children = Children(environment, os.getpid(), order.gang.entry)
         starter = self._children or self._tasks
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()

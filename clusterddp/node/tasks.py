@@ -15,7 +15,7 @@ import json
 import os
 import selectors
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.dist.environment import GPU, USERS
@@ -61,8 +61,15 @@ class Tasks:
         """Ranks whose task has not come yet."""
         return tuple(rank for rank in self._ranks if rank not in self._tasks)
 
-    def start(self, rank: int, launch: Launch) -> None:
-        """Have a task start its rank; one that is gone is told of by `news`."""
+    def start(self, launches: Mapping[int, Launch]) -> None:
+        """Have each task start its rank; one that is gone is told of by `news`."""
+        for rank, launch in launches.items():
+            self._start(rank, launch)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def _start(self, rank: int, launch: Launch) -> None:
         task = self._tasks[rank]
         variables = {name: variable.value for name, variable in launch.variables.items()}
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}

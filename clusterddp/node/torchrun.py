@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from clusterddp.dist.environment import COOKIE, USERS, cookie
 from clusterddp.dist.ranks import spell_ranks
@@ -69,8 +70,8 @@ class Torchrun:
         self._exit_codes: dict[int, int] = {}
         self._over = False
 
-    def start(self, rank: int, launch: Launch) -> None:
-        """Have torchrun start a rank, or start it again.
+    def start(self, launches: Mapping[int, Launch]) -> None:
+        """Have torchrun start the ranks, or start them again.
 
         Raises: OSError: torchrun cannot be started.
         """
@@ -79,9 +80,12 @@ class Torchrun:
             self._holders.release(exit_code=1)
             self._exit_codes.clear()
         if self._agent is None:
-            self._agent = self._start_agent(launch)
-        self._waiting[rank] = launch
+            self._agent = self._start_agent(next(iter(launches.values())))
+        self._waiting |= launches
         self._due = time.monotonic() + START_TIMEOUT_S
+
+    def facts(self) -> dict[str, Any]:
+        return {}
 
     def withdraw(self) -> None:
         self._waiting.clear()
@@ -170,8 +174,7 @@ class Torchrun:
             self._news += [Lost(rank, f"torchrun on {self._node.host} has not started {late}") for rank in missing]
         else:
             self._used = True
-            for rank, launch in self._waiting.items():
-                self._holders.start(rank, launch)
+            self._holders.start(self._waiting)
         self._waiting.clear()
 
     def _await_agent(self, timeout_s: float) -> None:

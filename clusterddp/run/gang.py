@@ -45,6 +45,8 @@ class Entry:
     """What {rank} and {world_size} count."""
     local_rank_arg: bool = False
     """True: --local_rank=N comes before the arguments."""
+    fork: bool = True
+    """False: each rank is a Python of its own; else a node's ranks may be forked from one (node/fork_server.py)."""
     stop_signal: str = "none"
     """By which a command is told to stop: TERM and the like."""
     data_dir: str | None = None

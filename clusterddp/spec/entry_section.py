@@ -73,6 +73,11 @@ class EntrySpec(Section):
         default=False,
         description="Put --local_rank=N before the arguments, as torch.distributed.launch does.",
     )
+    fork: fields.Switch = Field(
+        default=True,
+        description="A node's ranks are forked from one process that has imported torch and numpy for all of them, "
+        "where a supervisor starts several ranks of a Python program; false: each rank is a Python of its own.",
+    )
     stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
         default="none",
         description="Signal by which a command is told to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "

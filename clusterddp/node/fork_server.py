@@ -1,0 +1,176 @@
+"""The fork server: a process that imports for a node's ranks what all of them import, forks the ranks, and exits.
+
+`python -m clusterddp.node.rank --fork RUN_DIR` has a socket to its supervisor as standard input. It reads one line of
+JSON, `{"modules": [str], "ranks": {rank: {"variables": {}, "stdout": path, "stderr": path}}}`, and answers with one:
+`{"pids": {rank: pid}, "import_s": float}` or `{"refused": reason}`. Then it exits, and the supervisor, a subreaper,
+becomes the parent of the ranks. Each rank waits for one byte of the supervisor; at the end of the socket it exits
+before it has begun. So all ranks of a node begin, or none.
+
+Why a fork is safe here: docs/decisions/0007-ranks-are-forked.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterddp.dist.environment import SUPERVISOR_PID
+from clusterddp.node.processes import die_with_parent, open_for_append
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What people and Slurm send to all processes of a run to stop it. The supervisor gets it too and asks the ranks."""
+_MAX_PRINTED = 65536
+
+
+class RefusedError(Exception):
+    """The ranks cannot be forked; the message is the reason."""
+
+
+def serve(run_rank: Callable[[], None]) -> None:
+    """Import, fork and exit; in the ranks, call `run_rank` and return as it does."""
+    supervisor = int(os.environ[SUPERVISOR_PID])
+    die_with_parent()
+    if os.getppid() != supervisor:
+        os.kill(os.getpid(), signal.SIGKILL)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    link = socket.socket(fileno=os.dup(0))
+    try:
+        order = _read_order(link)
+        begun = time.monotonic()
+        printed = _import_all(order["modules"])
+        import_s = time.monotonic() - begun
+        _demand_forkable()
+        pids = _fork_ranks(order["ranks"], link, printed)
+    except (Exception, SystemExit) as error:
+        why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+        _answer(link, {"refused": why})
+    if pids is not None:
+        _answer(link, {"pids": pids, "import_s": round(import_s, 3)})
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    run_rank()
+
+
+def _read_order(link: socket.socket) -> dict[str, Any]:
+    with link.makefile("r", encoding="utf-8") as lines:
+        return dict(json.loads(lines.readline()))
+
+
+def _answer(link: socket.socket, words: Mapping[str, Any]) -> NoReturn:
+    """Say the last thing, and exit without what Python does at its end, which is for the ranks to do."""
+    with contextlib.suppress(OSError):
+        link.sendall(json.dumps(words).encode() + b"\n")
+    os._exit(0)
+
+
+def _import_all(modules: Sequence[str]) -> bytes:
+    """Import the modules; return what was printed meanwhile, for each rank's standard error.
+
+    The garbage collector stays off until the fork, and never looks at these objects again: what it touches is copied.
+    Raises: whatever an import raises.
+    """
+    gc.disable()
+    with _captured() as read:
+        for module in modules:
+            importlib.import_module(module)
+        printed = read()
+    gc.freeze()
+    return printed
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[Callable[[], bytes]]:
+    """Take standard output and error, of C code as well, into memory."""
+    kept = os.dup(1), os.dup(2)
+    memory = os.memfd_create("printed")
+    os.dup2(memory, 1)
+    os.dup2(memory, 2)
+    try:
+        yield lambda: os.pread(memory, _MAX_PRINTED, 0)
+    finally:
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for descriptor in (*kept, memory):
+            os.close(descriptor)
+
+
+def _demand_forkable() -> None:
+    """Raise RefusedError if a thread lives, or CUDA was initialised: neither survives a fork.
+
+    Libraries that know what a fork does (OpenBLAS) end their threads before one; so this looks after a first fork.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_is_poisoned())
+    if os.waitpid(pid, 0)[1] != 0:
+        raise RefusedError("CUDA was initialised when the packages were imported")
+    threads = list(Path("/proc/self/task").iterdir())
+    if len(threads) > 1:
+        names = sorted((thread / "comm").read_text().strip() for thread in threads if thread.name != str(os.getpid()))
+        raise RefusedError(f"threads run after the imports: {', '.join(names)}")
+
+
+def _is_poisoned() -> bool:
+    """Say, in a forked process, whether torch's CUDA cannot be used any more."""
+    torch = sys.modules.get("torch")
+    in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    return bool(in_bad_fork and in_bad_fork())
+
+
+def _fork_ranks(ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, printed: bytes) -> dict[str, int] | None:
+    """Fork all ranks and return their pids once each leads its own session; return None in a rank that is to begin.
+
+    Raises: OSError: no process, no memory, no space.
+    """
+    files = {rank: [open_for_append(Path(each[name])) for name in ("stdout", "stderr")] for rank, each in ranks.items()}
+    reader, writer = os.pipe()
+    pids: dict[str, int] = {}
+    for rank, each in ranks.items():
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(link, writer, files[rank], each["variables"], printed)
+            for descriptor in (reader, *(file for pair in files.values() for file in pair)):
+                os.close(descriptor)
+            return None
+        pids[rank] = pid
+    os.close(writer)
+    while os.read(reader, 4096):
+        pass
+    return pids
+
+
+def _become_rank(
+    link: socket.socket, led: int, files: Sequence[int], variables: Mapping[str, str], printed: bytes
+) -> None:
+    """Lead a session, wait until the supervisor lets this rank begin, and take on what is its own.
+
+    `led`: closed once this process leads its session, so that its group can be signalled.
+    """
+    try:
+        os.setsid()
+        os.close(led)
+        if link.recv(1) == b"":
+            os._exit(1)
+        link.close()
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(files[0], 1)
+        os.dup2(files[1], 2)
+        if printed:
+            os.write(2, printed)
+    except OSError:
+        os._exit(1)
+    os.environ.update(variables)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # as after an import of its own
+    gc.enable()

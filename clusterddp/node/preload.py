@@ -1,0 +1,163 @@
+"""Finds what the ranks of an entry import at their start, by reading its source: what a fork server may import for all.
+
+Nothing of the user's is executed. Only packages that are known not to look at a rank's own variables when they are
+imported are named (`PRELOADABLE`): Lightning and others read RANK then.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterddp.run.gang import Entry
+
+PRELOADABLE = frozenset({"clusterddp", "numpy", "torch", "torchvision"})
+_NOT_PRELOADABLE = frozenset({"torch.utils.tensorboard"})
+"""Imports packages that are not in PRELOADABLE."""
+_MAX_FILES = 200
+_MAX_FILE_BYTES = 1_000_000
+
+
+class NotForkableError(Exception):
+    """The ranks of this entry have to be started one by one; the message is the reason."""
+
+
+@dataclass(slots=True)
+class _Scan:
+    search_dirs: tuple[Path, ...]
+    """Where the entry's own modules lie; a package that is found there shadows an installed one."""
+    modules: dict[str, None] = field(default_factory=dict)
+    seen: set[Path] = field(default_factory=set)
+
+
+def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
+    """Return the modules of PRELOADABLE that the entry, and the modules beside it, import at their top level.
+
+    Raises: NotForkableError: there are none, or the entry changes the environment before an import that may read it, or
+    `num_ranks` ranks of this entry are not forked at all.
+    """
+    if sys.platform != "linux":
+        raise NotForkableError("ranks are forked on Linux only")
+    if num_ranks < 2:
+        raise NotForkableError("the node has one rank")
+    if not entry.fork:
+        raise NotForkableError("entry.fork is false")
+    if entry.kind == "command":
+        raise NotForkableError("the entry is a command")
+    directories = tuple(Path(path) for path in entry.import_paths)
+    where = entry.target.rpartition(":")[0] if entry.kind == "function" else entry.target
+    file: Path | None
+    if entry.kind == "script" or where.endswith(".py"):
+        file = Path(where)
+        directories = (*directories, Path(where).resolve().parent)
+    else:
+        directories = (*directories, Path(entry.working_dir))
+        places = (Path(__file__).parents[2],) if _root(where) == "clusterddp" else directories
+        # `python -m package` runs the package's __main__.
+        file = _find_module(f"{where}.__main__", places) or _find_module(where, places)
+    scan = _Scan(directories)
+    if file is not None:
+        _read_file(file, scan)
+    if not scan.modules:
+        raise NotForkableError("it imports neither torch nor numpy at its top level")
+    if any(_root(module) == "torch" for module in scan.modules):
+        scan.modules["torch._dynamo"] = None  # an optimizer's first step imports it
+    return tuple(scan.modules)
+
+
+def _read_file(file: Path, scan: _Scan) -> None:
+    """Add what a file imports, and what the files of the same project that it imports do."""
+    if file in scan.seen or len(scan.seen) >= _MAX_FILES:
+        return
+    scan.seen.add(file)
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            return
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # the ranks say so
+    preloads = False
+    for statement in tree.body:
+        for module in _imported(statement, file, scan.search_dirs):
+            root = _root(module)
+            if root == "clusterddp" or (root in PRELOADABLE and _find_module(root, scan.search_dirs) is None):
+                if module not in _NOT_PRELOADABLE:
+                    scan.modules[module] = None
+                    preloads = True
+            else:
+                for found in _find_with_packages(module, scan.search_dirs):
+                    _read_file(found, scan)
+        changes = _find_environment_change(statement, at_import=not preloads)
+        if changes is not None:
+            raise NotForkableError(f"{file.name}:{changes} changes os.environ, which an import may read")
+
+
+def _imported(statement: ast.stmt, file: Path, directories: tuple[Path, ...]) -> Iterator[str]:
+    """Name the modules that a statement imports; `from a import b` may mean the module a.b."""
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom):
+        base = statement.module or ""
+        if statement.level:
+            base = _absolute(base, statement.level, file, directories)
+        if base:
+            yield base
+            named = (f"{base}.{alias.name}" for alias in statement.names)
+            yield from (module for module in named if _find_module(module, directories))
+
+
+def _absolute(base: str, level: int, file: Path, directories: tuple[Path, ...]) -> str:
+    package = file.parents[level - 1]
+    for directory in directories:
+        if package != directory and package.is_relative_to(directory):
+            return ".".join((*package.relative_to(directory).parts, *filter(None, [base])))
+    return ""
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _find_with_packages(module: str, directories: tuple[Path, ...]) -> Iterator[Path]:
+    """Find the files of a module and of the packages that it lies in, which are imported first."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        found = _find_module(".".join(parts[:end]), directories)
+        if found is not None:
+            yield found
+
+
+def _find_module(module: str, directories: tuple[Path, ...]) -> Path | None:
+    for directory in directories:
+        path = directory.joinpath(*module.split("."))
+        for candidate in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _find_environment_change(statement: ast.stmt, *, at_import: bool) -> int | None:
+    """Return the line of a statement that changes os.environ when the module is imported, or may do so.
+
+    `at_import`: a function counts, too: the module may call it before it imports what reads the environment.
+    """
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not at_import:
+        return None
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _is_environ(node.value):
+            return node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            method = node.func.attr
+            changes_it = method in {"update", "setdefault", "pop", "clear"} and _is_environ(node.func.value)
+            if changes_it or method in {"putenv", "unsetenv"}:
+                return node.lineno
+    return None
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
