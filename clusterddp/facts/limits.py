@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+ROOT_GROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60
 """Of version 1, which has no word for it."""
 
 
-def read_cpu_limit(own: Path = _OWN, root: Path = _ROOT) -> float | None:
+def read_cpu_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> float | None:
     """Return how many cores' worth of time this process may use; None: no limit."""
     limits = []
     for text in _read_all("cpu", "cpu.max", own, root):
@@ -25,7 +25,7 @@ def read_cpu_limit(own: Path = _OWN, root: Path = _ROOT) -> float | None:
     return min(limits, default=None)
 
 
-def read_memory_limit(own: Path = _OWN, root: Path = _ROOT) -> int | None:
+def read_memory_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
     """Return how many bytes this process and those beside it may use; None: no limit."""
     texts = [*_read_all("memory", "memory.max", own, root), *_read_all("memory", "memory.limit_in_bytes", own, root)]
     return min((int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT), default=None)
@@ -33,12 +33,12 @@ def read_memory_limit(own: Path = _OWN, root: Path = _ROOT) -> int | None:
 
 def _read_all(controller: str, name: str, own: Path, root: Path) -> Iterator[str]:
     """Read a setting of this process's group, and of those above it."""
-    for group in _groups(controller, own, root):
+    for group in groups(controller, own, root):
         with contextlib.suppress(OSError):
             yield (group / name).read_text().strip()
 
 
-def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
+def groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
     try:
         lines = own.read_text().splitlines()
     except OSError:

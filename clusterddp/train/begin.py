@@ -25,10 +25,11 @@ from clusterddp.train.forward import (
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
-from clusterddp.train.precision import choose_precision
+from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.report.gauges import Gauges
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
+from clusterddp.train.turns import Turns
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -45,6 +46,7 @@ class Setting:
     store: Store
     reporter: Reporter
     stop: StopAgreement
+    turns: Turns
 
 
 def prepare(
@@ -54,6 +56,7 @@ def prepare(
     *,
     store: Store,
     reporter: Reporter,
+    turns: Turns | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Setting:
     """Settle everything about a training before it begins."""
@@ -66,6 +69,7 @@ def prepare(
         store=store,
         reporter=reporter,
         stop=StopAgreement(stop_requested, group),
+        turns=turns or Turns(),
     )
 
 
@@ -96,6 +100,7 @@ def begin(setting: Setting) -> TrainState:
         _go_on(state, saved, setting)
     if is_compiled(spec, group.device):
         state.compile_seconds = compile_now(state.forward, model, setting.dataset, spec, precision)
+    setting.turns.follow(model)
     setting.reporter.open_events(step=state.step)
     return state
 
@@ -107,7 +112,12 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
     if saved is not None:
         chosen: str = saved["precision"]
         return chosen
-    precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group)
+
+    def time_trial(*trial: Any) -> tuple[float, float]:
+        with setting.turns.taken():
+            return time_precisions(*trial)
+
+    precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
     setting.reporter.say(f"precision auto: {precision}, {why}")
     return precision
 
@@ -141,6 +151,8 @@ def introduce(state: TrainState, setting: Setting) -> None:
         f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, "
         f"peak lr {schedule.peak(alone=state.exchange.alone):.3g}"
     )
+    if setting.turns.words:
+        setting.reporter.say(setting.turns.words)
     setting.reporter.say(describe_images(spec, dataset))
     for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
         setting.reporter.say(fact)

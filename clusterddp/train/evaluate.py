@@ -60,6 +60,7 @@ def evaluate(
     step: int,
     autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     stop: Callable[[], bool] = lambda: False,
+    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     tta: str = "none",
 ) -> Evaluation | None:
     """Evaluate the inner (unwrapped) `model`, shared out over the ranks; None when `stop` said so before the end.
@@ -68,7 +69,7 @@ def evaluate(
 
     Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by
     one; the forward pass has no collectives and does not mind. `stop` is asked equally often on every rank. With `tta`
-    (mirror, mirror_translate) the answers over several views are counted too, apart.
+    (mirror, mirror_translate) the answers over several views are counted too, apart. `turn` goes around each batch.
     """
     num_samples = len(dataset.test_labels)
     batch = _BATCH[group.device.type] * 32 // max(32, dataset.image_size)
@@ -88,7 +89,9 @@ def evaluate(
                 model.train()
                 return None
             indices = shard[start : start + batch]
-            if len(indices):
+            if not len(indices):
+                continue
+            with turn():
                 images, labels = _images(dataset, indices), dataset.test_labels[indices]
                 logits = answer(images)
                 counts[0] += (logits.argmax(1) == labels).sum()

@@ -168,6 +168,7 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
         step=state.step,
         autocast=partial(autocast, state.precision, setting.group.device),
         stop=setting.stop.agreed,
+        turn=setting.turns.taken,
         tta=setting.spec.tta if is_last else "none",
     )
     with state.exchange.averaged(state.model):

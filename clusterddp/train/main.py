@@ -6,7 +6,6 @@ no more than CLUSTERDDP_RUN_DIR.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from collections.abc import Mapping
@@ -24,16 +23,15 @@ from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.data.dataset import load_dataset
 from clusterddp.train.group import Place, join_group, leave_group
+from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.report.figures import tell
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.report.progress import last_words
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+from clusterddp.train.turns import agree_on_turns, keep_freed_memory, return_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +68,20 @@ def main(environ: Mapping[str, str]) -> None:
     spec = read_spec(assignment.run)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     group = join_group(place)
+    host = find_host(group)
+    dataset = load_once(spec, group, host)
+    turns = agree_on_turns(spec, host, image_size=dataset.image_size)
     if group.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory() if turns.lock is None else return_freed_memory()
     run, attempt = assignment.run, assignment.attempt.number
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,
-            load_dataset(spec, device=group.device, prepare=True),
+            dataset,
             group,
             store=Store(run=run, attempt=attempt, keep=spec.keep_checkpoints),
             reporter=reporter,
+            turns=turns,
             stop_requested=partial(stop_requested, assignment.stop_file),
         )
         start_up = StartUp(reporter)
@@ -115,18 +117,6 @@ def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
     if spec.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that a step's tensors leave for those of the next step; elsewhere do nothing.
-
-    Else all of it goes back to the kernel, which clears every page before it gives it out again (5 to 10 % of a step of
-    ResNet-18). Source: mallopt(3).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 class StartUp:
