@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.entry import entry_of, move_entry, plan_program
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
+from clusterddp.launch.memory import fit_memory
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import (
@@ -144,6 +145,9 @@ def plan_run(
     _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
     placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=queued)
     ssh = ssh and dataclasses.replace(ssh, attached=attached)
+    spec = filled_in(job)
+    if not (slurm or ssh or queued):
+        spec, placement = fit_memory(job.name, spec, placement)
     placement, spawns = with_one_process_each(job, placement)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
@@ -174,7 +178,7 @@ def plan_run(
             launcher=job.launcher,
             runs_dir=runs_dir,
             working_dir=working_dir,
-            spec=filled_in(job),
+            spec=spec,
             spec_text=spec_text(job),
             gang=gang,
             rank0={},
