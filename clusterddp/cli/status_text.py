@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -45,6 +45,8 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
+    if status.start_phases:
+        lines.append(f"  start: {phases_text(status.start_phases)}")
     lines += [f"  {run.path}", ""]
     if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
         lines += _rank_table(status.ranks)
@@ -133,6 +135,11 @@ def progress_text(progress: Progress) -> str:
     if progress.eta_s:
         parts.append(f"{duration(progress.eta_s)} left")
     return "  ".join(parts)
+
+
+def phases_text(phases: Mapping[str, float]) -> str:
+    """Tell in one line how long each phase of a start took."""
+    return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
 
 
 def measures(progress: Progress) -> list[str]:

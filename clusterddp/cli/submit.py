@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.submit import Submitted
     from clusterddp.launch.sweep.plan import SweepPlan
+    from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FOLLOWS_ONE = "--follow shows one run, and this is a sweep of many; --wait waits for all of them"
@@ -57,6 +60,11 @@ def _stay_options(function: _F) -> _F:
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @_plan_options
 @_stay_options
+@click.option(
+    "--smoke-test",
+    is_flag=True,
+    help="Start all ranks on this machine, or where --launcher says, for one step and one checkpoint, and wait.",
+)
 @click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
 @profile_option
 @runs_option
@@ -75,6 +83,7 @@ def submit(
     wait: bool,
     follow: bool,
     output: str,
+    smoke_test: bool,
     sweep: bool,
     profile: str | None,
     runs_dir: Path,
@@ -88,21 +97,27 @@ def submit(
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
+    clusterddp submit job.yaml --smoke-test                   all ranks here, for one step
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
     from clusterddp.launch.plan import plan_run
     from clusterddp.spec.sweep import load_sweep
 
+    over_ssh = bool(hosts is not None or hostfile)
+    if smoke_test and launcher is None and not over_ssh:
+        launcher = "local"
     read = load_sweep(
         "-" if spec == "-" else Path(spec),
         overrides,
         sweep=sweep,
         profile=profile,
         environ=terminal.environ,
-        flags=place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile)),
+        flags=place_flags(launcher, cpu=cpu, over_ssh=over_ssh),
         hosts=named_hosts(launcher, hosts, hostfile),
     )
+    if smoke_test and read.keys:
+        raise click.UsageError("--smoke-test is for one run, and this is a sweep of many: give one value for each key")
     resolved = read.variants[0].resolved
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=dry_run)
@@ -113,8 +128,23 @@ def submit(
             raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
-    plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ, attached=attach)
-    return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
+    plan_it = partial(
+        plan_run,
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=terminal.environ,
+        attached=attach,
+        smoke_test=smoke_test,
+    )
+    try:
+        plan = plan_it(resolved)
+    except PreflightError as error:
+        # A smoke test of a job for GPUs is for the machine that has none.
+        if not smoke_test or resolved.job.launcher != "local" or resolved.job.device == "cpu":
+            raise
+        say(f"note: {printable(error.message)}: the smoke test is on the CPU")
+        plan = plan_it(_on_cpu(resolved))
+    return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow or smoke_test, output=output)
 
 
 @command("rerun")
@@ -201,6 +231,13 @@ def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, foll
         say(f"note: {printable(note)}")
     submitted = submit_plan(plan, tell=say)
     return stay_with(submitted, terminal, verb="submitted", wait=wait, follow=follow, output=output)
+
+
+def _on_cpu(resolved: ResolvedSpec) -> ResolvedSpec:
+    """Return the spec with its ranks on the CPU, as --cpu has it."""
+    network = resolved.job.network.model_copy(update={"backend": "auto"})
+    job = resolved.job.model_copy(update={"device": "cpu", "network": network})
+    return dataclasses.replace(resolved, job=job, origins=resolved.origins | {"device": "--smoke-test"})
 
 
 def _show(plan: Plan, terminal: Terminal, output: str) -> int:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
+SMOKE_TEST = "clusterddp.train.smoke_test"
+_SMOKE_BATCH = 8
+"""Images of a rank on the CPU: a smoke test there proves that a step can be taken, not how long it takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +153,33 @@ def entry_of(
         output_dir=job.entry.output_dir or str(RunDir(run_dir).output),
         code_dir=str(code_dir),
     )
+
+
+def smoke_test_of(entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
+    """Return the entry of a smoke test, which takes the place of `entry`, and the spec that its ranks get."""
+    program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
+    smoke = dataclasses.replace(
+        entry,
+        kind="module",
+        target=SMOKE_TEST,
+        words=(),
+        args=(),
+        kwargs={},
+        shell=False,
+        stop_aware=False,
+        spawns=(),
+        counts="processes",
+        local_rank_arg=False,
+        smoke_test=program,
+        stop_signal="none",
+    )
+    if spec["train"]:
+        batch = min(_SMOKE_BATCH, spec["train"]["batch_size"]) if on_cpu else spec["train"]["batch_size"]
+        once = {"max_steps": 1, "accumulate": 1, "batch_size": batch, "compile": "never"}
+        if on_cpu and spec["train"]["precision"] == "auto":
+            once["precision"] = "fp32"
+        spec = spec | {"train": spec["train"] | once}
+    return smoke, spec
 
 
 def _refuse_in_address(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launch.entry import entry_of, move_entry, plan_program
+from clusterddp.launch.entry import entry_of, move_entry, plan_program, smoke_test_of
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.launch.memory import fit_memory
 from clusterddp.launch.names import choose_run_name
@@ -133,11 +133,12 @@ def plan_run(
     parent: str | None = None,
     attached: bool = False,
     queued: bool = False,
+    smoke_test: bool = False,
 ) -> Plan:
     """Compute everything that submitting this spec from here would do; nothing is written or started.
 
     `attached`: a run over SSH is to end with the process that starts it. `queued`: the run waits for its GPUs, so it
-    does not matter who uses them now.
+    does not matter who uses them now. `smoke_test`: the ranks prove that they can do what the spec says, and end.
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
@@ -145,18 +146,21 @@ def plan_run(
     _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
     placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=queued)
     ssh = ssh and dataclasses.replace(ssh, attached=attached)
-    spec = filled_in(job)
-    if not (slurm or ssh or queued):
-        spec, placement = fit_memory(job.name, spec, placement)
     placement, spawns = with_one_process_each(job, placement)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
+    entry = entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    spec = filled_in(job)
+    if smoke_test:
+        entry, spec = smoke_test_of(entry, spec, on_cpu=placement.on_cpu)
+    if not (slurm or ssh or queued):
+        spec, placement = fit_memory(job.name, spec, placement)
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
     gang = Gang(
         run=run,
         token=token,
         nodes=placement.nodes,
-        entry=entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns),
+        entry=entry,
         threads_per_rank=placement.threads_per_rank,
         backend=placement.backend,
         on_cpu=placement.on_cpu,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir, read_json, read_jsonl
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
 from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
@@ -75,6 +75,8 @@ class RunStatus:
     """On SSH hosts: which of them did not answer last, in words."""
     job_log: str | None = None
     """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
+    start_phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
@@ -91,6 +93,7 @@ class RunStatus:
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
+            "start_phases": self.start_phases,
             **job,
         }
 
@@ -150,6 +153,7 @@ def read_status(run: RunDir) -> RunStatus:
         job=view.job,
         silent=() if view.finished else tuple(silence.values()),
         job_log=None if start else find_job_log(run),
+        start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
     )
 
 
@@ -167,6 +171,29 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
         created=_created(record),
         ended=view.end.ended if view.end else None,
     )
+
+
+def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
+
+    prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
+    the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
+    ranks have met. data: until the data set is there. first_step: until it is done, with all that is built for it. The
+    last three are rank 0's, and known of the built-in trainer only. `start`: what start.json holds.
+    """
+    events = {row.get("event"): row for row in read_jsonl(run.events) if row.get("attempt") == attempt}
+    phases: dict[str, float] = {}
+    submitted = events.get("submitted")
+    if submitted is not None and attempt == record.base_attempt:
+        phases["prepare"] = submitted["time"] - _created(record)
+    imported = max((node["import_s"] for node in start.get("nodes", ()) if "import_s" in node), default=None)
+    if submitted is not None and "started" in start:
+        phases["launch"] = start["started"] - submitted["time"] - (imported or 0.0)
+    steps = dict(events.get("first_step", {}).get("phases", {}))
+    own = steps.pop("import", None)
+    if imported is not None or own is not None:
+        phases["import"] = (imported or 0.0) + (own or 0.0)
+    return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
 
 
 def read_gang(run: RunDir) -> Gang:

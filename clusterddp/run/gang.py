@@ -47,6 +47,9 @@ class Entry:
     """True: --local_rank=N comes before the arguments."""
     fork: bool = True
     """False: each rank is a Python of its own; else a node's ranks may be forked from one (node/fork_server.py)."""
+    smoke_test: dict[str, Any] | None = None
+    """The program in whose place the smoke test runs (train/smoke_test.py): its kind, its target, and whether it is a
+    shell's; None for the trainer."""
     stop_signal: str = "none"
     """By which a command is told to stop: TERM and the like."""
     data_dir: str | None = None

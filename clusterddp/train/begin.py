@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -114,8 +115,8 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
         return chosen
 
     def time_trial(*trial: Any) -> tuple[float, float]:
-        with setting.turns.taken():
-            return time_precisions(*trial)
+        """Time it on one rank of each host: the others have the same processor, and would share it."""
+        return time_precisions(*trial) if setting.turns.is_first else (math.inf, 1.0)
 
     precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
     setting.reporter.say(f"precision auto: {precision}, {why}")

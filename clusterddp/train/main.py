@@ -65,15 +65,19 @@ def main(environ: Mapping[str, str]) -> None:
     An exception is not handled here: a rank that fails must end at once, without waiting for the others.
     """
     assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
-    spec = read_spec(assignment.run)
+    run, attempt = assignment.run, assignment.attempt.number
+    start_up = StartUp()
+    start_up.mark("import")
+    spec = read_spec(run)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     group = join_group(place)
+    start_up.mark("rendezvous")
     host = find_host(group)
     dataset = load_once(spec, group, host)
+    start_up.mark("data")
     turns = agree_on_turns(spec, host, image_size=dataset.image_size)
     if group.device.type == "cpu":
         keep_freed_memory() if turns.lock is None else return_freed_memory()
-    run, attempt = assignment.run, assignment.attempt.number
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,
@@ -84,8 +88,7 @@ def main(environ: Mapping[str, str]) -> None:
             turns=turns,
             stop_requested=partial(stop_requested, assignment.stop_file),
         )
-        start_up = StartUp(reporter)
-        state = train(setting, after_step=start_up)
+        state = train(setting, after_step=partial(start_up.after_step, reporter))
         if not state.finished(setting.schedule):
             confirm(state, assignment, setting)
         else:
@@ -120,16 +123,26 @@ def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
 
 
 class StartUp:
-    """Measures the time from the process's start to the end of its first step; to be called after every step."""
+    """Measures the phases from the process's start to the end of its first step."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __init__(self) -> None:
+        self._phases: dict[str, float] = {}
+        self._until = 0.0
         self.seconds: float | None = None
+        """From the process's start to the end of the first step, once that has ended."""
 
-    def __call__(self) -> None:
+    def mark(self, phase: str) -> None:
+        """Note that a phase has ended: import, rendezvous, data, first_step."""
+        age = read_age_s()
+        self._phases[phase] = round(age - self._until, 3)
+        self._until = age
+
+    def after_step(self, reporter: Reporter) -> None:
+        """Report the first step that has ended."""
         if self.seconds is None:
-            self.seconds = read_age_s()
-            self._reporter.say(f"first step done {self.seconds:.1f} s after the start of the process")
+            self.mark("first_step")
+            self.seconds = self._until
+            reporter.first_step(self.seconds, self._phases)
 
 
 def confirm(state: TrainState, assignment: Assignment, setting: Setting) -> None:

@@ -83,7 +83,7 @@ def choose_precision(
     images = normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
     fp32_s, bf16_s = time_trial(model, images, labels)
     gain = min_over_ranks(fp32_s / bf16_s, group)
-    where = "" if group.world_size == 1 else " on the rank that gains least"
+    where = "" if group.world_size == 1 else " on the host that gains least"
     reason = f"{gain:.1f} times as fast as fp32{where}, in trial steps of {len(labels)} images"
     return ("bf16", reason) if gain >= _WORTH_IT else ("fp32", f"bf16 would be {reason}, less than {_WORTH_IT}")
 

@@ -37,6 +37,8 @@ class Turns:
     lock: int | None = None
     """A file that the host's ranks lock a byte of, each its slot's."""
     slot: int = 0
+    is_first: bool = True
+    """Whether this rank is the first one of its host."""
     words: str = ""
     """How the ranks of rank 0's host take turns, for the log."""
 
@@ -86,6 +88,7 @@ def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int) -> Tu
     """
     if host is None:
         return Turns()
+    is_first = host.index == 0
     free = host.gather(free_bytes() or 0)[host.ranks[0]]
     cores = _count_cores()
     threads = torch.get_num_threads()
@@ -98,12 +101,12 @@ def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int) -> Tu
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if lock is None:
-        return Turns()
+        return Turns(is_first=is_first)
     words = (
         f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {in_gib(free)} of free memory: "
         f"{at_once} of them compute{'s' * (at_once == 1)} at a time"
     )
-    return Turns(lock=lock, slot=host.index % at_once, words=words)
+    return Turns(lock=lock, slot=host.index % at_once, is_first=is_first, words=words)
 
 
 def keep_freed_memory() -> None:

@@ -5,6 +5,7 @@ Rank 0 reports; on the other ranks a `Reporter` does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
 from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.record import log_event
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.report.progress import Progress, open_progress
 from clusterddp.train.report.window import TrainReport
@@ -32,6 +34,13 @@ class Reporter:
         """Tell people one thing."""
         if self._progress is not None:
             self._progress.say(text)
+
+    def first_step(self, seconds: float, phases: Mapping[str, float]) -> None:
+        """Tell that the first step has ended, and log how long each phase up to there took, for `status`."""
+        self.say(f"first step done {seconds:.1f} s after the start of the process")
+        if self._progress is not None:
+            with contextlib.suppress(OSError):  # a full disk ends no run
+                log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
 
     def open_events(self, *, step: int) -> None:
         """Begin TensorBoard events; what an earlier attempt wrote for later steps than `step` is struck out."""

@@ -1,0 +1,197 @@
+"""The smoke test of a run: its ranks meet, with their real variables, and do once what the run will do all the time.
+
+The ranks of `submit --smoke-test` execute this module in place of the run's entry. For the trainer they take one step
+and write a checkpoint. A program of the user's is not executed: what it imports is imported, no more.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import read_json
+from clusterddp.train.begin import begin, prepare
+from clusterddp.train.checkpoint import Store, decode, read_newest
+from clusterddp.train.group import Group, Place, join_group, leave_group, sum_over_ranks
+from clusterddp.train.host import find_host, load_once
+from clusterddp.train.loop import save, train_epoch
+from clusterddp.train.main import Assignment, read_spec, set_up_torch
+from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.state import tensors_sha256
+from clusterddp.train.turns import agree_on_turns
+
+
+def main(environ: Mapping[str, str]) -> None:
+    """Prove what can be proved of the run's ranks and of its entry.
+
+    Raises: ClusterddpError: something does not work; whatever torch or an import of the entry raises.
+    """
+    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
+    entry = (read_json(assignment.run.plan) or {})["gang"]["entry"]
+    with _said(place, f"{place.world_size} ranks meet over {place.backend}"):
+        group = join_group(place)
+    with _said(place, f"an all-reduce over {place.world_size} ranks gives the right sum"):
+        _check_sum(group)
+    if entry["smoke_test"] is None:
+        _check_training(assignment, place, group, threads=environ.get("OMP_NUM_THREADS"))
+    else:
+        # Where the code and the packages are those of the node, one of its ranks is enough.
+        if place.local_rank == 0:
+            check_program(entry["smoke_test"], place, code_dir=Path(entry["code_dir"]).resolve())
+        sum_over_ranks(torch.zeros(1, device=group.device), group)  # until all have done so
+    leave_group(group)
+
+
+def check_program(entry: dict[str, Any], place: Place, *, code_dir: Path) -> None:
+    """Check the run's program as far as that goes without executing it.
+
+    `code_dir`: where the run was submitted from, in the copy of the code; files are named from there.
+    Raises: ClusterddpError: it is not there, does not compile, or lacks a package.
+    """
+    target, kind = str(entry["target"]), entry["kind"]
+    if kind == "command":
+        _check_command(entry, place)
+        return
+    where, _, function = target.rpartition(":") if kind == "function" else (target, "", "")
+    file = _find_source(where, is_file=kind == "script" or where.endswith(".py"))
+    if kind != "module" and Path(where).suffix == ".py":
+        sys.path.insert(0, str(file.parent))
+    with _said(place, f"{file.name} compiles, and what it imports at its top level is there"):
+        _import_what_it_imports(file, file.relative_to(code_dir) if file.is_relative_to(code_dir) else file)
+    if function:
+        with _said(place, f"{where} has {function}"):
+            _find_function(where, function, file)
+
+
+def _check_sum(group: Group) -> None:
+    number = sum_over_ranks(torch.tensor([group.rank + 1.0], device=group.device), group).item()
+    expected = group.world_size * (group.world_size + 1) / 2
+    if number != expected:
+        raise ClusterddpError(f"an all-reduce gave {number:g} on rank {group.rank}, expected {expected:g}")
+
+
+def _check_training(assignment: Assignment, place: Place, group: Group, *, threads: str | None) -> None:
+    spec = read_spec(assignment.run)
+    set_up_torch(spec, threads=threads)
+    host = find_host(group)
+    with _said(place, f"the data set {spec.dataset} is there"):
+        dataset = load_once(spec, group, host)
+    store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=spec.keep_checkpoints)
+    with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
+        turns = agree_on_turns(spec, host, image_size=dataset.image_size)
+        setting = prepare(spec, dataset, group, store=store, reporter=reporter, turns=turns)
+        images = setting.schedule.global_batch
+        with _said(place, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):
+            state = begin(setting)
+            train_epoch(state, setting, lambda: None)
+            setting.stop.settle()
+        with _said(place, "a checkpoint is written, and read back the same"):
+            save(state, setting)
+            if group.is_first:
+                _compare_checkpoint(store, state.model)
+
+
+def _compare_checkpoint(store: Store, model: nn.Module) -> None:
+    complaints: list[str] = []
+    newest = read_newest(store, complaints.append)
+    if newest is None:
+        raise ClusterddpError(f"{store.directory}: the checkpoint cannot be read back: {'; '.join(complaints)}")
+    weights = dict(model.named_parameters())
+    read = {name: tensor for name, tensor in decode(newest[1])["model"].items() if name in weights}
+    if tensors_sha256(read.items()) != tensors_sha256(weights.items()):
+        raise ClusterddpError(f"{store.directory / newest[0].file}: other weights than those that were written")
+
+
+def _find_source(where: str, *, is_file: bool) -> Path:
+    if is_file:
+        file = Path(where)
+        if not file.is_file():
+            raise ClusterddpError(f"{file}: no such file on this host")
+        return file.resolve()
+    for name in (f"{where}.__main__", where):
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.util.find_spec(name)
+            if found is not None and found.origin is not None and found.has_location:
+                return Path(found.origin)
+    raise ClusterddpError(
+        f"entry.module {where}: no module of that name", hint="it is looked for from where you submit"
+    )
+
+
+def _import_what_it_imports(file: Path, name: Path) -> None:
+    """Import what a file imports at its top level, but for what it tries to import; `name`: what to call the file."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ClusterddpError(f"{name}:{error.lineno}: {error.msg}") from error
+    for statement in tree.body:
+        for module, part in _imports(statement):
+            try:
+                found = importlib.import_module(module)
+                if part not in ("", "*") and not hasattr(found, part):
+                    importlib.import_module(f"{module}.{part}")
+            except Exception as error:
+                raise ClusterddpError(
+                    f"{name}:{statement.lineno}: {ast.unparse(statement)}: {type(error).__name__}: {error}",
+                    hint="install it where the ranks run, or set env: {PYTHONPATH: ...} in the spec",
+                ) from error
+
+
+def _imports(statement: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Yield the modules that a statement imports, each with the name that is taken from it."""
+    if isinstance(statement, ast.Import):
+        yield from ((alias.name, "") for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:
+        yield from ((statement.module, alias.name) for alias in statement.names)
+
+
+def _find_function(where: str, function: str, file: Path) -> None:
+    found: Any = importlib.import_module(file.stem if where.endswith(".py") else where)
+    for part in function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ClusterddpError(f"entry.function: {where} has no function {function}")
+
+
+def _check_command(entry: dict[str, Any], place: Place) -> None:
+    target = str(entry["target"])
+    if entry.get("shell"):
+        with _said(place, "the shell can read the command"):
+            done = subprocess.run(["/bin/sh", "-n", "-c", target], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ClusterddpError(f"entry.command: /bin/sh: {done.stderr.strip()}")
+        return
+    with _said(place, f"the program {target} is there"):
+        if "{" not in target and shutil.which(target) is None:
+            raise ClusterddpError(f"entry.command: {target}: no such program on this host")
+
+
+@contextlib.contextmanager
+def _said(place: Place, what: str) -> Iterator[None]:
+    """Print, on rank 0, what worked and how long it took."""
+    began = time.perf_counter()
+    yield
+    if place.rank == 0:
+        print(f"ok  {what} ({time.perf_counter() - began:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(os.environ)
+    except ClusterddpError as error:  # which is about the user's files: our frames say nothing
+        sys.exit(f"{error.message}; {error.hint}" if error.hint else error.message)
