@@ -100,7 +100,8 @@ class Children:
         self._facts = {}
         try:
             modules = find_preloadable(self._entry, len(launches))
-            self._server = _ForkServer(launches, self._environment, modules)
+            ours = self._entry.target.startswith("clusterddp.")
+            self._server = _ForkServer(launches, self._environment, modules, ours=ours)
         except NotForkableError as reason:
             self._start_apart(launches, str(reason))
 
@@ -165,7 +166,9 @@ class Children:
 class _ForkServer:
     """The supervisor's side of a fork server."""
 
-    def __init__(self, launches: Mapping[int, Launch], environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    def __init__(
+        self, launches: Mapping[int, Launch], environment: Mapping[str, str], modules: Sequence[str], *, ours: bool
+    ) -> None:
         """Start it. What all ranks have in common is in its environment, which is what /proc says of the ranks.
 
         Raises: OSError: it cannot be started.
@@ -178,6 +181,7 @@ class _ForkServer:
         common = dict(set.intersection(*(set(each.items()) for each in values.values())))
         order = {
             "modules": modules,
+            "ours": ours,
             "ranks": {
                 rank: {
                     "variables": {name: value for name, value in values[rank].items() if name not in common},
