@@ -44,9 +44,29 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
     promised = ["run", "state", "launcher", "job_id", "attempt", "world_size", "progress", "ranks", "root_cause"]
+    promised.append("start_phases")
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
+
+
+def test_the_phases_of_a_start_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start_attempt(run)
+    start = json.loads(attempt.start.read_text())
+    start["nodes"] = [{"node_rank": 0, "import_s": 2.5}, {"node_rank": 1, "import_s": 2.0}]
+    attempt.start.write_text(json.dumps(start))
+    created = read_status(run).created
+    steps = {"import": 0.1, "rendezvous": 0.25, "data": 1.0, "first_step": 4.0}
+    append_jsonl(run.events, {"event": "first_step", "attempt": 7, "phases": {"data": 9.0}})
+    assert read_status(run).start_phases == {"import": 2.5}
+    append_jsonl(run.events, {"event": "submitted", "attempt": 0, "time": created + 0.5})
+    append_jsonl(run.events, {"event": "first_step", "attempt": 0, "phases": steps})
+    phases = read_status(run).start_phases
+    assert list(phases) == ["prepare", "launch", "import", "rendezvous", "data", "first_step"]
+    assert phases["prepare"] == 0.5
+    assert phases["launch"] == max(0.0, round(start["started"] - created - 0.5 - 2.5, 2))
+    assert (phases["import"], phases["data"], phases["first_step"]) == (2.6, 1.0, 4.0)
 
 
 def test_running_ranks_are_running(tmp_path: Path) -> None:

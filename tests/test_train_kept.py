@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.memory import free_bytes
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.data.memory import demand_memory, read_free_bytes
+from clusterddp.train.data.memory import demand_memory
 from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_a_full_disk_is_told_before_anything_is_read_and_leaves_nothing(tmp_path
 
 
 def test_a_set_that_does_not_fit_is_refused_with_both_numbers() -> None:
-    free = read_free_bytes(CPU)
+    free = free_bytes()
     assert free is not None
     demand_memory("few images", 1000, CPU)
     with pytest.raises(ClusterddpError, match=r"many images take 65536\.0 GiB .* this host has [0-9.]+ GiB left"):

@@ -42,7 +42,7 @@ def chosen_where(group: Group, seconds: list[tuple[float, float]], able: list[bo
 def test_bf16_that_pays_on_every_rank_is_taken(gang: Gang) -> None:
     assert (
         gang.run(2, chosen_where, [(3.0, 1.0), (2.5, 1.0)], [True, True])
-        == [("bf16", "2.5 times as fast as fp32 on the rank that gains least, in trial steps of 16 images")] * 2
+        == [("bf16", "2.5 times as fast as fp32 on the host that gains least, in trial steps of 16 images")] * 2
     )
 
 

@@ -27,6 +27,7 @@ from clusterddp.train.loop import train
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
+from clusterddp.train.turns import Turns
 
 TIMEOUT_S = 400  # a machine that is shared may take its time
 TINY: dict[str, Any] = {
@@ -122,7 +123,15 @@ def metrics_rows(path: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(path / "metrics.jsonl") if row["kind"] == kind]
 
 
-def settle(group: Group, path: Path, *, attempt: int = 0, stop_after: int | None = None, **train: Any) -> Setting:
+def settle(
+    group: Group,
+    path: Path,
+    *,
+    attempt: int = 0,
+    stop_after: int | None = None,
+    turns: Turns | None = None,
+    **train: Any,
+) -> Setting:
     """Prepare a tiny training in `path`; rank 0 asks for a stop when it was asked `stop_after` times before."""
     spec = TrainSpec.from_json(TINY | train)
     torch.manual_seed(spec.seed)
@@ -134,6 +143,7 @@ def settle(group: Group, path: Path, *, attempt: int = 0, stop_after: int | None
         group,
         store=Store(run=RunDir(path), attempt=attempt, keep=spec.keep_checkpoints),
         reporter=Reporter(RunDir(path), attempt=attempt, first=group.is_first),
+        turns=turns,
         stop_requested=lambda: stop_after is not None and group.is_first and next(asked) >= stop_after,
     )
 

@@ -143,13 +143,19 @@ def _import_what_it_imports(file: Path, name: Path) -> None:
         for module, part in _imports(statement):
             try:
                 found = importlib.import_module(module)
-                if part not in ("", "*") and not hasattr(found, part):
-                    importlib.import_module(f"{module}.{part}")
+                if part not in ("", "*") and not hasattr(found, part) and not _is_module(f"{module}.{part}"):
+                    raise ImportError(f"cannot import name {part!r} from {module!r}")
             except Exception as error:
                 raise ClusterddpError(
                     f"{name}:{statement.lineno}: {ast.unparse(statement)}: {type(error).__name__}: {error}",
                     hint="install it where the ranks run, or set env: {PYTHONPATH: ...} in the spec",
                 ) from error
+
+
+def _is_module(name: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(name) is not None
+    return False
 
 
 def _imports(statement: ast.stmt) -> Iterator[tuple[str, str]]:

@@ -81,16 +81,17 @@ class Turns:
         first.register_post_accumulate_grad_hook(end)  # type: ignore[no-untyped-call]
 
 
-def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int) -> Turns:
+def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int, cores: int | None = None) -> Turns:
     """Have the ranks of each host agree on how many of them compute at a time; every rank must take part.
 
+    `cores`: those of the host; None: count them.
     Raises: ClusterddpError: the memory that is free does not hold them, even one at a time.
     """
     if host is None:
         return Turns()
     is_first = host.index == 0
     free = host.gather(free_bytes() or 0)[host.ranks[0]]
-    cores = _count_cores()
+    cores = cores or _count_cores()
     threads = torch.get_num_threads()
     need = training_memory(spec.to_json(), image_size=image_size)
     at_once = plan_turns(len(host.ranks), threads=threads, cores=cores, need=need, free=free)

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.memory import in_gib
 from clusterddp.train.data.download import default_data_dir, locked, log
-from clusterddp.train.data.memory import demand_memory, in_gib
+from clusterddp.train.data.memory import demand_memory
 from clusterddp.train.data.pictures import Half, Source
 
 _FORMAT = 1
