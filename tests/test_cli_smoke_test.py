@@ -95,7 +95,7 @@ def test_a_package_that_is_missing_fails_the_run_with_the_line_that_imports_it(t
     ],
 )
 def test_what_would_fail_at_the_start_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: str, target: str, complaint: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, kind: str, target: str, complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -116,6 +116,20 @@ def test_a_rank_alone_shares_nothing() -> None:
     assert agree_on_turns(TrainSpec(), host, image_size=32, cores=1) == Turns()
 
 
+def turns_of_bound_ranks(group: Group) -> str:
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(mine)[group.rank % len(mine)]})
+    try:
+        return agree_on_turns(TrainSpec.from_json(TINY), find_host(group), image_size=32).words
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(gang: Gang) -> None:
+    assert gang.run(2, turns_of_bound_ranks) == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "threads", "cores", "free", "at_once"),
     [

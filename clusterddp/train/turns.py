@@ -91,7 +91,7 @@ def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int, cores
         return Turns()
     is_first = host.index == 0
     free = host.gather(free_bytes() or 0)[host.ranks[0]]
-    cores = cores or _count_cores()
+    cores = host.gather(cores or _count_cores(host))[host.ranks[0]]
     threads = torch.get_num_threads()
     need = training_memory(spec.to_json(), image_size=image_size)
     at_once = plan_turns(len(host.ranks), threads=threads, cores=cores, need=need, free=free)
@@ -135,7 +135,8 @@ def _mallopt(option: int, value: int) -> None:
         mallopt(option, value)
 
 
-def _count_cores() -> int:
-    cores = len(os.sched_getaffinity(0))
+def _count_cores(host: Host) -> int:
+    """Count the cores that the host's ranks may use; Slurm binds each to its own."""
+    cores = len(set().union(*(os.sched_getaffinity(host.pids[rank]) for rank in host.ranks)))
     limit = read_cpu_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))
