@@ -42,6 +42,14 @@ def demand_rack(*, accounting: bool) -> None:
         pytest.skip(obstacle)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the key of the user's seal apart from that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def needs_rack() -> None:
     """Skip, with the reason, where no rack can run; fail where CLUSTERDDP_TEST_RACK says that it must."""

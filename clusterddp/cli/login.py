@@ -186,7 +186,10 @@ def _note(node: Node, run: str, runs_dir: Path) -> None:
 
 
 def _node_of(sent: SentRun, terminal: Terminal) -> Node:
-    """Find the login node of a run: as the profile has it now, if it still names that host."""
+    """Find the login node of a run: as the profile has it now, if it still names that host.
+
+    A host that no profile of the user's names gets none of the run's secrets.
+    """
     from clusterddp.spec.login import Login
 
     login = Login.model_validate(sent.login)
@@ -194,8 +197,9 @@ def _node_of(sent: SentRun, terminal: Terminal) -> Node:
         node = find_node(sent.profile, terminal)
     except SpecError:  # there is no such profile any more
         node = None
-    if node and node.login.host == login.host:
-        login = node.login.model_copy(update={"runs_dir": login.runs_dir})
+    if node is None or node.login.host != login.host:
+        return Node(profile=sent.profile, login=login)
+    login = node.login.model_copy(update={"runs_dir": login.runs_dir})
     return Node(profile=sent.profile, login=login, secrets=sent.secrets)
 
 

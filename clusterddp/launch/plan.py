@@ -24,6 +24,7 @@ from clusterddp.launch.placement import (
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
 from clusterddp.launch.prerequisites import check_secrets
+from clusterddp.launch.seal import hint, is_sealed, seal
 from clusterddp.launch.slurm.after import find_dependency
 from clusterddp.launch.slurm.options import choose_options
 from clusterddp.launch.slurm.plan import SlurmPlan, place_slurm, plan_slurm
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 MASTER_ADDR = "127.0.0.1"
+_SEALED = "the hosts of a plan"
 _UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
 
 
@@ -200,15 +202,32 @@ def plan_run(
     )
 
 
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as it lies in a run's directory: with the user's seal, where it names hosts.
+
+    Raises: ClusterddpError: the key of the seal cannot be read or written.
+    """
+    data = plan.to_json()
+    return data | {"seal": seal(_SEALED, _granted(data))} if plan.ssh else data
+
+
 def read_plan(run: RunDir) -> Plan:
     """Read the plan of a run.
 
-    Raises: ClusterddpError: it is gone.
+    Raises: ClusterddpError: it is gone; it names hosts, and this user has not written it.
     """
     data = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
-    return Plan.from_json(data)
+    plan = Plan.from_json(data)
+    if plan.ssh and not is_sealed(_SEALED, _granted(data), data.get("seal")):
+        raise ClusterddpError(f"{run.plan}: names hosts, and does not come from you: they are not asked", hint=hint())
+    return plan
+
+
+def _granted(data: dict[str, Any]) -> list[Any]:
+    """Return what of a plan makes us connect to hosts, and start something there."""
+    return [data["token"], data["ssh"]]
 
 
 def rename_plan(plan: Plan) -> Plan:

@@ -15,7 +15,7 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.attempts import make_attempt
 from clusterddp.launch.entry import choose_snapshot
-from clusterddp.launch.plan import Plan, rename_plan
+from clusterddp.launch.plan import Plan, plan_json, rename_plan
 from clusterddp.run.directory import (
     STAGING_PREFIX,
     SWEEP_RECORD,
@@ -109,7 +109,7 @@ def _write_identity(run: RunDir, plan: Plan) -> None:
         submitter=dataclasses.asdict(ProcessIdentity.of()),
     )
     write_run(run, record)
-    write_json(run.plan, plan.to_json())
+    write_json(run.plan, plan_json(plan))
 
 
 def put_in_place(staging: Path, run_dir: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.dist.environment import inherited_environment
-from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launch.attempts import (
     Closeable,
     Tell,
@@ -29,7 +29,7 @@ from clusterddp.launch.fresh import ALL_HERE, Home, kept_fresh
 from clusterddp.launch.joining import launcher as joining
 from clusterddp.launch.local import launcher as local
 from clusterddp.launch.placement import GpusInUseError
-from clusterddp.launch.plan import Plan, move_plan, read_plan
+from clusterddp.launch.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.slurm import launcher as slurm
 from clusterddp.launch.ssh import launcher as ssh
@@ -105,6 +105,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
         home.look()
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
+    refuse_foreign(run)
     clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
@@ -112,6 +113,19 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number)
     return start_attempt(run, number, tell)
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse to start what another user has written.
+
+    Raises: UsageError: the run belongs to another user.
+    """
+    owner = run.plan.stat().st_uid
+    if owner != os.geteuid():
+        raise UsageError(
+            f"{run.name} belongs to another user (uid {owner}), whose plan would start programs as you",
+            hint=f"clusterddp rerun {run.name} starts its spec as a run of your own",
+        )
 
 
 def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
@@ -209,7 +223,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
     plan = read_plan(run)
     now = move_plan(_LAUNCHERS[plan.launcher].renew(plan, environ), run.path)
     if now != plan:
-        write_json(run.plan, now.to_json())
+        write_json(run.plan, plan_json(now))
     return now
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.launch.seal import is_sealed, seal
 from clusterddp.run.directory import list_places, list_runs, read_json, write_json, write_text
 
 FOLDER = ".login"
+_SEALED = "where a run was sent"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -28,6 +30,17 @@ class SentRun:
     secrets: tuple[str, ...]
     """Names of the variables whose values the run needs again when it is resumed."""
     created_ns: int
+    seal: str = ""
+    """The user's seal of all the rest: a directory that travels names no host, and asks for no secret."""
+
+    def sealed(self) -> SentRun:
+        return dataclasses.replace(self, seal=seal(_SEALED, self._content()))
+
+    def is_sealed(self) -> bool:
+        return is_sealed(_SEALED, self._content(), self.seal)
+
+    def _content(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seal"}
 
     def name_there(self, name: str) -> str:
         """Complete a name that was found to mean this run, or one of this sweep."""
@@ -47,16 +60,18 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
     except OSError as error:
         raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
     write_text(folder / ".gitignore", "*\n", exclusive=True)  # as a rule this lies in a repository
-    write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent))
+    write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent.sealed()))
 
 
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:
-    """List what is noted, oldest first; a note that cannot be read is none."""
+    """List what is noted, oldest first; a note that cannot be read, or that this user has not written, is none."""
     found = []
     for path in sorted((runs_dir / FOLDER).glob("*.json")):
-        with contextlib.suppress(ClusterddpError, OSError, TypeError):
+        with contextlib.suppress(ClusterddpError, OSError, TypeError, AttributeError):
             data = read_json(path) or {}
-            found.append(SentRun(**data | {"secrets": tuple(data.get("secrets", ()))}))
+            sent = SentRun(**data | {"secrets": tuple(data.get("secrets", ()))})
+            if sent.is_sealed():
+                found.append(sent)
     return sorted(found, key=lambda sent: sent.created_ns)
 
 

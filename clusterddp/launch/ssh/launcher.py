@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.fresh import Home
-from clusterddp.launch.plan import Plan, move_plan, read_plan
+from clusterddp.launch.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.launch.ssh.cargo import Progress
 from clusterddp.launch.ssh.crew import Crew, each, open_crew
 from clusterddp.launch.ssh.gpus import Grant, lease_gpus
@@ -120,7 +120,7 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     plan, grants = _settle(crew, tell)
     for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):
         tell(f"note: {note}")
-    write_json(run.plan, plan.to_json())
+    write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     orders = _prepare(plan, crew, record, attempt, grants)
     secrets = {name: environ[name] for name in plan.secrets}

@@ -82,7 +82,7 @@ class Mirror:
         self._links = Links(open_session or Opener(environ))
         self._targets: dict[HostAccess, list[Target]] = {}
         for run in runs:
-            for access, target in find_targets(run):
+            for access, target in find_targets(run, say):
                 self._targets.setdefault(access, []).append(target)
         self._wants = Wants()
         self._seen: dict[tuple[HostAccess, str], _Seen] = {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.launch.plan import read_plan
 from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_reports import start_of
 from clusterddp.run.host_state import is_foreign
@@ -121,18 +122,25 @@ class Target:
         return None
 
 
-def find_targets(run: RunDir) -> list[tuple[HostAccess, Target]]:
-    """Find out which hosts have something of a run; none when it is not on SSH hosts, or cannot be made out."""
+def find_targets(run: RunDir, say: Callable[[str], object] = lambda text: None) -> list[tuple[HostAccess, Target]]:
+    """Find out which hosts have something of a run; none when it is not on SSH hosts, or cannot be made out.
+
+    `say` hears why the hosts of a run that this user has not submitted are not asked.
+    """
     try:
         record = read_run(run)
-        plan = read_json(run.plan)
-        if record.launcher != "ssh" or plan is None or is_foreign(run):
+        if record.launcher != "ssh" or is_foreign(run):
             return []
-        ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
-    except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
+        plan = read_plan(run)
+    except ClusterddpError as error:
+        say(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+        return []
+    except (OSError, TypeError, KeyError, ValueError, AttributeError):
         return []  # read_state says what is wrong with it
-    targets = [_target_of(node, run, record, ssh, gang) for node in ssh.hosts]
-    return list(zip(ssh.accesses(), targets, strict=True))
+    if plan.ssh is None or plan.token != record.token:
+        return []
+    targets = [_target_of(node, run, record, plan.ssh, plan.gang) for node in plan.ssh.hosts]
+    return list(zip(plan.ssh.accesses(), targets, strict=True))
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:

@@ -114,6 +114,8 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
 
 def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str]) -> None:
     """Write one run as `staging.make_run` does, but for what the sweep's runs share and for the syncs."""
+    from clusterddp.launch.plan import plan_json
+
     run = RunDir(sweep.path / plan.run)
     attempt = run.attempt(0)
     for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir, attempt.path.parent, attempt.path):
@@ -121,7 +123,7 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     for directory in (attempt.ranks, attempt.logs):
         directory.mkdir(mode=0o700)
     _write(run.record, record_text(record))
-    _write(run.plan, json.dumps(plan.to_json(), ensure_ascii=False) + "\n")
+    _write(run.plan, json.dumps(plan_json(plan), ensure_ascii=False) + "\n")
     _write(run.spec, plan.spec_text)
     if hidden:
         _write(run.job_secrets, json.dumps(hidden))
