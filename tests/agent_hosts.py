@@ -19,6 +19,7 @@ from typing import Any
 from handmade_runs import make_gang, rank_record
 
 from clusterddp.errors import SshError
+from clusterddp.launch.plan import sealed
 from clusterddp.launch.ssh.mirror import Mirror
 from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
@@ -174,7 +175,7 @@ def running_hosts(directory: Path, *names: str, fetch: Iterable[str] = ("logs", 
         fetch=tuple(fetch),
     )
     gang = dataclasses.replace(gang, nodes=nodes, run=run.name, token=hosts.token)
-    write_json(run.plan, {"run": run.name, "gang": gang.to_json(), "ssh": ssh.to_json(), "spec": {}})
+    write_json(run.plan, sealed({"run": run.name, "gang": gang.to_json(), "ssh": ssh.to_json(), "spec": {}}))
     record = RunRecord(
         run=run.name, token=hosts.token, name="t", launcher="ssh", created_ns=time.time_ns(), job_id=f"7@{names[0]}"
     )

@@ -255,3 +255,14 @@ def test_a_thousand_runs_are_listed_in_seconds(runs_dir: Path, capfd: pytest.Cap
     code, out, _ = command(capfd, "list", "-n", "1000")
     assert (code, len(out.splitlines())) == (0, 1001)
     assert time.monotonic() - before < PATIENCE * 10  # about one on an idle machine; this is no benchmark
+
+
+def test_what_a_record_says_cannot_command_the_terminal(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(runs_dir)
+    host = "\x1b]0;pwned\x07\x9b2Jnode\u202e"
+    for path in start_attempt(run).ranks.iterdir():
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"host": host}))
+    for arguments in (["status", run.name], ["status", run.name, "-o", "json"], ["list"]):
+        _, out, _ = command(capfd, *arguments)
+        assert not set(out) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    assert json.loads(command(capfd, "status", run.name, "-o", "json")[1])["ranks"][0]["host"] == host

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from handmade_runs import HOST, complete, fail, make_run, rank_record, start_attempt, train
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_log_tail, read_status
 from clusterddp.run.directory import append_jsonl
@@ -186,3 +188,63 @@ def test_the_end_of_a_log_is_shown_without_its_escape_sequences(tmp_path: Path) 
     log.write_bytes(b"first\n\n\x1b[31mred\x1b[0m\n" + b"x" * 5000 + b"\n\xff last\n")
     lines = read_log_tail(log, max_lines=3)
     assert lines == ["\\x1b[31mred\\x1b[0m", "x" * 197 + "...", "\\xff last"]
+
+
+@pytest.mark.parametrize(
+    "log",
+    ["/proc/self/environ", "../../etc/passwd", "attempts/0/logs/../../../x.err", "attempts/0/logs/rank-0.err\n", ""],
+)
+def test_a_record_cannot_choose_which_file_is_shown(tmp_path: Path, log: str) -> None:
+    run = make_run(tmp_path)
+    attempt = fail(start_attempt(run)) or run.attempt(0)
+    end = json.loads(attempt.end.read_text())
+    end["root_cause"]["log"] = log
+    attempt.end.write_text(json.dumps(end))
+    cause = read_status(run).root_cause
+    assert cause is not None
+    assert cause.log is None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_log_is_not_shown_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "secret").write_text("hunter2\n")
+    log = tmp_path / "rank-000.err"
+    log.symlink_to(tmp_path / "secret") if kind == "link" else os.mkfifo(log)
+    assert read_log_tail(log) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"null",
+        b"[1, 2]",
+        b"7",
+        b'"x"',
+        b"[" * 100_000,
+        b'{"outcome": "DONE"}',
+        b'{"outcome": "FAILED", "reason": 3}',
+        b"\xff",
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_an_end_that_is_none_is_an_error_of_that_run_alone(tmp_path: Path, text: bytes) -> None:
+    run = make_run(tmp_path)
+    start_attempt(run).end.write_bytes(text)
+    status = read_status(run)
+    assert (status.state.value, "end.json: " in status.reason) == ("UNKNOWN", True)
+
+
+@pytest.mark.parametrize("change", [{"token": 7}, {"created_ns": "x"}, {"job_id": []}, {"submitter": "me"}])
+def test_a_record_whose_values_are_of_another_type_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+    run = make_run(tmp_path)
+    run.record.write_text(json.dumps(json.loads(run.record.read_text()) | change))
+    with pytest.raises(ClusterddpError, match=f"not a RunRecord: {next(iter(change))} is"):
+        read_status(run)
+
+
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.record.unlink()
+    os.mkfifo(run.record)
+    with pytest.raises(ClusterddpError, match="is no file"):
+        read_status(run)

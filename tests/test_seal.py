@@ -66,7 +66,7 @@ def test_a_run_that_we_have_planned_has_its_hosts(run: RunDir) -> None:
     [
         {"python": "/tmp/x"},
         {"ssh": {"root": "/tmp/x"}},
-        {"token": "0" * 32},
+        {"gang": {"token": "0" * 32}},
         {"seal": "0" * 64},
         {"seal": None},
         {"seal": 7},
@@ -78,7 +78,7 @@ def test_a_plan_that_somebody_has_changed_names_no_host(run: RunDir, change: dic
     assert plan is not None
     plan["ssh"]["hosts"][0] |= {name: value for name, value in change.items() if name == "python"}
     for name, value in change.items():
-        plan[name] = plan[name] | value if name == "ssh" else value
+        plan[name] = plan[name] | value if isinstance(value, dict) else value
     write_json(run.plan, plan)
     said: list[str] = []
     assert find_targets(run, said.append) == []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.printable import printable
+from clusterddp.look.printable import UNSAFE, printable
+
+_OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
+"""The end of a line; what click.style writes for bold text and for the eight colours."""
 
 
 class Terminal:
@@ -34,14 +38,16 @@ class Terminal:
 
 
 def put(text: str) -> None:
-    """Write data for whoever asked for it."""
+    """Write data for whoever asked for it; what others wrote may be part of it."""
     with writing_stdout():
-        click.echo(text)
+        click.echo(_harmless(text))
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
-    """Write one JSON value for a script."""
-    put(json.dumps(value, indent=indent, ensure_ascii=False))
+    """Write one JSON value for a script; what would command a terminal is written as JSON escapes it."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    with writing_stdout():
+        click.echo("\n".join(UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")))
 
 
 @contextlib.contextmanager
@@ -59,15 +65,15 @@ def writing_stdout() -> Iterator[None]:
 
 
 def say(text: str = "") -> None:
-    """Tell the person at the terminal something that is no data."""
-    click.echo(text, err=True)
+    """Tell the person at the terminal something that is no data; what others wrote may be part of it."""
+    click.echo(_harmless(text), err=True)
 
 
 def say_error(message: str, *, hint: str | None = None) -> None:
     """Tell what went wrong, and what to do about it; what others wrote may be part of both."""
-    say(f"{click.style('error:', fg='red', bold=True)} {_printable_lines(message)}")
+    say(f"{click.style('error:', fg='red', bold=True)} {message}")
     if hint:
-        say(f"{click.style('hint:', bold=True)} {_printable_lines(hint)}")
+        say(f"{click.style('hint:', bold=True)} {hint}")
 
 
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
@@ -98,5 +104,6 @@ def rank_span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
+def _harmless(text: str) -> str:
+    """Escape everything that commands a terminal, but for the ends of lines and our own colours."""
+    return "".join(part if _OURS.fullmatch(part) else printable(part) for part in _OURS.split(text))

@@ -207,27 +207,37 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
     Raises: ClusterddpError: the key of the seal cannot be read or written.
     """
-    data = plan.to_json()
-    return data | {"seal": seal(_SEALED, _granted(data))} if plan.ssh else data
+    return sealed(plan.to_json())
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a plan with the user's seal of what makes us connect to hosts, if it names any."""
+    return data | {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else data
 
 
 def read_plan(run: RunDir) -> Plan:
     """Read the plan of a run.
 
+    Raises: ClusterddpError: what `read_plan_json` raises.
+    """
+    return Plan.from_json(read_plan_json(run))
+
+
+def read_plan_json(run: RunDir) -> dict[str, Any]:
+    """Read the plan of a run as it lies there.
+
     Raises: ClusterddpError: it is gone; it names hosts, and this user has not written it.
     """
-    data = read_json(run.plan)
+    data: dict[str, Any] | None = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
-    plan = Plan.from_json(data)
-    if plan.ssh and not is_sealed(_SEALED, _granted(data), data.get("seal")):
+    if data.get("ssh") and not is_sealed(_SEALED, _granted(data), data.get("seal")):
         raise ClusterddpError(f"{run.plan}: names hosts, and does not come from you: they are not asked", hint=hint())
-    return plan
+    return data
 
 
 def _granted(data: dict[str, Any]) -> list[Any]:
-    """Return what of a plan makes us connect to hosts, and start something there."""
-    return [data["token"], data["ssh"]]
+    return [data["gang"]["token"], data["ssh"]]
 
 
 def rename_plan(plan: Plan) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_UNSAFE = re.compile(
+UNSAFE = re.compile(
     "["
     "\x00-\x08\x0a-\x1f\x7f-\x9f"  # control characters but the tab: escape sequences, C1, bells
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the reading direction
@@ -21,7 +21,7 @@ def printable(text: bytes | str) -> str:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", errors="backslashreplace")
-    return _UNSAFE.sub(_escape, text)
+    return UNSAFE.sub(_escape, text)
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,11 +214,14 @@ def find_job_log(run: RunDir) -> str | None:
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
     """Read the last lines of a log that hold anything, fit for a terminal; none when there is no such file."""
     try:
-        with open(path, "rb") as file:
+        # A link, or a pipe that nobody writes to, may lie where another user can write.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return []
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 16 * 1024))
             lines = file.read(16 * 1024).splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
     kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
     return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]

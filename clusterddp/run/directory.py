@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 
 _TAIL_BYTES = 8_192
+MAX_RECORD_BYTES = 1 << 26
+"""Of a record: the plan of a thousand nodes takes one MiB."""
 STAGING_PREFIX = ".staging-"
 SWEEP_RECORD = "sweep.json"
 """What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
@@ -246,14 +249,31 @@ def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
 def read_json(path: Path) -> Any | None:
     """Read a JSON file; None when there is none.
 
-    Raises: ClusterddpError: it is there and is not JSON.
+    Raises: ClusterddpError: it is there and is not JSON, is `null`, is no file, or is larger than any of ours.
     """
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(read_regular(path, MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterddpError(f"{path}: not JSON: {error}") from error
+    if value is None:
+        raise ClusterddpError(f"{path}: holds null, which no record is")
+    return value
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a file that others may have put there: a pipe or a device is not waited for, and not read.
+
+    Raises: ClusterddpError: it is no file, or has more than `max_bytes`. OSError: it cannot be opened.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ClusterddpError(f"{path}: is no file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ClusterddpError(f"{path}: has more than {max_bytes:,} bytes")
+    return data
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

@@ -7,13 +7,16 @@ leaves files that can be read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import re
 import signal
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
@@ -22,6 +25,8 @@ from clusterddp.run.process_table import read_process
 _T = TypeVar("_T")
 FOREIGN = "none"
 """The launcher of a run that torchrun, mpirun or the like has started; `job_id` says who."""
+_LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
+"""What a root cause may name as its log, relative to the run's directory."""
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 
 
@@ -156,15 +161,22 @@ def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     data = read_json(attempt.end)
-    return None if data is None else parse_end(data)
+    return None if data is None else parse_end(data, str(attempt.end))
 
 
-def parse_end(data: dict[str, Any]) -> AttemptEnd:
-    """Make an end of what `end.json` holds."""
-    cause = data.get("root_cause")
-    return AttemptEnd(
-        **_known(AttemptEnd, data) | {"root_cause": RootCause(**_known(RootCause, cause)) if cause else None}
-    )
+def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
+    """Make an end of what `end.json` holds.
+
+    The log of a root cause is one of the run's own, or none: a host or another user may have written the file.
+    Raises: ClusterddpError: it holds something else, `where`.
+    """
+    facts = _checked(AttemptEnd, data, where)
+    if facts.get("root_cause") is not None:
+        cause = RootCause(**_checked(RootCause, facts["root_cause"], where))
+        if cause.log is not None and not _LOG.fullmatch(cause.log):
+            cause = dataclasses.replace(cause, log=None)
+        facts["root_cause"] = cause
+    return AttemptEnd(**facts)
 
 
 def write_rank(attempt: AttemptDir, record: RankRecord) -> None:
@@ -213,13 +225,42 @@ def _read(kind: type[_T], path: Path) -> _T:
     data = read_json(path)
     if data is None:
         raise FileNotFoundError(path)
-    try:
-        return kind(**_known(kind, data))
-    except (TypeError, AttributeError) as error:
-        raise ClusterddpError(f"{path}: not a {kind.__name__}: {error}") from error
+    return kind(**_checked(kind, data, str(path)))
 
 
-def _known(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Drop keys that a newer version wrote and this one does not know."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {key: value for key, value in data.items() if key in names}
+def _checked(kind: type[Any], data: Any, where: str) -> dict[str, Any]:
+    """Return the values of a record, each of its type; keys that a newer version wrote are dropped.
+
+    Raises: ClusterddpError: a value is of another type, or one is missing.
+    """
+    if not isinstance(data, dict):
+        raise ClusterddpError(f"{where}: not a {kind.__name__}: found a {type(data).__name__}")
+    types = _types(kind)  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
+        if field.name not in data:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise ClusterddpError(f"{where}: not a {kind.__name__}: no {field.name}")
+        elif not _is_of(data[field.name], types[field.name]):
+            found = f"{data[field.name]!r:.60}"
+            raise ClusterddpError(f"{where}: not a {kind.__name__}: {field.name} is {found}")
+    return {name: value for name, value in data.items() if name in types}
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is_of(value: Any, wanted: Any) -> bool:
+    """Say whether a JSON value is of an annotated type; what is inside lists and objects is not looked at."""
+    if wanted is Any:
+        return True
+    origin, choices = get_origin(wanted), get_args(wanted)
+    if origin is Literal:
+        return value in choices
+    if origin in (Union, UnionType):
+        return any(_is_of(value, each) for each in choices)
+    if wanted in (int, float) and isinstance(value, bool):
+        return False
+    kinds: dict[Any, Any] = {float: (int, float), RootCause: dict}
+    return isinstance(value, kinds.get(wanted, origin or wanted))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.plan import read_plan
+from clusterddp.launch.plan import read_plan_json
 from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
@@ -131,16 +131,17 @@ def find_targets(run: RunDir, say: Callable[[str], object] = lambda text: None) 
         record = read_run(run)
         if record.launcher != "ssh" or is_foreign(run):
             return []
-        plan = read_plan(run)
+        plan = read_plan_json(run)
+        ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
     except ClusterddpError as error:
         say(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
         return []
     except (OSError, TypeError, KeyError, ValueError, AttributeError):
         return []  # read_state says what is wrong with it
-    if plan.ssh is None or plan.token != record.token:
+    if gang.token != record.token:
         return []
-    targets = [_target_of(node, run, record, plan.ssh, plan.gang) for node in plan.ssh.hosts]
-    return list(zip(plan.ssh.accesses(), targets, strict=True))
+    targets = [_target_of(node, run, record, ssh, gang) for node in ssh.hosts]
+    return list(zip(ssh.accesses(), targets, strict=True))
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
