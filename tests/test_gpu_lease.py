@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -382,3 +383,26 @@ def _holds_lease(pid: int) -> bool:
 
 def _user() -> str:
     return subprocess.check_output(["id", "-un"], text=True).strip()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"x\n\ny",
+        b"\n",
+        b"clusterddp-line/" + b"9" * 91,
+        b"clusterddp-line/999999999/" + b"9" * 81,
+        b"clusterddp-gpu/GPU-none/4294967295/x",
+        b"clusterddp-gpu/GPU-none/" + b"9" * 80 + b"/x",
+        b"clusterddp-gpu/\xff\xfe",
+        b"x" * 107,
+    ],
+    ids=repr,
+)
+def test_no_name_that_a_stranger_binds_stops_a_submit(gpus: FakeGpus, name: bytes, line_of: list[Line]) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(b"\0" + name)
+        assert busy(gpus) == {}
+        read_leases(["GPU-none"], list_gpus(gpus.environ))
+        line_of[0].ahead()
+        assert f"run {line_of[0].run}" in [str(each) for each in line_of[1].ahead()]

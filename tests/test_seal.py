@@ -20,6 +20,7 @@ from clusterddp.launch.ssh.target import find_targets
 from clusterddp.launch.staging import make_run
 from clusterddp.launch.submit import refuse_foreign
 from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.snapshot import store_of
 
 SPEC = "name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\ntrain: {dataset: shapes}\n"
 
@@ -159,3 +160,40 @@ def test_a_key_that_others_may_know_is_refused(state: Path, spoil: str) -> None:
         key.symlink_to(state / "elsewhere")
     with pytest.raises(ClusterddpError, match=str(key)):
         seal("a", 1)
+
+
+@pytest.mark.root
+def test_a_run_that_another_user_keeps_closed_hides_no_other_run(tmp_path: Path) -> None:
+    for directory in (tmp_path, *tmp_path.parents):
+        if directory.owner() == "root" and directory != Path("/tmp"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    for name, uid, mode in (("open-fox-1", 65533, 0o755), ("shy-lynx-2", 65534, 0o700)):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        write_json(run / "run.json", {"created_ns": 1})
+        (run / "run.json").chmod(0o644)
+        run.chmod(mode)
+        os.chown(run, uid, uid)
+    program = (
+        "import os, sys; from pathlib import Path; from clusterddp.run.directory import find_run, list_runs\n"
+        "runs = Path(sys.argv[1]); os.setuid(65533)\n"
+        "print([run.name for run in list_runs(runs)], find_run(runs, '@last').name)"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.stdout == "['open-fox-1'] open-fox-1\n", done.stderr
+
+
+@pytest.mark.root
+def test_the_code_of_a_run_never_lies_in_another_users_directory(tmp_path: Path) -> None:
+    assert store_of(tmp_path) == tmp_path / ".code"
+    (tmp_path / ".code").mkdir(mode=0o700)
+    assert store_of(tmp_path) == tmp_path / ".code"
+    os.chown(tmp_path / ".code", 65534, 65534)
+    assert store_of(tmp_path) == tmp_path / f".code-{os.geteuid()}"
+
+
+def test_a_link_is_no_place_for_the_code(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".code").symlink_to(tmp_path / "elsewhere")
+    assert store_of(tmp_path) == tmp_path / f".code-{os.geteuid()}"

@@ -26,7 +26,7 @@ from clusterddp.run.directory import (
     write_text,
 )
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
-from clusterddp.run.snapshot import STORE_NAME, write_snapshot
+from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 
 _FOREIGN_AFTER_S = 24 * 3600.0
@@ -92,7 +92,7 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     surroundings = capture_surroundings(plan.working_dir, environ)
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)
-        digest = write_snapshot(chosen, plan.runs_dir / STORE_NAME, run.code)
+        digest = write_snapshot(chosen, store_of(plan.runs_dir), run.code)
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(run.environment, surroundings)
     sync_directory(staging)

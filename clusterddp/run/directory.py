@@ -168,17 +168,24 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     """List the runs in `runs_dir`, those of sweeps too, oldest first; a directory without a record is no run."""
     runs: list[RunDir] = []
     for place in list_places(runs_dir):
-        runs += [RunDir(place)] if RunDir(place).record.is_file() else list_runs(place)
+        runs += [RunDir(place)] if _is_file(RunDir(place).record) else list_runs(place)
     return sorted(runs, key=lambda run: (_created_ns(run), run.name))
 
 
 def list_places(runs_dir: Path) -> list[Path]:
-    """List the directories in `runs_dir` that are runs or sweeps, in no order."""
+    """List the directories in `runs_dir` that are runs or sweeps, in no order; what may not be seen is left out."""
     try:
         paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path for path in paths if RunDir(path).record.is_file() or (path / SWEEP_RECORD).is_file()]
+    return [path for path in paths if _is_file(RunDir(path).record) or _is_file(path / SWEEP_RECORD)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # Python answers for what is not there, not for what may not be seen
+        return False
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:

@@ -28,6 +28,8 @@ _GPU = "clusterddp-gpu"
 _LINE = "clusterddp-line"
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
+_PLACE = re.compile("[0-9]{1,9}")
+"""A number in the line; a longer one is somebody's joke, after which no number would be left."""
 _NAMES = Path("/proc/net/unix")
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
 """Processes, as the kernel abbreviates their names, that compute for others: those are listed themselves."""
@@ -93,7 +95,7 @@ class Line:
             self._place = None
 
     def _numbers(self) -> dict[int, Holder]:
-        return {int(key): holder for key, holder in _read_marks(_LINE).items() if key.isdigit()}
+        return {int(key): holder for key, holder in _read_marks(_LINE).items() if _PLACE.fullmatch(key)}
 
 
 def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
@@ -166,7 +168,7 @@ def user_name(uid: int) -> str:
     """Name a user of this host."""
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
+    except (KeyError, OverflowError):
         return f"uid {uid}"
 
 
@@ -195,8 +197,9 @@ def _read_marks(kind: str) -> dict[str, Holder]:
     except OSError:
         return marks
     for line in lines:
-        name = line.split(maxsplit=7)[-1]
-        if mark := re.fullmatch(rf"@{kind}/([^/]+)(?:/(\d+)/([^/]+))?", name):
+        # Any user may bind any name, with ends of lines in it and numbers that are none.
+        *_, name = line.split(maxsplit=7) or [""]
+        if mark := re.fullmatch(rf"@{kind}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
             if mark[3]:
                 marks[mark[1]] = Holder(run=mark[3], uid=int(mark[2]))
             else:

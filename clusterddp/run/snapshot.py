@@ -104,6 +104,19 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def store_of(runs_dir: Path) -> Path:
+    """Return where this user's snapshots lie in a runs directory, which several users may share.
+
+    Code that our ranks execute never lies in another user's directory, who could change it.
+    """
+    store = runs_dir / STORE_NAME
+    with contextlib.suppress(FileNotFoundError):
+        found = store.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            return runs_dir / f"{STORE_NAME}-{os.geteuid()}"
+    return store
+
+
 def tree_sum(root: Path) -> str:
     """Sum up a directory: sha256 over the sorted names, modes and contents of what is below."""
     return files_sum(root, _names_below(root))
@@ -123,8 +136,9 @@ def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
     if runs_dir != root and runs_dir.is_relative_to(root):
         return (runs_dir,)
     with contextlib.suppress(OSError):
-        staged = [Path(entry.path) for entry in os.scandir(runs_dir) if entry.name.startswith(STAGING_PREFIX)]
-        return (runs_dir / STORE_NAME, *staged, *list_places(runs_dir))
+        ours = (STORE_NAME, STAGING_PREFIX)
+        hidden = [Path(entry.path) for entry in os.scandir(runs_dir) if entry.name.startswith(ours)]
+        return (runs_dir / STORE_NAME, *hidden, *list_places(runs_dir))
     return ()
 
 

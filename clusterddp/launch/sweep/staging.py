@@ -18,7 +18,7 @@ from clusterddp.launch.entry import choose_snapshot
 from clusterddp.launch.staging import make_runs_dir, put_in_place, refusal, sweep_staging
 from clusterddp.run.directory import STAGING_PREFIX, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord
-from clusterddp.run.snapshot import STORE_NAME, write_snapshot
+from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
 
@@ -100,7 +100,7 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
     surroundings = capture_surroundings(plan.base.working_dir, environ)
     if plan.base.snapshot is not None:
         chosen = choose_snapshot(plan.base.snapshot, runs_dir=plan.path.parent, environ=environ)
-        digest = write_snapshot(chosen, plan.path.parent / STORE_NAME, sweep.code)
+        digest = write_snapshot(chosen, store_of(plan.path.parent), sweep.code)
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(sweep.environment, surroundings)
     hidden: dict[str, str] = {}
