@@ -54,3 +54,25 @@ torch.distributed.destroy_process_group()
         assert gang.await_end(timeout_s=120) == [0, 0], gang.end()
         assert [gang.attempt().stdout(rank).read_text() for rank in range(4)] == ["6\n"] * 4
         assert time.monotonic() - start < PATIENCE * 60
+
+
+@pytest.mark.slow
+def test_a_model_that_outlives_its_group_does_not_hang_a_forked_rank(tmp_path):
+    """Its end is the group's, which joins a thread that may wait for the interpreter: all ranks hung by the third."""
+    program = """
+import torch, torch.distributed
+def train(number):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{run_dir}/meet-{number}", rank=rank, world_size=4
+    )
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(4, 1)).sum().backward()
+        optimizer.step()
+    torch.distributed.destroy_process_group()
+for number in range(40):
+    train(number)
+"""
+    with running(tmp_path, program) as gang:
+        assert gang.await_end(timeout_s=120) == [0, 0]

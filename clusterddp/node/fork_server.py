@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp.dist.environment import SUPERVISOR_PID
+from clusterddp.dist.gloo import await_threads_before_destroy
 from clusterddp.node.processes import die_with_parent, open_for_append
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -94,6 +95,8 @@ def _import_all(modules: Sequence[str]) -> bytes:
         for module in modules:
             importlib.import_module(module)
         printed = read()
+    if "torch.distributed" in sys.modules and hasattr(sys.modules["torch.distributed"], "destroy_process_group"):
+        await_threads_before_destroy(sys.modules["torch.distributed"])
     gc.freeze()
     return printed
 
