@@ -101,6 +101,13 @@ class SshError(PreflightError):
         self.dropped = dropped
 
 
+class NonsenseError(SshError):
+    """What a host's agent has answered cannot be."""
+
+    def __init__(self, host: str, what: str) -> None:
+        super().__init__(host, "ask", f"its agent's answer makes no sense: {what}", dropped=True)
+
+
 class RunNotFoundError(ClusterddpError):
     """No run of that name in the runs directory."""
 

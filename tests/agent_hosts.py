@@ -6,65 +6,79 @@ What happens to a connection (it breaks, it hangs, it cannot be made) is done he
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from handmade_runs import make_gang, rank_record
 
 from clusterddp.errors import SshError
 from clusterddp.launch.plan import sealed
+from clusterddp.launch.ssh.answers import ANSWERS
 from clusterddp.launch.ssh.mirror import Mirror
 from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
 from clusterddp.run.sweep import find_processes
-from clusterddp.ssh.session import HostAccess, Reply
+from clusterddp.ssh.session import HostAccess, Reply, Session
 
 SERVE = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=600)"
 SLEEP = "import time; time.sleep(600)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-class AgentSession:
-    """The agent of a host, at the other end of two pipes."""
+class Channel(socket.socket):
+    """Stands for the SSH channel to a host: one end of a pair of sockets."""
 
-    def __init__(self, host: str, root: Path, before_ask: Callable[[str], object]) -> None:
-        self.host = host
-        self.before_ask = before_ask
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(root), str(PACKAGE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self.asked: list[str] = []
+    eof_received = True
 
-    def ask(self, do: str, facts: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0) -> Reply:
-        self.before_ask(do)
-        self.asked.append(do)
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **(facts or {}), "size": 0}).encode() + b"\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except (OSError, ValueError):
-            line = b""
-        if not line:
-            raise SshError(self.host, "ask", "the connection broke: it has ended", dropped=True)
-        answer = json.loads(line)
-        data = self.process.stdout.read(answer.pop("size", 0))
-        if not answer.pop("ok"):
-            raise SshError(self.host, "ask", answer["error"])
-        return Reply(facts=answer, data=data)
+    def recv_stderr_ready(self) -> bool:
+        return False
+
+
+class Connection:
+    """Stands for the SSH connection of a channel."""
+
+    transport = SimpleNamespace(is_active=lambda: False)
 
     def close(self) -> None:
+        pass
+
+
+def make_channel() -> tuple[Channel, socket.socket]:
+    """Return a channel, and the host's end of it."""
+    ours, theirs = socket.socketpair()
+    return Channel(fileno=ours.detach()), theirs
+
+
+class AgentSession(Session):
+    """The real agent of a host, at the other end of a pair of sockets."""
+
+    def __init__(self, host: str, root: Path, before_ask: Callable[[str], object]) -> None:
+        channel, theirs = make_channel()
+        super().__init__(host=host, connection=Connection(), channel=channel, answers=ANSWERS)
+        self.before_ask = before_ask
+        self.asked: list[str] = []
+        with theirs:
+            argv = [sys.executable, "-c", SERVE, str(root), str(PACKAGE)]
+            self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs)
+
+    def ask(self, do: str, facts: Mapping[str, Any] | None = None, **rest: Any) -> Reply:
+        self.before_ask(do)
+        self.asked.append(do)
+        return super().ask(do, facts, **rest)
+
+    def close(self) -> None:
+        super().close()
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from ssh_person import ROOT
 
 from clusterddp.dist.interface import Link, interface_towards, named_interface, read_links
 from clusterddp.errors import ClusterddpError
+from clusterddp.wire import build
 
 SHOW = """
 import json
@@ -66,7 +67,7 @@ def test_other_names_are_not_taken_for_those(name: str) -> None:
 
 def test_links_survive_json() -> None:
     links = read_links()
-    assert tuple(Link.from_json(json.loads(json.dumps(link.to_json()))) for link in links) == links
+    assert tuple(build(Link, json.loads(json.dumps(link.to_json()))) for link in links) == links
 
 
 @pytest.mark.root
@@ -77,7 +78,7 @@ class TestOnAHost:
     @staticmethod
     def links(rack: Rack, host: str) -> dict[str, Link]:
         out = rack.run(host, [sys.executable, "-c", SHOW], env={"PYTHONPATH": str(ROOT)}).stdout
-        return {data["name"]: Link.from_json(data) for data in json.loads(out)}
+        return {data["name"]: build(Link, data) for data in json.loads(out)}
 
     def test_kinds_are_told(self, hosts: Rack) -> None:
         found = {name: link.kind for name, link in self.links(hosts, "node1").items() if not link.loopback}

@@ -29,6 +29,7 @@ from clusterddp.facts.machine import (
 )
 from clusterddp.facts.torch import Torch, import_torch
 from clusterddp.run.storage import Mount, find_mount
+from clusterddp.wire import build
 
 ROOT = Path(__file__).parent.parent
 HERE = Machine(
@@ -83,7 +84,7 @@ def doctor(directory: Path, *arguments: str, **environ: str) -> subprocess.Compl
 def test_facts_of_a_machine_survive_json() -> None:
     machine = read_machine(Path.cwd(), {"CUDA_VISIBLE_DEVICES": "0,1"})
     machine = dataclasses.replace(machine, torch=Torch(version="2.10.0"))
-    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    assert build(Machine, json.loads(json.dumps(machine.to_json()))) == machine
 
 
 def test_alike_nodes_are_healthy() -> None:

@@ -19,6 +19,7 @@ from clusterddp.facts.login import Logout, read_logout
 from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
 from clusterddp.facts.trial import PairTrial, Trials
+from clusterddp.wire import build
 
 PACKAGES = Packages(python="3.11.7", executable="/env/bin/python", torch="2.10.0+cu128", cuda="12.8", nccl="2.27.5")
 FACTS = HostFacts(
@@ -81,7 +82,7 @@ def test_hosts_that_are_alike_are_fine() -> None:
 def test_facts_of_a_host_survive_json(tmp_path: Path) -> None:
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[1])}
     facts = read_host(tmp_path, environ, executable="python3", data_dir=tmp_path, with_driver=False)
-    assert HostFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert build(HostFacts, json.loads(json.dumps(facts.to_json()))) == facts
 
 
 @pytest.mark.parametrize(

@@ -158,15 +158,17 @@ def test_a_fetch_waits_for_those_who_may_still_write(hosts: Hosts) -> None:
 @pytest.mark.root
 def test_a_full_disk_is_said_once_and_costs_nothing_that_is_there(hosts: Hosts) -> None:
     attempt = hosts.start()[0]
-    attempt.stdout(0).write_bytes(os.urandom(3 << 20))
-    with small_disk(hosts.run.path, "1m"):
+    attempt.stdout(0).write_bytes(os.urandom(16 << 20))
+    with small_disk(hosts.run.path, "26m"):
         mirror = hosts.mirror()
         mirror.want_logs([0], 0)
         for _ in range(2):
             mirror.catch_up()
         mirror.close()
         ours = hosts.run.attempt(0).stdout(0).read_bytes()
+        assert ours
         assert attempt.stdout(0).read_bytes().startswith(ours)
+        assert shutil.disk_usage(hosts.run.path).free > 8 << 20
     assert [text for text in hosts.said if "No space left on device" in text] == hosts.said[:1] == hosts.said
 
 

@@ -75,11 +75,6 @@ class Link:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Link:
-        """Rebuild what `to_json` gave."""
-        return cls(**{**data, "addresses": tuple(LinkAddress(**entry) for entry in data["addresses"])})
-
 
 def read_links() -> tuple[Link, ...]:
     """List this host's network interfaces, in the kernel's order.

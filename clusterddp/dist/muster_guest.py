@@ -88,9 +88,12 @@ def _stay(visit: Visit, words: dict[str, Any] | None, deadline: float) -> dict[s
     """Stay until rank 0 has seen everybody."""
     while words is not None:
         if "refused" in words:
-            raise refusal(str(words["refused"]), words.get("hint"))
+            hint = words.get("hint")
+            raise refusal(str(words["refused"]), None if hint is None else str(hint))
         if "decided" in words:
-            return dict(words["decided"])
+            return (
+                words["decided"] if isinstance(words["decided"], dict) else "something else than rank 0 answers there"
+            )
         if "other" in words:
             return "the ranks of another job meet there"
         if "complete" in words:

@@ -146,7 +146,7 @@ class _Muster:
         words = decode(guest.buffer.partition(b"\n")[0])
         try:
             guest.hello = Hello.from_json(words or {})
-        except (TypeError, KeyError, ValueError):
+        except ValueError:
             self._drop(guest)  # a stranger: a port scanner, a browser
             return False
         return self._concerns_us(guest, guest.hello)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import PreflightError
+from clusterddp.wire import build, read_object
 
 WIRE = 1
 """Ranks of another number do not understand each other."""
@@ -61,14 +61,11 @@ class Hello:
     def from_json(cls, data: dict[str, Any]) -> Hello:
         """Rebuild what was sent; keys that a newer version sends are dropped.
 
-        Raises: TypeError, KeyError, ValueError: it is no such thing.
+        Raises: ValueError: it is no such thing.
         """
-        known = {field.name: field.type for field in dataclasses.fields(cls)}
-        hello = cls(**{key: value for key, value in data.items() if key in known})
-        if not all(isinstance(number, int) and number >= 0 for number in (hello.rank, hello.world_size, hello.pid)):
-            raise ValueError("a number is expected")
-        if not isinstance(hello.left_s, int | float):
-            raise ValueError("a number of seconds is expected")
+        hello: Hello = build(cls, data, "hello")
+        if min(hello.rank, hello.world_size, hello.pid) < 0:
+            raise ValueError("a number from 0 is expected")
         return hello
 
 
@@ -156,10 +153,9 @@ def encode(words: dict[str, Any]) -> bytes:
 def decode(line: bytes) -> dict[str, Any] | None:
     """Read a line; None: a stranger has written it."""
     try:
-        words = json.loads(line)
+        return read_object(line)
     except ValueError:
         return None
-    return words if isinstance(words, dict) else None
 
 
 def _torch_version() -> str:

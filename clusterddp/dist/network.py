@@ -38,19 +38,6 @@ class HostNetwork:
         """Find the interface that has an address."""
         return next((link for link in self.links for entry in link.addresses if entry.address == address), None)
 
-    @classmethod
-    def from_json(cls, host: str, data: dict[str, Any]) -> HostNetwork:
-        """Rebuild what the host said (host/network.py)."""
-        own = data["own_addresses"]
-        return cls(
-            **data
-            | {
-                "host": host,
-                "links": tuple(Link.from_json(link) for link in data["links"]),
-                "own_addresses": None if own is None else tuple(own),
-            }
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:

@@ -10,6 +10,7 @@ from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
+from clusterddp.wire import build
 
 _OF_NODES = ("torch", "GPUs", "open files", "shared memory")
 """Checks of a machine that are asked of each node as they are asked here."""
@@ -29,7 +30,7 @@ def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
 
 
 def _judge_node(report: dict[str, Any], answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
-    machine = Machine.from_json(report["machine"])
+    machine = build(Machine, report["machine"], "machine")
     yield "runs directory", _judge_directory(report, machine)
     yield "Python", _judge_python(machine, here)
     for name, result in judge_machine(machine, needs):

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
 from clusterddp.facts.torch import import_torch
+from clusterddp.wire import build, read_object
 
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
@@ -29,6 +30,15 @@ _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 _LINE = 800
 _WAY_S = 20.0
 _ANSWER_S = 2.0
+_MAX_ANSWER = 1 << 20
+
+
+class _Said(TypedDict):
+    """What the first node answers."""
+
+    nonce: str
+    time: float
+    report: dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
@@ -136,14 +146,14 @@ def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any
         before = time.time()
         peer.sendall(nonce.encode())
         answer = b""
-        while chunk := peer.recv(65_536):
+        while (chunk := peer.recv(65_536)) and len(answer) < _MAX_ANSWER:
             answer += chunk
         after = time.time()
     try:
-        said = json.loads(answer)
+        said = build(_Said, read_object(answer))
     except ValueError:
-        said = {}
-    if not isinstance(said, dict) or said.get("nonce") != nonce:
+        said = None
+    if said is None or said["nonce"] != nonce:
         raise OSError(0, f"a stranger listens on port {port}")
     return {
         "reached": address,

@@ -44,19 +44,6 @@ class HostFacts:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> HostFacts:
-        """Rebuild what `to_json` gave."""
-        return cls(
-            machine=Machine.from_json(data["machine"]),
-            packages=Packages.from_json(data["packages"]),
-            logout=Logout.from_json(data["logout"]),
-            no_exec=data["no_exec"],
-            infiniband=data["infiniband"],
-            driver=data["driver"],
-            data=Data(**data["data"]) if data["data"] else None,
-        )
-
 
 def read_host(
     root: Path, environ: Mapping[str, str], *, executable: str, data_dir: Path | None, with_driver: bool

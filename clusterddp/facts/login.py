@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _PLACES = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
 """The later ones count for more."""
@@ -27,10 +26,6 @@ class Logout:
     """KillUserProcesses is on and means this user."""
     lingers: bool
     """The user counts as logged in for good (loginctl enable-linger); processes of a session are ended all the same."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Logout:
-        return cls(**data)
 
 
 def read_logout(root: Path = Path("/")) -> Logout:

@@ -78,21 +78,6 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Machine:
-        """Rebuild what `to_json` gave."""
-        parts = {
-            "gpus": tuple(data["gpus"]),
-            "own_addresses": tuple(data["own_addresses"]),
-            "interfaces": tuple(
-                Interface(**interface | {"addresses": tuple(interface["addresses"])})
-                for interface in data["interfaces"]
-            ),
-            "directory": Directory(**data["directory"]),
-            "torch": Torch(**data["torch"]) if data["torch"] else None,
-        }
-        return cls(**{**data, **parts})
-
 
 def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = False) -> Machine:
     """Look at this machine, which takes no longer than nvidia-smi does; torch is looked at apart.

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.run.torch_files import find_package, read_torch_values
+from clusterddp.wire import build, read_object
 
 _TIMEOUT_S = 20.0
 """For a Python on a slow file server that nobody has started today."""
@@ -40,10 +40,6 @@ class Packages:
     error: str | None = None
     """Why it could not be told."""
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Packages:
-        return cls(**data)
-
 
 def ask_packages(executable: str, environ: Mapping[str, str], working_dir: Path) -> Packages:
     """Ask a Python, started with this environment, what it can import; `environ` leads it to this package."""
@@ -60,7 +56,7 @@ def ask_packages(executable: str, environ: Mapping[str, str], working_dir: Path)
             cwd=working_dir,
             check=False,
         )
-        return Packages.from_json(json.loads(done.stdout.rpartition("FOUND ")[2]))
+        return build(Packages, read_object(done.stdout.rpartition("FOUND ")[2]))
     except subprocess.TimeoutExpired:
         return dataclasses.replace(unknown, error=f"it takes longer than {_TIMEOUT_S:.0f} s to start")
     except OSError as error:

@@ -35,7 +35,7 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
     """Send pieces of files of the run `name`.
 
     `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece of a file that is not like
-    that is not sent. Told of each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; or `gone`, when it
+    that is not sent. Told of each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`, when it
     cannot be read.
     """
     run = RunDir(host.run_dir(request["name"]))
@@ -99,14 +99,15 @@ def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, 
     try:
         descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return {"gone": True, "length": 0}, b""
+        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0, "fits": False}, b""
     try:
         found = os.fstat(descriptor)
         fits = all(_is_like(descriptor, *span) for span in part.get("like", ()))
         data = os.pread(descriptor, min(int(part["limit"]), left), int(part["offset"])) if fits and left > 0 else b""
     finally:
         os.close(descriptor)
-    return {"length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}, data
+    told = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}
+    return told, data
 
 
 def _is_like(descriptor: int, offset: int, length: int, sha256: str) -> bool:

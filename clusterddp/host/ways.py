@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import json
 import os
 import selectors
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 from clusterddp.dist.interface import plain_address
 from clusterddp.dist.network import Outcome
 from clusterddp.host.listener import PAYLOAD
+from clusterddp.wire import read_object
 
 _ENOUGH = 0.6
 """Part of the time after which nobody waits on, when every target was reached at one of its addresses: long enough for
@@ -101,9 +101,9 @@ class Try:
 
     def _judge(self) -> None:
         try:
-            answer = json.loads(self._heard)
+            answer = read_object(self._heard)
             name, seen = str(answer["name"]), str(answer["seen"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, KeyError):
             self.outcome = "stranger"
             return
         self.outcome = "reached" if name == self.target.name else "stranger"

@@ -32,6 +32,7 @@ from clusterddp.launch.ssh.plan import SshPlan, at_home, directory_name, place_s
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.storage import check_shared
+from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -107,23 +108,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan from what `to_json` gave; keys that a newer version wrote are dropped."""
-        known: dict[str, Any] = {field.name: data.get(field.name) for field in dataclasses.fields(cls)}
-        return cls(
-            **known
-            | {
-                "runs_dir": Path(data["runs_dir"]),
-                "working_dir": Path(data["working_dir"]),
-                "gang": Gang.from_json(data["gang"]),
-                "changes": tuple(data["changes"]),
-                "notes": tuple(data["notes"]),
-                "secrets": tuple(data["secrets"]),
-                "files": tuple(data["files"]),
-                "commands": tuple(tuple(command) for command in data["commands"]),
-                "slurm": SlurmPlan.from_json(data["slurm"]) if data.get("slurm") else None,
-                "ssh": SshPlan.from_json(data["ssh"]) if data.get("ssh") else None,
-            }
-        )
+        """Rebuild a plan from what `to_json` gave.
+
+        Raises: ValueError: it is no plan; see `build`.
+        """
+        return build(cls, data, "plan")
 
 
 def plan_run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir
+from clusterddp.wire import read_object
 
 TAIL_BYTES = 64 * 1024
 
@@ -83,10 +83,9 @@ def read_last_rows(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     """Parse a row; None for a line that is still being written, or that is no row."""
     try:
-        row = json.loads(line)
+        return read_object(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) else None
 
 
 def _newest(rows: list[dict[str, Any]], key: str, *, kind: str | None = None) -> float | None:

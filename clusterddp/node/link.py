@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from clusterddp.wire import read_object
+
 BEAT_S = 1.0
 LEASE_S = 15.0
 JOIN_TIMEOUT_S = 5.0
@@ -134,7 +136,7 @@ class Channel:
                     self._meet(line)
                 else:
                     messages.append(self._read(line))
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 self._forget("it said something that is not of this run")
                 return messages
         if len(self._unread) > (_MAX_LINE if self.proven else _MAX_UNPROVEN):
@@ -142,7 +144,7 @@ class Channel:
         return messages
 
     def _meet(self, line: bytes) -> None:
-        theirs = json.loads(line)["nonce"]
+        theirs = read_object(line)["nonce"]
         if not isinstance(theirs, str) or len(theirs) != len(self._nonce) or theirs == self._nonce:
             raise ValueError("not a nonce")
         pair = [self._nonce, theirs] if self._said_as == b"head" else [theirs, self._nonce]
@@ -156,8 +158,8 @@ class Channel:
         if not hmac.compare_digest(mac, self._mac(self._heard_as, self._heard, body)):
             raise ValueError("wrong signature")
         self._heard += 1
-        message = json.loads(body)
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        message = read_object(body)
+        if not isinstance(message.get("kind"), str):
             raise TypeError("not a message")
         return message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
+from clusterddp.wire import read_object, read_value
 
+_RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _TAIL_BYTES = 8_192
 MAX_RECORD_BYTES = 1 << 26
 """Of a record: the plan of a thousand nodes takes one MiB."""
@@ -164,6 +167,16 @@ class RunDir:
         return [self.attempt(number) for number in sorted(map(int, names))]
 
 
+def is_run_name(name: str) -> bool:
+    """Say whether another process may name a run so: it is one directory below that of all runs."""
+    return _RUN_NAME.fullmatch(name) is not None
+
+
+def is_token(text: str) -> bool:
+    """Say whether this is the token of a run."""
+    return _TOKEN.fullmatch(text) is not None
+
+
 def list_runs(runs_dir: Path) -> list[RunDir]:
     """List the runs in `runs_dir`, those of sweeps too, oldest first; a directory without a record is no run."""
     runs: list[RunDir] = []
@@ -259,10 +272,10 @@ def read_json(path: Path) -> Any | None:
     Raises: ClusterddpError: it is there and is not JSON, is `null`, is no file, or is larger than any of ours.
     """
     try:
-        value = json.loads(read_regular(path, MAX_RECORD_BYTES))
+        value = read_value(read_regular(path, MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ClusterddpError(f"{path}: not JSON: {error}") from error
     if value is None:
         raise ClusterddpError(f"{path}: holds null, which no record is")
@@ -300,12 +313,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+        with contextlib.suppress(ValueError):
+            yield read_object(line)
 
 
 def _created_ns(run: RunDir) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
 from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
 
@@ -167,13 +168,11 @@ class Gang:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
-        """Rebuild a gang from what `to_json` gave (lists become tuples again)."""
-        lists = ("words", "args", "import_paths", "spawns")
-        entry = data["entry"] | {name: tuple(data["entry"].get(name, ())) for name in lists}
-        nodes = tuple(
-            Node(**(node | {"ranks": tuple(node["ranks"]), "gpus": tuple(node["gpus"])})) for node in data["nodes"]
-        )
-        return cls(**(data | {"entry": Entry(**entry), "nodes": nodes}))
+        """Rebuild a gang from what `to_json` gave.
+
+        Raises: ValueError: it is none; see `build`.
+        """
+        return build(cls, data, "gang")
 
 
 def _fields(value: Gang | Entry | Node) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clusterddp.dist.environment import COOKIE
 from clusterddp.errors import ClusterddpError
@@ -72,13 +71,6 @@ class RunHere:
     def age_s(self) -> float:
         return max(process.age_s for process in self.processes)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RunHere:
-        """Rebuild what `dataclasses.asdict` made."""
-        processes = tuple(RunProcess(**process) for process in data["processes"])
-        lists = {name: tuple(data[name]) for name in ("gpus", "unmarked")}
-        return cls(**data | lists | {"processes": processes})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
@@ -90,10 +82,6 @@ class Ended:
     """What would not die: pid and command."""
     answered_by: str | None = None
     """Somebody answers for the run now, so the rest of it was left alone."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Ended:
-        return cls(**data | {"left": tuple(data["left"])})
 
 
 def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = None) -> list[RunHere]:

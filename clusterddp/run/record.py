@@ -7,7 +7,6 @@ leaves files that can be read.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import signal
@@ -15,12 +14,12 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
 from clusterddp.run.process_table import read_process
+from clusterddp.wire import build
 
 _T = TypeVar("_T")
 FOREIGN = "none"
@@ -170,13 +169,11 @@ def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
     The log of a root cause is one of the run's own, or none: a host or another user may have written the file.
     Raises: ClusterddpError: it holds something else, `where`.
     """
-    facts = _checked(AttemptEnd, data, where)
-    if facts.get("root_cause") is not None:
-        cause = RootCause(**_checked(RootCause, facts["root_cause"], where))
-        if cause.log is not None and not _LOG.fullmatch(cause.log):
-            cause = dataclasses.replace(cause, log=None)
-        facts["root_cause"] = cause
-    return AttemptEnd(**facts)
+    end = _build(AttemptEnd, data, where)
+    cause = end.root_cause
+    if cause is None or cause.log is None or _LOG.fullmatch(cause.log):
+        return end
+    return dataclasses.replace(end, root_cause=dataclasses.replace(cause, log=None))
 
 
 def write_rank(attempt: AttemptDir, record: RankRecord) -> None:
@@ -225,42 +222,15 @@ def _read(kind: type[_T], path: Path) -> _T:
     data = read_json(path)
     if data is None:
         raise FileNotFoundError(path)
-    return kind(**_checked(kind, data, str(path)))
+    return _build(kind, data, str(path))
 
 
-def _checked(kind: type[Any], data: Any, where: str) -> dict[str, Any]:
-    """Return the values of a record, each of its type; keys that a newer version wrote are dropped.
+def _build(kind: type[_T], data: Any, where: str) -> _T:
+    """Make a record of JSON.
 
-    Raises: ClusterddpError: a value is of another type, or one is missing.
+    Raises: ClusterddpError: it holds something else, `where`.
     """
-    if not isinstance(data, dict):
-        raise ClusterddpError(f"{where}: not a {kind.__name__}: found a {type(data).__name__}")
-    types = _types(kind)  # type: ignore[arg-type]
-    for field in dataclasses.fields(kind):
-        if field.name not in data:
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ClusterddpError(f"{where}: not a {kind.__name__}: no {field.name}")
-        elif not _is_of(data[field.name], types[field.name]):
-            found = f"{data[field.name]!r:.60}"
-            raise ClusterddpError(f"{where}: not a {kind.__name__}: {field.name} is {found}")
-    return {name: value for name, value in data.items() if name in types}
-
-
-@functools.cache
-def _types(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _is_of(value: Any, wanted: Any) -> bool:
-    """Say whether a JSON value is of an annotated type; what is inside lists and objects is not looked at."""
-    if wanted is Any:
-        return True
-    origin, choices = get_origin(wanted), get_args(wanted)
-    if origin is Literal:
-        return value in choices
-    if origin in (Union, UnionType):
-        return any(_is_of(value, each) for each in choices)
-    if wanted in (int, float) and isinstance(value, bool):
-        return False
-    kinds: dict[Any, Any] = {float: (int, float), RootCause: dict}
-    return isinstance(value, kinds.get(wanted, origin or wanted))
+    try:
+        return build(kind, data)
+    except ValueError as error:
+        raise ClusterddpError(f"{where}: not a {kind.__name__}: {error}") from error

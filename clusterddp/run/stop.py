@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import AttemptDir, write_json
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import AttemptDir, read_regular, write_json
+from clusterddp.wire import read_object
 
 
 def request_stop(stop_file: Path, reason: str) -> None:
@@ -36,9 +38,9 @@ def stop_requested(stop_file: Path) -> bool:
 def stop_reason(stop_file: Path) -> str:
     """Return why the stop was asked for; a file that somebody made by hand has no reason of its own."""
     try:
-        data = json.loads(stop_file.read_text(encoding="utf-8"))
+        data = read_object(read_regular(stop_file, 65536))
         return str(data["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, ClusterddpError):
         return f"the file {stop_file.name}"
 
 

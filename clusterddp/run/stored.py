@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from clusterddp.dist.environment import COOKIE
 from clusterddp.errors import ClusterddpError
@@ -62,12 +62,6 @@ class Storage:
     removable: tuple[Stored, ...]
     unfinished: tuple[str, ...] = ()
     """Old runs of which no end is recorded here, as after a power cut: they are left to their owner."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Storage:
-        """Rebuild what `dataclasses.asdict` made."""
-        removable = tuple(Stored(**each) for each in data["removable"])
-        return cls(**data | {"removable": removable, "unfinished": tuple(data["unfinished"])})
 
 
 def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()) -> Storage:

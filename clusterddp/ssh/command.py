@@ -48,7 +48,7 @@ class Command(Session):
         Raises: SshError.
         """
         self._send_line(words, BOOT_TIMEOUT_S)
-        return self._read_marked(BOOT_TIMEOUT_S)
+        return self.read_marked({"missing": list[str], "python": str}, BOOT_TIMEOUT_S)
 
     def stay(self, agent: Session, write_out: Write, write_err: Write) -> int | None:
         """Hand on what the command writes until it has ended; return its exit code, None: the connection broke.
@@ -136,8 +136,8 @@ def open_command(agent: Session, access: HostAccess, package: Package) -> Comman
         raise SshError(agent.host, "start", "the connection broke", dropped=True)
     try:
         channel = agent.connection.execute(package.command)
-        command = Command(host=access.host, connection=agent.connection, channel=channel)
-        command.begin(access, dataclasses.replace(package, boot=_START))
+        command = Command(host=access.host, connection=agent.connection, channel=channel, answers={})
+        command.begin(access, dataclasses.replace(package, boot=_START, hello={"have": bool}))
     except BaseException:
         agent.connection.close()
         raise

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
 from clusterddp.ssh.connect import connect_all
 from clusterddp.ssh.connection import Connection
 from clusterddp.ssh.fan import AT_ONCE, Fan
+from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
     import paramiko
@@ -24,6 +25,8 @@ _PACKET_BYTES = 32 * 1024 - 64
 """What sshd takes in one packet, less paramiko's allowance."""
 _MAX_PREFACE = 256 * 1024
 """How much a login shell may print before the agent speaks."""
+_MAX_LINE_BYTES, _MAX_DATA_BYTES = 32 << 20, 64 << 20
+"""What an agent's answer may have: the files of a run are listed in one line, the pieces of files are its data."""
 _MARK = b"clusterddp-agent "
 
 
@@ -49,6 +52,10 @@ class Package:
     boot: bytes
     sha256: str
     data: bytes
+    hello: Mapping[str, Any]
+    """What the boot says first: key -> type, for `wire.build`."""
+    answers: Mapping[str, Mapping[str, Any]]
+    """What the agent answers to each operation; to others nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +81,9 @@ class Session:
     host: str
     connection: Connection
     channel: paramiko.Channel
+    answers: Mapping[str, Mapping[str, Any]]
     hello: dict[str, Any] = field(default_factory=dict)
-    """What the host said of itself: hostname, user, uid, home, root, python, version, platform, boot_id, pid."""
+    """What the host said of itself."""
     _unread: bytes = b""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -85,17 +93,16 @@ class Session:
         facts: Mapping[str, Any] | None = None,
         *,
         body: bytes | Upload = b"",
-        sink: BinaryIO | None = None,
         timeout_s: float = 30.0,
     ) -> Reply:
-        """Ask the agent to do something, and wait for its answer; what it sends goes to `sink`, or into the reply.
+        """Ask the agent to do something, and wait for its answer.
 
         `timeout_s`: how long nothing may come.
         Raises: SshError: the host refuses, with its reason; or the connection has broken.
         """
         upload = body if isinstance(body, Upload) else Upload(size=len(body), chunks=[body] if body else [])
         with self._lock:
-            return self._ask(do, facts or {}, upload, sink, timeout_s)
+            return self._ask(do, facts or {}, upload, timeout_s)
 
     def beat(self, timeout_s: float) -> None:
         """Give the agent a sign of life; whoever is speaking to it at this moment does so already.
@@ -105,7 +112,7 @@ class Session:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._ask("beat", {}, Upload(size=0, chunks=[]), None, timeout_s)
+            self._ask("beat", {}, Upload(size=0, chunks=[]), timeout_s)
         finally:
             self._lock.release()
 
@@ -136,25 +143,17 @@ class Session:
                 + b"\n",
                 BOOT_TIMEOUT_S,
             )
-        self.hello = self._read_marked(BOOT_TIMEOUT_S)
+        self.hello = self.read_marked(package.hello, BOOT_TIMEOUT_S)
         if not self.hello["have"]:
             self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
             self._send(package.data, BOOT_TIMEOUT_S)
-            self._read_marked(BOOT_TIMEOUT_S)
+            self.read_marked({}, BOOT_TIMEOUT_S)
 
-    def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, sink: BinaryIO | None, timeout_s: float) -> Reply:
-        self._send_line({"do": do, **facts, "size": upload.size}, timeout_s)
-        for chunk in upload.chunks:
-            self._send(chunk, timeout_s)
-        answer = self._read_json(timeout_s)
-        size = int(answer.pop("size", 0))
-        data = self._read_data(size, sink, timeout_s)
-        if not answer.pop("ok", False):
-            raise SshError(self.host, "ask", str(answer.get("error")), hint=answer.get("hint"))
-        return Reply(facts=answer, data=data)
+    def read_marked(self, keys: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Read a line of the boot, which holds these keys; what a login shell prints before it is passed over.
 
-    def _read_marked(self, timeout_s: float) -> dict[str, Any]:
-        """Read a line of the boot; what a login shell prints before it is passed over."""
+        Raises: SshError.
+        """
         preface = b""
         while True:
             try:
@@ -162,13 +161,26 @@ class Session:
             except SshError as error:
                 self._explain(preface, error)
             if line.startswith(_MARK):
-                answer = dict(json.loads(line[len(_MARK) :]))
-                if not answer.pop("ok"):
-                    raise SshError(self.host, "start", str(answer["error"]))
-                return answer
+                answer = self._parse(line[len(_MARK) :])
+                if not answer.pop("ok", False):
+                    raise SshError(self.host, "start", str(answer.get("error")))
+                return self._build(keys, answer)
             preface += line
             if len(preface) > _MAX_PREFACE:
                 self._explain(preface, None)
+
+    def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, timeout_s: float) -> Reply:
+        self._send_line({"do": do, **facts, "size": upload.size}, timeout_s)
+        for chunk in upload.chunks:
+            self._send(chunk, timeout_s)
+        answer = self._parse(self._read_line(timeout_s))
+        size = answer.pop("size", 0)
+        if not isinstance(size, int) or not 0 <= size <= _MAX_DATA_BYTES:
+            self._nonsense(f"{size!r:.40} bytes of data")
+        data = self._read_data(size, timeout_s)
+        if not answer.pop("ok", False):
+            raise SshError(self.host, "ask", str(answer.get("error")), hint=_text(answer.get("hint")))
+        return Reply(facts=self._build(self.answers.get(do, {}), answer), data=data)
 
     def _explain(self, preface: bytes, error: SshError | None) -> NoReturn:
         """Raise why the agent did not start, in the words of the host."""
@@ -187,37 +199,53 @@ class Session:
         self._send(json.dumps(words).encode() + b"\n", timeout_s)
 
     def _send(self, data: bytes, timeout_s: float) -> None:
-        self.channel.settimeout(timeout_s)
         try:
+            self.channel.settimeout(timeout_s)
             for start in range(0, len(data), _PACKET_BYTES):  # paramiko copies what is left after each packet
                 self.channel.sendall(data[start : start + _PACKET_BYTES])
         except OSError as error:
             self._broken(error, timeout_s)
 
-    def _read_json(self, timeout_s: float) -> dict[str, Any]:
-        return dict(json.loads(self._read_line(timeout_s)))
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        try:
+            return read_object(line)
+        except ValueError as error:
+            self._nonsense(str(error), error)
+
+    def _build(self, keys: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return build(keys, answer, "answer")  # type: ignore[no-any-return]
+        except ValueError as error:
+            self._nonsense(str(error), error)
+
+    def _nonsense(self, what: str, error: Exception | None = None) -> NoReturn:
+        """Give the conversation up: what follows cannot be told from what it answers."""
+        self.channel.close()
+        raise NonsenseError(self.host, what) from error
 
     def _read_line(self, timeout_s: float) -> bytes:
-        while b"\n" not in self._unread:
-            self._unread += self._receive(timeout_s)
-        line, newline, self._unread = self._unread.partition(b"\n")
-        return line + newline
+        chunks, size, chunk = [], 0, self._unread
+        while b"\n" not in chunk:
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > _MAX_LINE_BYTES:
+                self._nonsense(f"more than {_MAX_LINE_BYTES:,} bytes in a line")
+            chunk = self._receive(timeout_s)
+        last, newline, self._unread = chunk.partition(b"\n")
+        return b"".join((*chunks, last, newline))
 
-    def _read_data(self, size: int, sink: BinaryIO | None, timeout_s: float) -> bytes:
+    def _read_data(self, size: int, timeout_s: float) -> bytes:
         kept = []
         while size:
-            chunk = self._unread[:size] or self._receive(timeout_s)[:size]
-            self._unread = self._unread[len(chunk) :] if self._unread else b""
+            received = self._unread or self._receive(timeout_s)
+            chunk, self._unread = received[:size], received[size:]
             size -= len(chunk)
-            if sink is not None:
-                sink.write(chunk)
-            else:
-                kept.append(chunk)
+            kept.append(chunk)
         return b"".join(kept)
 
     def _receive(self, timeout_s: float) -> bytes:
-        self.channel.settimeout(timeout_s)
         try:
+            self.channel.settimeout(timeout_s)
             data = self.channel.recv(_CHUNK_BYTES)
         except OSError as error:
             self._broken(error, timeout_s)
@@ -231,6 +259,7 @@ class Session:
         return f"{left}: {last}" if last else left
 
     def _broken(self, error: OSError, timeout_s: float) -> NoReturn:
+        self.channel.close()  # a late answer would be taken for that to the next question
         words = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
         raise SshError(self.host, "ask", f"the connection broke: {words}", dropped=True) from error
 
@@ -253,7 +282,8 @@ def open_sessions(
 def start_session(connection: Connection, access: HostAccess, package: Package) -> Session | SshError:
     """Start the agent over a connection, which is closed when that fails."""
     try:
-        session = Session(host=access.host, connection=connection, channel=connection.execute(package.command))
+        channel = connection.execute(package.command)
+        session = Session(host=access.host, connection=connection, channel=channel, answers=package.answers)
         session.begin(access, package)
     except SshError as error:
         connection.close()
@@ -291,6 +321,10 @@ def raise_for(errors: Collection[ClusterddpError], trouble: str = "cannot be use
         raise first
     lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
     raise PreflightError("\n  ".join([f"{len(errors)} hosts {trouble}:", *lines])) from first
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def close_if_open(result: Session | SshError) -> None:

@@ -23,6 +23,7 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, write_bytes
 from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.wire import read_object
 
 _GENERATION = re.compile(r"step-\d{8,}-a\d+")
 
@@ -144,7 +145,7 @@ def _write(path: Path, data: bytes) -> None:
 def _read_manifest(path: Path) -> Manifest:
     """Raises: ClusterddpError: the manifest makes no sense."""
     try:
-        data = json.loads(path.read_bytes())
+        data = read_object(path.read_bytes())
         manifest = Manifest(**{field.name: data[field.name] for field in fields(Manifest)})
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterddpError(f"not a manifest ({type(error).__name__}: {error})") from error

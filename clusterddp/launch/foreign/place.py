@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist.interface import interface_towards, is_loopback, loopback, named_interface
 from clusterddp.dist.muster_words import Hello
 from clusterddp.errors import PreflightError
+from clusterddp.run.directory import is_run_name, is_token
+from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -35,8 +37,21 @@ class Decided:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decided:
-        nodes = tuple((str(host), tuple(ranks)) for host, ranks in data["nodes"])
-        return cls(**data | {"nodes": nodes})
+        """Take what rank 0 has told: whoever answers at its port may have told it.
+
+        Raises: PreflightError: it cannot be what rank 0 says.
+        """
+        try:
+            decided: Decided = build(cls, data, "rank 0's answer")
+        except ValueError as error:
+            raise PreflightError(f"what answers as rank 0 is none: {error}") from error
+        ranks = sorted(rank for _, of_host in decided.nodes for rank in of_host)
+        port_fits = 0 < decided.master_port < 65536
+        if not (is_run_name(decided.run) and is_token(decided.token) and 0 <= decided.attempt < 10**6 and port_fits):
+            raise PreflightError(f"what answers as rank 0 is none: it names the run {decided.run!r:.60}")
+        if ranks != list(range(len(ranks))):
+            raise PreflightError("what answers as rank 0 is none: its ranks have gaps")
+        return decided
 
 
 def nodes_of(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from clusterddp import __version__
+from clusterddp.wire import read_object
 
 MAX_LINE = 1_000_000
 Words = dict[str, Any]
@@ -76,13 +77,10 @@ class Line:
             self.ended = True
         *lines, self._unread = self._unread.split(b"\n")
         try:
-            heard = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            heard = [None]
-        if not all(isinstance(words, dict) for words in heard):
+            return [read_object(line) for line in lines]
+        except ValueError:
             self.ended = True
             return []
-        return heard
 
     def close(self) -> None:
         self.ended = True

@@ -44,15 +44,6 @@ class SlurmPlan:
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SlurmPlan:
-        """Rebuild a plan from JSON (lists become tuples again)."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        known: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
-        }
-        return cls(**known)
-
 
 def plan_slurm(
     options: JobOptions, *, container: dict[str, Any] | None, mounts: tuple[str, ...], environ: Mapping[str, str]

@@ -8,12 +8,12 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.launch.ssh.cargo import Cargo, find_groups
 from clusterddp.run.tree import Entry, leads_out, list_tree, read_entry, read_sum, show, to_json
 from clusterddp.run.tree_stream import Sending, total_bytes
+from clusterddp.wire import build, read_object
 
 _COMPARE_TIMEOUT_S = 120.0
 _SLOW_BYTES_PER_S = 50e6
@@ -127,14 +127,14 @@ def _compare(source: Source, cargo: Cargo, hosts: list[str]) -> dict[str, Found]
     def compare(host: str) -> Found:
         session = cargo.sessions[host]
         reply = session.ask("store.compare", {"target": source.target}, body=listing, timeout_s=timeout_s)
-        facts: Mapping[str, Any] = reply.facts
-        return Found(
-            **{verdict: frozenset(numbers) for verdict, numbers in json.loads(reply.data).items()},
-            place=facts["place"],
-            in_the_way=tuple(facts["in_the_way"]),
-            stale=tuple(facts["stale"]),
-            stale_count=facts["stale_count"],
-        )
+        try:
+            found: Found = build(Found, read_object(reply.data) | reply.facts, "answer")
+        except ValueError as error:
+            raise NonsenseError(host, str(error)) from error
+        numbers = found.absent | found.unsure | found.changed | found.other
+        if not numbers <= frozenset(range(len(source.entries))) or (found.other and not found.in_the_way):
+            raise NonsenseError(host, "it tells of files that it was not asked about")
+        return found
 
     return cargo.at_all(hosts, compare)
 

@@ -63,11 +63,7 @@ def read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
 def look_for_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
     """Find this user's runs on hosts; those that do not answer are left out."""
     replies = ask_all(sessions, "table.look", {"tokens": None})
-    return {
-        host: [RunHere.from_json(run) for run in reply.facts["runs"]]
-        for host, reply in replies.items()
-        if isinstance(reply, Reply)
-    }
+    return {host: reply.facts["runs"] for host, reply in replies.items() if isinstance(reply, Reply)}
 
 
 def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> Network:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from clusterddp.errors import ClusterddpError, SshError
-from clusterddp.launch.ssh.pull import PIECE_BYTES, Asks, Told, read_parts, spans_of, write_piece
+from clusterddp.errors import ClusterddpError, NonsenseError, SshError
+from clusterddp.launch.ssh.pull import PIECE_BYTES, SPARE_BYTES, Asks, Told, read_parts, spans_of, write_piece
 from clusterddp.launch.ssh.target import Target, locked, unwritable
 from clusterddp.run.directory import sync_directory, write_bytes
+from clusterddp.wire import read_object
 
 _MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")
 _LOCK_S = 1.0
-_SPARE_BYTES = 16 << 20
-"""So much of the disk is left free."""
 
 
 class _GoneError(Exception):
@@ -108,7 +106,7 @@ def _fetch_checkpoint(session: Asks, target: Target, generation: str, files: Map
     path, data = f"{generation}.json", f"{generation}.pt"
     ((_, told, text),) = read_parts(session, target, [{"path": path, "offset": 0, "limit": PIECE_BYTES}])
     try:
-        if told.get("gone") or data not in files:
+        if told["gone"] or data not in files:
             raise _GoneError
         expected = _read_manifest(target, generation, text)
         if _is(target.home(data), expected):
@@ -129,7 +127,7 @@ def _fetch_checkpoint(session: Asks, target: Target, generation: str, files: Map
 def _read_manifest(target: Target, generation: str, text: bytes) -> Sum:
     """Raises: _DamagedError: it is none, or of another file."""
     try:
-        manifest = json.loads(text)
+        manifest = read_object(text)
         name, expected = manifest["file"], Sum(str(manifest["sha256"]), int(manifest["bytes"]))
     except (ValueError, KeyError, TypeError) as error:
         raise _DamagedError("its manifest is none") from error
@@ -165,12 +163,14 @@ def _grow_part(session: Asks, target: Target, path: str, listed: Told, partial: 
         size = partial.stat().st_size if partial.exists() else 0
         part = {"path": path, "offset": size, "limit": PIECE_BYTES, "like": spans_of(partial, size) if size else []}
         ((_, told, data),) = read_parts(session, target, [part])
-        if told.get("gone") or (told["size"], told["mtime_ns"]) != tuple(listed):
+        if told["gone"] or (told["size"], told["mtime_ns"]) != tuple(listed):
             partial.unlink(missing_ok=True)
             raise _GoneError
-        if not told["fits"]:
+        if not told["fits"] and size:
             partial.unlink()
             continue
+        if not data and size < told["size"]:
+            raise NonsenseError(target.host, f"nothing of {path}")
         try:
             write_piece(partial, size, data, None)
         except OSError:
@@ -216,7 +216,7 @@ def _is(path: Path, expected: Sum) -> bool:
 
 def _demand_room(target: Target, num_bytes: int) -> None:
     free = shutil.disk_usage(target.run.path).free
-    if num_bytes + _SPARE_BYTES > free:
+    if num_bytes + SPARE_BYTES > free:
         raise ClusterddpError(
             f"{target.run.path}: {num_bytes / 1e6:.1f} MB are to be fetched from {target.host}, "
             f"{free / 1e6:.1f} MB are free here",

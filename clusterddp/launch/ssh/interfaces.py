@@ -98,7 +98,7 @@ def probe_network(gang: Gang, sessions: Mapping[int, Session], *, within_s: floa
 
     try:
         told = _all_or_raise(ask_all(by_host, "net.listen", introduce))
-        findings = Findings(hosts=tuple(HostNetwork.from_json(host, told[host].facts) for host in hosts), ways=())
+        findings = Findings(hosts=tuple(HostNetwork(host=host, **told[host].facts) for host in hosts), ways=())
         if findings.on_one_machine:
             return findings
         probes = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))

@@ -151,10 +151,10 @@ def _name_the_cause(error: PreflightError, crew: Crew, attempt: int) -> Prefligh
         facts = crew.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
-    told = facts["runs"][name]
-    if told["end"] is None or told["end_attempt"] != attempt:
+    told = facts["runs"].get(name)
+    if told is None or told["end"] is None or told["end_attempt"] != attempt:
         return error
-    return PreflightError(f"{head}: node 0 has ended the start: {told['end']['reason']}\n  {error.message}")
+    return PreflightError(f"{head}: node 0 has ended the start: {told['end'].get('reason')}\n  {error.message}")
 
 
 class _Telling:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.launch.ssh.fetch import fetch
 from clusterddp.launch.ssh.links import Links, Open
 from clusterddp.launch.ssh.opener import Opener
@@ -206,10 +206,12 @@ class Mirror:
         reply = session.ask("mirror.changes", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         visits = []
         for target in targets:
-            told, known = reply.facts["runs"][target.name], seen[target.name]
+            told, known = reply.facts["runs"].get(target.name), seen[target.name]
+            if told is None:
+                raise NonsenseError(access.host, f"nothing of {target.name}")
             if told["files"] is not None:
                 known.total = told["sum"]
-                known.files = {path: (size, mtime_ns) for path, (size, mtime_ns) in told["files"].items()}
+                known.files = told["files"]
             visits.append(self._bring_home(session, target, told, known.files))
         return visits
 

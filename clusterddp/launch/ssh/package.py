@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import clusterddp
+from clusterddp.launch.ssh.answers import ANSWERS, HELLO
 from clusterddp.run.templates import list_templates, read_template
 from clusterddp.ssh.session import Package
 
@@ -33,6 +34,8 @@ def package() -> Package:
         boot=(home / "host" / "boot.py").read_bytes(),
         sha256=hashlib.sha256(data).hexdigest(),
         data=data,
+        hello=HELLO,
+        answers=ANSWERS,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import UsageError
+from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.spec.hosts import Share
@@ -83,18 +84,11 @@ class SshPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SshPlan:
-        """Rebuild a plan from JSON (lists become tuples again); keys that a newer version wrote are dropped."""
-        return cls(
-            **_known(cls, data)
-            | {
-                "hosts": tuple(
-                    SshNode(**_known(SshNode, node) | {"modules": tuple(node.get("modules", ()))})
-                    for node in data["hosts"]
-                ),
-                "send": tuple(Send(**_known(Send, send)) for send in data.get("send", ())),
-                "fetch": tuple(data.get("fetch", ())),
-            }
-        )
+        """Rebuild a plan from JSON.
+
+        Raises: ValueError: it is none; see `build`.
+        """
+        return build(cls, data, "ssh")
 
 
 def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:

@@ -67,7 +67,7 @@ def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = F
     told = Told(facts={})
     for host, reply in ask_all(sessions, "facts.machine", question).items():
         if isinstance(reply, Reply):
-            told.facts[host] = HostFacts.from_json(reply.facts["facts"])
+            told.facts[host] = reply.facts["facts"]
         else:
             told.failed[host] = reply
     with_gpus = {host: sessions[host] for host in told.facts if needs[host].gpus or thorough}

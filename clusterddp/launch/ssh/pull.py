@@ -8,17 +8,19 @@ is lost, or a process that is killed, at any point loses no byte and doubles non
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
-import itertools
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, SshError
+from clusterddp.launch.ssh.answers import Part
 from clusterddp.launch.ssh.target import Kind, Target, locked, unwritable
-from clusterddp.run.directory import write_bytes
+from clusterddp.run.directory import MAX_RECORD_BYTES, write_bytes
 
 ASK_TIMEOUT_S = 10.0
 """How long a host may say nothing at all."""
@@ -26,6 +28,9 @@ PIECE_BYTES = 4 << 20
 """So much is asked for at once, and held in memory."""
 TURN_BYTES = 64 << 20
 """So much comes of growing files before the records are looked at again."""
+SPARE_BYTES = 16 << 20
+"""So much of the disk is left free."""
+_MAX_ASIDE = 16
 _HEAD_BYTES, _TAIL_BYTES = 512, 4096
 """What is compared of a growing file before more of it is asked for."""
 
@@ -69,6 +74,9 @@ def pull(session: Asks, target: Target, files: Mapping[str, Told]) -> Pulled:
         with locked(target.run, f"mirror-{min(target.nodes)}") as free:
             if not free:
                 return Pulled(untouched=True)
+            kinds = {
+                path: kind for path, kind in kinds.items() if kind != "events" or files[path][0] <= MAX_RECORD_BYTES
+            }
             growing = {path: files[path] for path, kind in kinds.items() if kind in {"grows", "events"}}
             done.behind = not _grow(session, target, growing)
             if "events.jsonl" in kinds:
@@ -86,14 +94,19 @@ def pull(session: Asks, target: Target, files: Mapping[str, Told]) -> Pulled:
 
 def read_parts(
     session: Asks, target: Target, parts: list[dict[str, Any]]
-) -> Iterable[tuple[dict[str, Any], dict[str, Any], bytes]]:
+) -> Iterable[tuple[dict[str, Any], Part, bytes]]:
     """Ask for pieces of files; yield what was asked, what is told of it, and the piece.
 
     Raises: SshError.
     """
     reply = session.ask("mirror.read", {"name": target.name, "parts": parts}, timeout_s=ASK_TIMEOUT_S)
+    said: list[Part] = reply.facts["parts"]
+    if len(said) != len(parts) or sum(told["length"] for told in said) != len(reply.data):
+        raise NonsenseError(target.host, f"{len(said)} parts of {len(parts)}, with {len(reply.data):,} bytes")
     begin = 0
-    for part, told in zip(parts, reply.facts["parts"], strict=True):
+    for part, told in zip(parts, said, strict=True):
+        if not 0 <= told["length"] <= (0 if told["gone"] else part["limit"]) or told["size"] < 0:
+            raise NonsenseError(target.host, f"{told['length']:,} bytes of {part['path']}")
         yield part, told, reply.data[begin : begin + told["length"]]
         begin += told["length"]
 
@@ -108,14 +121,22 @@ def spans_of(path: Path, size: int) -> list[tuple[int, int, str]]:
 
 
 def set_aside(path: Path) -> None:
-    """Keep what is no longer how the host's file begins, under the next free name: `rank-000.out.1`."""
-    number = next(number for number in itertools.count(1) if not path.with_name(f"{path.name}.{number}").exists())
-    path.rename(path.with_name(f"{path.name}.{number}"))
+    """Keep what is no longer how the host's file begins, under the next free name: `rank-000.out.1`.
+
+    Raises: ClusterddpError: too many are kept already.
+    """
+    names = (path.with_name(f"{path.name}.{number}") for number in range(1, _MAX_ASIDE + 1))
+    free = next((name for name in names if not name.exists()), None)
+    if free is None:
+        raise ClusterddpError(f"{path}: the host's file has begun anew {_MAX_ASIDE} times; no more are kept")
+    path.rename(free)
 
 
 def write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> None:
     """Write a piece where it belongs; `mtime_ns`: the file is complete with it, as of then."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if shutil.disk_usage(path.parent).free < len(data) + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
@@ -132,28 +153,36 @@ def write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> N
 
 
 def _grow(session: Asks, target: Target, files: Mapping[str, Told]) -> bool:
-    """Bring growing files up to what the host has told; False when that is more than one turn's share."""
-    left = TURN_BYTES
+    """Bring growing files up to what the host has told.
+
+    False: more is there, and some of it came. A host that sends nothing is not asked again before the next look.
+    """
+    left, whole = TURN_BYTES, True
     todo = dict(files)
     while todo:
         if left <= 0:
             return False
         parts = list(_next_parts(target, todo))
         if not parts:
-            return True
+            break
         for part, told, data in read_parts(session, target, parts):
             home = target.home(part["path"])
             left -= len(data)
-            if told.get("gone"):
+            if told["gone"]:
                 todo.pop(part["path"])  # what is here stays
             elif not told["fits"]:
+                if not home.exists():
+                    raise NonsenseError(target.host, f"{part['path']} does not begin as nothing does")
                 set_aside(home)
+            elif not data and part["offset"] != told["size"]:
+                todo.pop(part["path"])  # the answer was full, or the file is shorter than it was: the next look tells
+                whole = False
             else:
                 complete = part["offset"] + len(data) == told["size"]
                 write_piece(home, part["offset"], data, told["mtime_ns"] if complete else None)
                 if complete or part["offset"] + len(data) >= todo[part["path"]][0]:
                     todo.pop(part["path"])
-    return True
+    return whole or left == TURN_BYTES
 
 
 def _next_parts(target: Target, todo: dict[str, Told]) -> Iterable[dict[str, Any]]:
@@ -181,7 +210,7 @@ def _replace(session: Asks, target: Target, files: Mapping[str, Told], kind: str
         batch, changed = changed[:256], changed[256:]
         parts = [{"path": path, "offset": 0, "limit": PIECE_BYTES} for path in batch]
         for part, told, data in read_parts(session, target, parts):
-            if told.get("gone") or told["length"] < told["size"]:
+            if told["gone"] or told["length"] < told["size"]:
                 continue  # being replaced, or too large for a record; or the answer is full: the next look sees to it
             home = target.home(part["path"])
             home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

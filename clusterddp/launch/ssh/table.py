@@ -67,26 +67,26 @@ class Hosts:
         """Tell what lives of runs on each host."""
         facts = {host: {"tokens": None if tokens is None else list(tokens)} for host in self._accesses}
         replies = self._ask("table.look", facts)
-        return _read(replies, lambda reply: [RunHere.from_json(run) for run in reply["runs"]])
+        return _read(replies, lambda reply: reply["runs"])
 
     def end(self, tokens: Mapping[str, Sequence[str]]) -> dict[str, list[Ended] | SshError]:
         """End what is left over of these runs on these hosts."""
         longest = max(map(len, tokens.values()), default=0)
         facts = {host: {"tokens": list(of_host)} for host, of_host in tokens.items()}
         replies = self._ask("table.end", facts, timeout_s=_TIMEOUT_S + longest * _END_TIMEOUT_S)
-        return _read(replies, lambda reply: [Ended.from_json(ended) for ended in reply["ended"]])
+        return _read(replies, lambda reply: reply["ended"])
 
     def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
         """Tell what lies on each host that is that old and needed by nothing."""
         facts = {host: {"older_than_s": older_than_s} for host in self._accesses}
         replies = self._ask("table.stored", facts, timeout_s=_DISK_TIMEOUT_S)
-        return _read(replies, lambda reply: Storage.from_json(reply["stored"]))
+        return _read(replies, lambda reply: reply["stored"])
 
     def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
         """Remove these places on these hosts."""
         facts = {host: {"places": list(of_host), "older_than_s": older_than_s} for host, of_host in places.items()}
         replies = self._ask("table.remove", facts, timeout_s=_DISK_TIMEOUT_S)
-        return _read(replies, lambda reply: [Removed(**removed) for removed in reply["removed"]])
+        return _read(replies, lambda reply: reply["removed"])
 
     def __enter__(self) -> Hosts:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -196,4 +197,8 @@ def _target_of(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang
 
 def _is_harmless(path: str) -> bool:
     """Say whether a name stays below the run's directory, and is not of this machine's own."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
     return all(part and not part.startswith(".") and "\0" not in part for part in path.split("/"))

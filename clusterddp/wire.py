@@ -1,0 +1,131 @@
+"""JSON from another process: over a socket, a pipe, an SSH channel or in a file, from whoever has written it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict, overload
+
+_T = TypeVar("_T")
+_PLAIN: dict[Any, Any] = {float: (int, float), None: type(None)}
+_MAX_NUMBER = 2**63
+_MAX_DEPTH = 64
+"""Deeper than anything that we send, and far from where Python gives up."""
+
+
+def read_object(data: bytes | str) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises: ValueError: see `read_value`; or it is no object.
+    """
+    value = read_value(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, where an object belongs")
+    return value
+
+
+def read_value(data: bytes | str) -> Any:
+    """Read one JSON value.
+
+    Raises: ValueError: it is no JSON, or nested deeper than anything that we send.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for values in inner for each in values]
+        if not level:
+            return value
+    raise ValueError("nested too deep")
+
+
+@overload
+def build(kind: type[_T], value: Any, where: str = ...) -> _T: ...
+@overload
+def build(kind: Any, value: Any, where: str = ...) -> Any: ...
+def build(kind: Any, value: Any, where: str = "it") -> Any:
+    """Make of JSON what an annotated type means: dataclasses of objects, tuples of arrays; other keys are dropped.
+
+    `kind`: a dataclass, TypedDict, list, tuple, frozenset, dict, Literal, union, Path, what `json` makes itself, or
+    keys and their types, of which one that is not there is None.
+    Raises: ValueError: the value is of another type; it says where, as `it.parts[0].length is 'x'`.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _build_one_of(inner, value, where)
+    if origin in (list, tuple, frozenset):
+        return origin(_build_items(origin, inner, value, where))
+    if isinstance(kind, Mapping) or origin is dict or dataclasses.is_dataclass(kind) or is_typeddict(kind):
+        return _build_object(kind, value, where)
+    if origin is Literal:
+        fits = any(value == each and type(value) is type(each) for each in inner)
+    elif kind is Path:
+        fits = isinstance(value, str)
+    else:
+        fits = kind is Any or _is_plain(kind, value)
+    if not fits:
+        raise _found(value, where)
+    return Path(value) if kind is Path else value
+
+
+def _build_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    found = _found(value, where)
+    for kind in kinds:
+        try:
+            return build(kind, value, where)
+        except ValueError as error:
+            found = error if str(found) == str(_found(value, where)) else found
+    raise found
+
+
+def _build_items(origin: Any, kinds: tuple[Any, ...], value: Any, where: str) -> list[Any]:
+    fixed = origin is tuple and kinds[-1] is not Ellipsis
+    if not isinstance(value, list | tuple) or (fixed and len(value) != len(kinds)):
+        raise _found(value, where)
+    of_items = kinds if fixed else kinds[:1] * len(value)
+    return [build(kind, each, f"{where}[{n}]") for n, (kind, each) in enumerate(zip(of_items, value, strict=True))]
+
+
+def _build_object(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _found(value, where)
+    if get_origin(kind) is dict:
+        return {key: build(get_args(kind)[1], each, f"{where}.{key:.40}") for key, each in value.items()}
+    if isinstance(kind, Mapping):
+        return {key: build(of_it, value.get(key), f"{where}.{key}") for key, of_it in kind.items()}
+    types, required = _keys_of(kind)
+    for name in sorted(required - value.keys()):
+        raise ValueError(f"{where} has no {name}")
+    return kind(**{name: build(types[name], each, f"{where}.{name}") for name, each in value.items() if name in types})
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
+        return False  # NaN is not below it, either
+    return isinstance(value, _PLAIN.get(kind, kind))
+
+
+def _found(value: Any, where: str) -> ValueError:
+    return ValueError(f"{where} is {value!r:.60}")
+
+
+@functools.cache
+def _keys_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of an object's keys, and those that it must have."""
+    types = get_type_hints(kind)
+    if is_typeddict(kind):
+        return types, kind.__required_keys__
+    missing = dataclasses.MISSING
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    return {field.name: types[field.name] for field in fields}, frozenset(
+        field.name for field in fields if field.default is missing and field.default_factory is missing
+    )
