@@ -50,12 +50,12 @@ def read_value(data: bytes | str) -> Any:
 def build(kind: type[_T], value: Any, where: str = ...) -> _T: ...
 @overload
 def build(kind: Any, value: Any, where: str = ...) -> Any: ...
-def build(kind: Any, value: Any, where: str = "it") -> Any:
+def build(kind: Any, value: Any, where: str = "") -> Any:
     """Make of JSON what an annotated type means: dataclasses of objects, tuples of arrays; other keys are dropped.
 
     `kind`: a dataclass, TypedDict, list, tuple, frozenset, dict, Literal, union, Path, what `json` makes itself, or
     keys and their types, of which one that is not there is None.
-    Raises: ValueError: the value is of another type; it says where, as `it.parts[0].length is 'x'`.
+    Raises: ValueError: the value is of another type; it says where: `parts[0].length is 'x'`, after `where`, if given.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -97,13 +97,14 @@ def _build_object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _found(value, where)
     if get_origin(kind) is dict:
-        return {key: build(get_args(kind)[1], each, f"{where}.{key:.40}") for key, each in value.items()}
+        return {key: build(get_args(kind)[1], each, _inside(where, f"{key:.40}")) for key, each in value.items()}
     if isinstance(kind, Mapping):
-        return {key: build(of_it, value.get(key), f"{where}.{key}") for key, of_it in kind.items()}
+        return {key: build(of_it, value.get(key), _inside(where, key)) for key, of_it in kind.items()}
     types, required = _keys_of(kind)
     for name in sorted(required - value.keys()):
-        raise ValueError(f"{where} has no {name}")
-    return kind(**{name: build(types[name], each, f"{where}.{name}") for name, each in value.items() if name in types})
+        raise ValueError(f"{where or 'it'} has no {name}")
+    known = {name: each for name, each in value.items() if name in types}
+    return kind(**{name: build(types[name], each, _inside(where, name)) for name, each in known.items()})
 
 
 def _is_plain(kind: Any, value: Any) -> bool:
@@ -114,8 +115,12 @@ def _is_plain(kind: Any, value: Any) -> bool:
     return isinstance(value, _PLAIN.get(kind, kind))
 
 
+def _inside(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
 def _found(value: Any, where: str) -> ValueError:
-    return ValueError(f"{where} is {value!r:.60}")
+    return ValueError(f"{where or 'it'} is {value!r:.60}")
 
 
 @functools.cache
