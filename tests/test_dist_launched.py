@@ -177,7 +177,7 @@ def test_what_makes_no_sense_is_named_with_its_value(environ: dict[str, str], wo
     assert words in refusal(environ).message
 
 
-@pytest.mark.parametrize("step", ["", "4294967290", "4294967291"])
+@pytest.mark.parametrize("step", ["", "4294967290", "4294967291", "-5", "-6"])
 def test_the_shell_of_an_allocation_is_none_of_its_tasks(step: str) -> None:
     error = refusal({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": step})
     assert isinstance(error, UsageError)

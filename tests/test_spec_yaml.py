@@ -181,7 +181,7 @@ def test_a_file_is_read_up_to_one_megabyte(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 1_000_001)
     with pytest.raises(SpecError, match="1 problem") as caught:
         read_bytes(path)
-    assert caught.value.problems[0].message == "is larger than 1 MB, expected a spec"
+    assert caught.value.problems[0].message == "is larger than 1 MB, expected a YAML file"
 
 
 def test_devices_directories_and_missing_files_are_refused(tmp_path: Path) -> None:

@@ -44,9 +44,10 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
 
     Exit code 3 when any host fails; below it stands the command that mends it.
     """
+    from clusterddp.spec.hosts import expand_all
     from clusterddp.ssh.connect import connect_all
 
-    results = connect_all(_expand(hosts), environ=terminal.environ)
+    results = connect_all(expand_all(hosts), environ=terminal.environ)
     found = [_row(host, result) for host, result in results.items()]
     if output == "json":
         put_json({"healthy": all(row["ok"] for row in found), "hosts": found})
@@ -102,19 +103,15 @@ hosts.add_command(trust)
 COMMANDS = {"hosts": hosts}
 
 
-def _expand(hosts: Sequence[str]) -> list[str]:
-    from clusterddp.dist.hostlist import expand
-
-    return list(dict.fromkeys(name for text in hosts for name in expand(text)))
-
-
 def _parse_expected(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Split `node1=SHA256:...` into the name and what is expected."""
+    from clusterddp.spec.hosts import expand_all
+
     names: list[str] = []
     expected: dict[str, str] = {}
     for argument in arguments:
         text, equals, wanted = argument.partition("=")
-        found = _expand([text])
+        found = expand_all([text])
         names += found
         if equals and (len(found) != 1 or not _FINGERPRINT.fullmatch(wanted)):
             raise UsageError(

@@ -161,10 +161,11 @@ def _open(
     Raises: UsageError: of a run on Slurm it is not known which they are.
     """
     from clusterddp.launch.ssh.table import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
+    from clusterddp.spec.hosts import expand_all
     from clusterddp.ssh.session import HostAccess
 
     if hosts:
-        accesses = [HostAccess(host=host, python=python, root=root or DEFAULT_ROOT) for host in _expand(hosts)]
+        accesses = [HostAccess(host=host, python=python, root=root or DEFAULT_ROOT) for host in expand_all(hosts)]
         return Hosts(accesses, terminal.environ)
     if python:
         raise UsageError("--python is that of --hosts, and there are none")
@@ -179,12 +180,6 @@ def _open(
             hint=f"clusterddp cancel {run.name}; --hosts NODE,.. looks at nodes that SSH reaches",
         )
     return ThisMachine(runs_dir)
-
-
-def _expand(hosts: tuple[str, ...]) -> list[str]:
-    from clusterddp.dist.hostlist import expand
-
-    return list(dict.fromkeys(name for text in hosts for name in expand(text)))
 
 
 def _tokens(name: str | None, runs_dir: Path) -> list[str] | None:

@@ -36,11 +36,18 @@ def state_text(state: str) -> str:
     return click.style(state, fg=_COLORS.get(state), bold=True)
 
 
+def warning_text(warning: str) -> str:
+    """Spell what a person should look at though the run ended well."""
+    return f"{click.style('warning', fg='yellow')}: {printable(warning)}"
+
+
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
     """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
         lines.append(f"  {printable(status.reason)}")
+    if status.warning:
+        lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
     lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
     if status.progress:

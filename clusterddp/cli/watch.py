@@ -16,6 +16,7 @@ from clusterddp.cli.status_text import (
     progress_text,
     root_cause_lines,
     state_text,
+    warning_text,
 )
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
@@ -145,6 +146,8 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_
     elif view.state.value != "COMPLETED" and not cause and view.reason:
         text += f": {printable(view.reason)}"
     say(text)
+    if end and end.warning:
+        say(f"  {warning_text(end.warning)}")
     if cause:
         say("\n".join(root_cause_lines(cause, run)))
     started = view.attempt is not None and run.attempt(view.attempt).start.exists()

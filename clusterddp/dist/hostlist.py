@@ -3,84 +3,135 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
+from collections.abc import Iterator
 
 from clusterddp.errors import ClusterddpError
 
 MAX_HOSTS = 65_536
 """More than Slurm itself expands; a slip such as `node[1-99999999999]` must not eat the memory."""
+MAX_NAME = 255
+"""Longer than any host name; it bounds what a long name with a range in it expands to."""
+_SHOWN = 80
+
+_Range = tuple[int, int, int]
+"""First, last, and the width that zeros pad the numbers to."""
+_Piece = str | list[_Range]
 
 
-def expand(text: str) -> tuple[str, ...]:
+def expand(text: str, *, limit: int = MAX_HOSTS) -> tuple[str, ...]:
     """Name the hosts of a host list, in its order; a host that is named twice is there twice.
 
-    Raises: ClusterddpError: it is no host list, with the column where it stops being one.
+    Raises: ClusterddpError: it is no host list, or names more than `limit` hosts, with the column.
     """
-    hosts: list[str] = []
-    if not text.strip():
-        return ()
-    column = 1
-    for part in _split(text):
-        hosts += _expand_part(text, part, column, MAX_HOSTS - len(hosts))
+    return tuple(name for pieces in _parse(text, limit) for name in _names(pieces))
+
+
+def count(text: str, *, limit: int = MAX_HOSTS) -> int:
+    """Count the hosts of a host list without naming them. Raises: ClusterddpError: as `expand`."""
+    return sum(map(_size, _parse(text, limit)))
+
+
+def _parse(text: str, limit: int) -> list[list[_Piece]]:
+    """Take a host list apart; what is wrong, or too much, is refused before a single name is made."""
+    parts: list[list[_Piece]] = []
+    column, total = 1, 0
+    for part in _split(text) if text.strip() else ():
+        pieces = _parse_part(text, part, column, limit - total, limit)
+        total += _size(pieces)
+        parts.append(pieces)
         column += len(part) + 1
-    return tuple(hosts)
+    return parts
 
 
 def _split(text: str) -> list[str]:
     """Split at the commas that are outside of brackets."""
-    parts, depth = [""], 0
+    parts, depth, begin = [], 0, 0
     for column, letter in enumerate(text, 1):
         if letter == "," and depth == 0:
-            parts.append("")
+            parts.append(text[begin : column - 1])
+            begin = column
             continue
         depth += {"[": 1, "]": -1}.get(letter, 0)
         if depth not in (0, 1):
             raise _error(text, column, f"a {letter!r} too many")
-        parts[-1] += letter
     if depth:
         raise _error(text, len(text), "a ']' is missing")
-    return parts
+    return [*parts, text[begin:]]
 
 
-def _expand_part(text: str, part: str, column: int, room: int) -> list[str]:
-    """Expand `rack[1-2]node[3-4]`, which begins at `column` of `text`."""
+def _parse_part(text: str, part: str, column: int, room: int, limit: int) -> list[_Piece]:
+    """Parse `rack[1-2]node[3-4]`, which begins at `column` of `text`."""
     if not part.strip():
         raise _error(text, column, "a host name is missing")
-    pieces: list[list[str]] = []
-    size = 1
-    rest = part
-    while rest:
-        plain, bracket, rest = rest.partition("[")
-        pieces.append([plain])
-        column += len(plain) + 1
-        if bracket:
-            inside, _, rest = rest.partition("]")
-            numbers = _expand_ranges(text, inside, column, room // size)
-            size *= len(numbers)
-            pieces.append(numbers)
-            column += len(inside) + 1
-    return ["".join(choice).strip() for choice in itertools.product(*pieces)]
+    pieces: list[_Piece] = []
+    size, length, begin = 1, 0, column
+    for index, written in enumerate(re.split(r"[\[\]]", part)):
+        # Brackets are balanced and never nested: every second piece stands in them.
+        if index % 2:
+            ranges = _parse_ranges(text, written, column, room // size, limit)
+            size *= _count(ranges)
+            length += max(max(width, len(str(last))) for _, last, width in ranges)
+            pieces.append(ranges)
+        else:
+            length += len(written)
+            pieces.append(written)
+        if length > MAX_NAME:
+            raise _error(text, begin, f"a host name of more than {MAX_NAME} characters")
+        column += len(written) + 1
+    if size > room:
+        raise _error(text, begin, _too_many(limit))
+    return pieces
 
 
-def _expand_ranges(text: str, inside: str, column: int, room: int) -> list[str]:
-    """Expand `1-3,007`; a number is padded with zeros to the width of the first of its range."""
-    numbers: list[str] = []
+def _parse_ranges(text: str, inside: str, column: int, room: int, limit: int) -> list[_Range]:
+    """Parse `1-3,007`; a number is padded with zeros to the width of the first of its range."""
+    ranges: list[_Range] = []
+    size = 0
     for item in inside.split(","):
         first, dash, last = item.partition("-")
         last = last if dash else first
         if not (_is_number(first) and _is_number(last)):
-            raise _error(text, column, f"a number or a range of numbers is expected, not {item!r}")
+            raise _error(text, column, f"a number or a range of numbers is expected, not {_shortened(item)}")
         if int(last) < int(first):
             raise _error(text, column, f"the range {item!r} runs backwards")
-        if len(numbers) + int(last) - int(first) >= room:
-            raise _error(text, column, f"these are more than {MAX_HOSTS:,} hosts")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        size += int(last) - int(first) + 1
+        if size > room:
+            raise _error(text, column, _too_many(limit))
+        ranges.append((int(first), int(last), len(first)))
         column += len(item) + 1
-    return numbers
+    return ranges
+
+
+def _names(pieces: list[_Piece]) -> Iterator[str]:
+    choices = [[piece] if isinstance(piece, str) else list(_numbers(piece)) for piece in pieces]
+    return ("".join(choice).strip() for choice in itertools.product(*choices))
+
+
+def _numbers(ranges: list[_Range]) -> Iterator[str]:
+    return (str(number).zfill(width) for first, last, width in ranges for number in range(first, last + 1))
+
+
+def _size(pieces: list[_Piece]) -> int:
+    return math.prod(_count(piece) for piece in pieces if not isinstance(piece, str))
+
+
+def _count(ranges: list[_Range]) -> int:
+    return sum(last - first + 1 for first, last, _ in ranges)
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
+def _too_many(limit: int) -> str:
+    return f"these are more than {limit:,} hosts"
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
+
+
 def _error(text: str, column: int, what: str) -> ClusterddpError:
-    return ClusterddpError(f"host list {text!r}, column {column}: {what}")
+    return ClusterddpError(f"host list {_shortened(text)}, column {column}: {what}")

@@ -56,10 +56,11 @@ NAMES: dict[Launcher, dict[Key, tuple[str, ...]]] = {
 }
 """For each number the variables that tell it, the first that is set counts."""
 
-_NO_ORDINARY_STEP = {"", "4294967290", "4294967291", "4294967292", "4294967293", "4294967294", "4294967295"}
-"""Slurm's ids for an interactive shell, a batch script and the like: those are no tasks of a step.
+_MAX_ORDINARY_STEP = 0xFFFFFFF0
+"""Slurm's ids above this one are an interactive shell, a batch script and the like: those are no tasks of a step.
 
-Source: slurm.h, SLURM_INTERACTIVE_STEP and its neighbours.
+Slurm 26.05 prints them as signed numbers: SLURM_STEP_ID is -5 in a batch script.
+Source: slurm.h, SLURM_MAX_NORMAL_STEP_ID.
 """
 
 
@@ -126,7 +127,8 @@ def witnesses(starter: Launcher) -> tuple[Launcher, ...]:
 def is_step_task(environ: Mapping[str, str]) -> bool:
     """Say whether srun has started this process, or what has started it, as a task of a step."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    return step not in _NO_ORDINARY_STEP and bool(environ.get("SLURM_PROCID"))
+    ordinary = step.isascii() and step.isdigit() and len(step) <= 10 and int(step) <= _MAX_ORDINARY_STEP
+    return ordinary and bool(environ.get("SLURM_PROCID"))
 
 
 def _find_starter(environ: Mapping[str, str]) -> Launcher | None:

@@ -66,7 +66,8 @@ def expand_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
-        if match is None or int(match[1]) * int(match[2] or 1) > MAX_TASKS:
+        too_many = match and max(1, int(match[1])) * int(match[2] or 1) + len(counts) > MAX_TASKS
+        if match is None or too_many:
             raise ClusterddpError(f"tasks per node {text!r}: a count such as 2 or 2(x3) is expected, not {part!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)

@@ -30,7 +30,7 @@ _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP
 _OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "XDG_RUNTIME_DIR",
                            "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
 _SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
-_SECRET_URL = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+_SECRET_URL = re.compile(r"://[^/@\s:]*:[^/@\s]*@")
 _RANK_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",

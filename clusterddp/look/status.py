@@ -78,6 +78,8 @@ class RunStatus:
     """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
+    warning: str = ""
+    """What the state does not tell and a person should look at."""
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
@@ -95,6 +97,7 @@ class RunStatus:
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
             "start_phases": self.start_phases,
+            "warning": self.warning,
             **job,
         }
 
@@ -155,6 +158,7 @@ def read_status(run: RunDir) -> RunStatus:
         silent=() if view.finished else tuple(silence.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
+        warning=end.warning if end else "",
     )
 
 

@@ -37,6 +37,8 @@ class Attempt:
         """On Slurm: the job is being taken away, though the run may go on in another start of it."""
         self.ends_by = float("inf")
         """When what is left of the ranks has to be ended, for Slurm kills soon after."""
+        self.connected = False
+        """True when a node has seen a connection to the master's address and port, or cannot see any."""
         self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
         self._run = run
         self._gang = gang
@@ -124,6 +126,20 @@ class Attempt:
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return AttemptEnd(outcome="STOPPED", reason=self.stop_reason)
         return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
+
+    def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
+        """Return a warning where ranks on several hosts ended well and none has connected to the master.
+
+        Ranks that meet by a file, and torchrun's, which meet at its agents, need no such connection.
+        """
+        gang = self._gang
+        on_one_host = len({node.host for node in gang.nodes}) == 1
+        if end.outcome != "COMPLETED" or self.connected or on_one_host:
+            return ""
+        if gang.entry.init == "file" or gang.start == "torchrun":
+            return ""
+        num_ranks = sum(gang.entry.spawns) or gang.world_size
+        return f"no rank connected to {address}:{port}; each of the {num_ranks} ranks may have trained alone"
 
     def cause(self) -> Failure:
         """Return the failure that the others follow from: the weightiest, of equal ones the first."""

@@ -94,6 +94,7 @@ class Head:
         elif kind == "supervisor_ended":
             self._miss(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
+            self._attempt.connected |= bool(report.get("connected", True))
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         else:
             self._hear_trouble(node, report, now)
@@ -267,6 +268,7 @@ class Head:
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
+        end = dataclasses.replace(end, warning=attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port))
         sequel = self._sequel(end, all_gone=ending.all_gone)
         if sequel == "here" and not self._make_next(attempt):
             sequel = "nothing"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from clusterddp.dist.environment import cookie
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.link import Message
@@ -51,6 +52,7 @@ class _Attempt:
     footing: Footing
     master_port: int
     oom_kills: int | None
+    watch: ConnectionWatch
     running: set[int] = field(default_factory=set)
     """Ranks that have begun and whose end was not heard of."""
     records: dict[int, RankRecord] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Member:
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
         if order["kind"] == "start":
-            self._start(order)
+            self._start(order, now)
         elif order["kind"] == "stop":
             self._stop(str(order["reason"]))
         elif order["kind"] == "kill":
@@ -142,6 +144,7 @@ class Member:
         attempt = self._attempt
         if attempt is None:
             return
+        attempt.watch.tick(now)
         if attempt.ending is not None:
             self._go_on_ending(attempt, attempt.ending, now)
         else:
@@ -170,13 +173,15 @@ class Member:
                 self._look_for_stop(attempt, complete=False)
                 self._rank_ended(attempt, news)
 
-    def _start(self, order: Message) -> None:
+    def _start(self, order: Message, now: float) -> None:
         self.attempt_number = int(order["attempt"])
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
             footing = find_footing(self._gang, self._node, order)
+            port = int(order["master_port"])
+            watch = ConnectionWatch(footing.gang.master_addr, port, now)
             attempt = _Attempt(
-                dir=directory, footing=footing, master_port=order["master_port"], oom_kills=count_oom_kills()
+                dir=directory, footing=footing, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
             self._attempt = attempt
             directory.ranks.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -249,6 +254,7 @@ class Member:
         end = read_rank_end(attempt.dir, rank, news.returncode, on_order=attempt.ending is not None)
         if end.signal == "SIGKILL" and not end.on_order and (count_oom_kills() or 0) > (attempt.oom_kills or 0):
             end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
+        attempt.watch.look()
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
         try:
@@ -267,9 +273,10 @@ class Member:
         ending.sweep.step()
         if (ending.sweep.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
+            attempt.watch.look()
             orphans = ending.sweep.killed - {record.pid for record in attempt.records.values()}
             left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
-            self._report({"kind": "ended", "left": left, "swept": len(orphans)})
+            self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
 
     def _cancel_reason(self) -> str:
         try:

@@ -37,8 +37,8 @@ SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
 node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
-(error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
-exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
+(error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to the
+master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
 `kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
 

@@ -122,6 +122,8 @@ class AttemptEnd:
     needs_job: bool = False
     """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
     ended: float = 0.0
+    warning: str = ""
+    """What the outcome does not tell and a person should look at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

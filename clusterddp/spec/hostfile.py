@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.hosts import MAX_HOSTS
 from clusterddp.spec.overrides import Override
 from clusterddp.spec.problems import did_you_mean, problem_at
 from clusterddp.spec.textfile import LINE_BREAK, decode, read_bytes, read_stdin
@@ -17,6 +18,7 @@ from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
 _PATH = ("ssh", "hosts")
 _SLOTS = ("slots", "gpus")
 _WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
+_PART = re.compile(r"(?:[^,\s\[]|\[[^\]]*\]?)+")
 _NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0*[1-9][0-9]{0,5})")
 _HINTS = {
     "port": "a port belongs in ssh_config",
@@ -36,10 +38,13 @@ def read_hostfile(path: Path) -> Override:
     text = decode(read_stdin() if stdin else read_bytes(path, expected="a hostfile"), source)
     problems: list[Problem] = []
     hosts: list[Node] = []
-    for number, line in enumerate(LINE_BREAK.split(text), 1):
-        node = _read_line(line, number, Place(source=source, origin=origin), problems)
-        hosts += [node] if node else []
     place = Place(source=source, origin=origin)
+    for number, line in enumerate(LINE_BREAK.split(text), 1):
+        node = _read_line(line, number, place, problems)
+        hosts += [node] if node else []
+        if len(hosts) > MAX_HOSTS:
+            problems.append(problem_at(hosts[-1].place, f"more than {MAX_HOSTS:,} hosts"))
+            break
     if not hosts and not problems:
         problems.append(problem_at(place, "names no host", "a line each: gpu01 slots=8"))
     if problems:
@@ -56,7 +61,7 @@ def parse_hosts(text: str) -> Override:
 
 def _split(text: str) -> list[str]:
     """Split at commas and blanks outside of brackets."""
-    return [part for part in re.split(r"[,\s]+(?![^\[\]]*\])", text) if part] or [text]
+    return _PART.findall(text) or [text]
 
 
 def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) -> Node | None:

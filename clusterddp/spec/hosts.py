@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.dist.hostlist import expand
-from clusterddp.errors import ClusterddpError
+from clusterddp.dist.hostlist import count, expand
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.spec.scalars import problem, read_text, refuse
-from clusterddp.spec.tree import Scalar
+from clusterddp.spec.tree import Scalar, show
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
 """What the JSON Schema says of a host; `read_host` is stricter."""
+
+MAX_HOSTS = 4_096
+"""So many hosts a spec, a hostfile or a command line may name, sets expanded."""
 
 _WORDS = 'a host or a set of hosts, such as gpu01 or "gpu[02-04]"'
 _SET = re.compile(HOST_SET.removeprefix("^").removesuffix("$"))
@@ -43,12 +46,34 @@ def read_host(value: object) -> str:
     if not _SET.fullmatch(text):
         refuse(value, _WORDS, _slots_hint(text))
     try:
-        names = expand(text)
+        names = expand(text, limit=MAX_HOSTS)
     except ClusterddpError as error:
         raise problem(error.message) from error
     for name in names:
         _check_name(name, value)
     return text
+
+
+def refuse_too_many(hosts: Iterable[object]) -> None:
+    """Refuse a list of more than 4,096 hosts before any set in it is expanded."""
+    total = 0
+    for number, item in enumerate(hosts, 1):
+        total += max(1, _count_one(item))
+        if total > MAX_HOSTS:
+            raise problem(f"more than {MAX_HOSTS:,} hosts, counted up to entry {number}, {show(_written(item))}")
+
+
+def expand_all(texts: Iterable[str]) -> list[str]:
+    """Name every host of the sets of a command line once, in the order written.
+
+    Raises: ClusterddpError: one of them is no host list. UsageError: they name more than 4,096 hosts.
+    """
+    names: list[str] = []
+    for text in texts:
+        names += expand(text, limit=MAX_HOSTS)
+        if len(names) > MAX_HOSTS:
+            raise UsageError(f"{show(text)}: with it there are more than {MAX_HOSTS:,} hosts")
+    return list(dict.fromkeys(names))
 
 
 def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
@@ -65,8 +90,8 @@ def nodes_as_hosts(data: dict[str, Any]) -> dict[str, Any]:
         return data
     if not isinstance(resources, dict) or {"nodes", "nnodes"} & resources.keys():
         return data
-    count = _count(ssh.get("hosts") if isinstance(ssh, dict) else getattr(ssh, "hosts", ()))
-    return data | {"resources": resources | {"nodes": count}} if count else data
+    number = _count(ssh.get("hosts") if isinstance(ssh, dict) else getattr(ssh, "hosts", ()))
+    return data | {"resources": resources | {"nodes": number}} if 0 < number <= MAX_HOSTS else data
 
 
 def share_out(job: JobSpec) -> tuple[Share, ...]:
@@ -91,17 +116,21 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
 
 def _count(hosts: object) -> int:
     """Count the hosts of a list that may not have been typed yet; what is no host counts for nothing."""
-    if not isinstance(hosts, list | tuple):
+    return sum(map(_count_one, hosts)) if isinstance(hosts, list | tuple) else 0
+
+
+def _count_one(item: object) -> int:
+    try:
+        return count(_written(item))
+    except ClusterddpError:
         return 0
-    count = 0
-    for item in hosts:
-        written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
-        text = written.text if isinstance(written, Scalar) else written
-        try:
-            count += len(expand(text)) if isinstance(text, str) else 0
-        except ClusterddpError:
-            continue
-    return count
+
+
+def _written(item: object) -> str:
+    """Return the host of an entry as it is written, or nothing where there is none."""
+    written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
+    text = written.text if isinstance(written, Scalar) else written
+    return text if isinstance(text, str) else ""
 
 
 def unused_hosts(job: JobSpec) -> tuple[str, ...]:

@@ -217,8 +217,10 @@ def read_fetch(value: object) -> object:
         refuse(value, "all, none, or a list", f"write [{text}]" if text in FETCHABLE else None)
     if not isinstance(value, list | tuple):
         return value
-    texts = [item.text if isinstance(item, Scalar) else item for item in value]
-    return [item for index, item in enumerate(value) if texts[index] not in texts[:index]]
+    named: dict[str, object] = {}
+    for item in value:
+        named.setdefault(item.text if isinstance(item, Scalar) else str(item), item)
+    return list(named.values())
 
 
 def read_sweep_values(value: object) -> tuple[object, ...]:
@@ -253,7 +255,7 @@ def plain(value: object) -> object:
         return {key: plain(item) for key, item in value.items()}
     if not isinstance(value, Scalar) or value.quoted:
         return value.text if isinstance(value, Scalar) else value
-    if _INT.fullmatch(value.text):
+    if _INT.fullmatch(value.text) and len(value.text) <= 20:
         return int(value.text)
     if _FLOAT.fullmatch(value.text) and math.isfinite(float(value.text)):
         return float(value.text)

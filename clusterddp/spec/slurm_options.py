@@ -71,6 +71,7 @@ _MAIL_TYPES = frozenset(
     }
 )  # fmt: skip
 _HOSTS = r"[A-Za-z0-9_.-]+(\[[0-9,-]+\][A-Za-z0-9_.-]*)*"
+_RESOURCE = r"[^\s:,=]+(=[^\s:,]+)?(:[^\s:,]+)*"
 _SIZE = (r"[0-9]+[KMGT]?B?", "a size such as 64G; without a unit it is in megabytes")
 _COUNT = (r"[0-9]+", "a whole number")
 _GPUS = (r"([A-Za-z0-9_.-]+:)?[0-9]+(,[A-Za-z0-9_.-]+:[0-9]+)*", "a number of GPUs, or type:number such as a100:4")
@@ -87,12 +88,12 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     ),
     "priority": (r"[0-9]+|TOP", "a whole number, or TOP"),
     "nice": (r"[-+]?[0-9]+", "a whole number"),
-    **dict.fromkeys(("nodelist", "exclude"), (rf"{_HOSTS}(,{_HOSTS})*|.*/.*", "hosts such as node[01-04],gpu7")),
+    **dict.fromkeys(("nodelist", "exclude"), (rf"{_HOSTS}(,{_HOSTS})*|[^/\n]*/.*", "hosts such as node[01-04],gpu7")),
     "exclusive": (r"user|mcs|topo", "true, user, mcs or topo"),
     "no_kill": (r"off", "true or off"),
     "kill_on_invalid_dep": (r"yes|no", 'true or false, which Slurm calls "yes" and "no"'),
-    "gres": (r"[^\s:,=]+([:=][^\s:,]+)*(,[^\s:,=]+([:=][^\s:,]+)*)*", "resources such as gpu:a100:4,nvme"),
-    "mail_user": (r"\S+@\S+|[\w.-]+", "an address, or a user of the cluster"),
+    "gres": (rf"{_RESOURCE}(,{_RESOURCE})*", "resources such as gpu:a100:4,nvme"),
+    "mail_user": (r"\S[^\s@]*@\S+|[\w.-]+", "an address, or a user of the cluster"),
     "dependency": (r"singleton|[a-z]+(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+([,?]\S+)?", "such as afterok:1234"),
 }  # fmt: skip
 KNOWN = frozenset(

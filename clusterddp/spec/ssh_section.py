@@ -8,6 +8,7 @@ from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, field_v
 
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Word
+from clusterddp.spec.hosts import refuse_too_many
 from clusterddp.spec.section import Section
 from clusterddp.spec.tree import Scalar
 
@@ -49,7 +50,7 @@ class Ssh(SshPython):
     hosts: tuple[SshHost, ...] = Field(
         default=(),
         description="Hosts in the order of the nodes: names, sets, or {host, gpus, ...}; --hosts and --hostfile "
-        "name them on the command line.",
+        "name them on the command line. At most 4,096 hosts.",
     )
     dir: fields.RemotePath = Field(
         default="~/.clusterddp", description="Directory of everything that clusterddp keeps on a host, from / or ~/."
@@ -73,4 +74,5 @@ class Ssh(SshPython):
     def _accept_names(cls, hosts: Any) -> Any:
         if not isinstance(hosts, list | tuple):
             return hosts
+        refuse_too_many(hosts)
         return [{"host": host} if isinstance(host, Scalar | str) else host for host in hosts]

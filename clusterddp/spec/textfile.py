@@ -37,7 +37,7 @@ def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
             hint = None if stat.S_ISDIR(mode) else "- reads it from the standard input"
             raise whole_file_error(str(path), f"is {kind}, expected {expected}", hint)
         with open(descriptor, "rb", closefd=False) as file:
-            return _limited(file.read(MAX_BYTES + 1), str(path))
+            return _limited(file.read(MAX_BYTES + 1), str(path), expected)
     except OSError as error:
         raise whole_file_error(str(path), f"cannot be read: {error.strerror}") from error
     finally:
@@ -67,7 +67,7 @@ def decode(data: bytes, source: str) -> str:
     if match:
         code = f"U+{ord(match.group()):04X}"
         hint = f'in a text, write it as "\\u{ord(match.group()):04X}" in double quotes'
-        message = f"character {code} is not allowed in a spec"
+        message = f"character {code} is not allowed here"
         place = _place_of(source, text, match.start())
         raise SpecError((problem_at(place, message, hint if ord(match.group()) else "is this a binary file?"),))
     return text
@@ -78,9 +78,9 @@ def whole_file_error(source: str, message: str, hint: str | None = None) -> Spec
     return SpecError((Problem(source=source, message=message, hint=hint),))
 
 
-def _limited(data: bytes, source: str) -> bytes:
+def _limited(data: bytes, source: str, expected: str = "a spec") -> bytes:
     if len(data) > MAX_BYTES:
-        raise whole_file_error(source, f"is larger than {MAX_BYTES // 1_000_000} MB, expected a spec")
+        raise whole_file_error(source, f"is larger than {MAX_BYTES // 1_000_000} MB, expected {expected}")
     return data
 
 

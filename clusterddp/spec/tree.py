@@ -112,6 +112,8 @@ def show(text: str, limit: int | None = MAX_SHOWN) -> str:
 
 def escape(text: str) -> str:
     """Escape what cannot be seen, control and direction marks among it, so that a file cannot steer the terminal."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else _escaped(ord(char)) for char in text)
 
 

@@ -92,7 +92,7 @@ class _TreeBuilder:
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:
-                self._give_up(event, "a second document begins here, expected one", "one file holds one spec")
+                self._give_up(event, "a second document begins here, expected one", "one file holds one document")
         elif isinstance(event, yaml.AliasEvent):
             self._refuse(
                 self._place_at(event.start_mark), f"aliases (*{show(str(event.anchor))[1:-1]}) are not allowed", _COPY
@@ -110,7 +110,7 @@ class _TreeBuilder:
     def _check_node(self, event: Any) -> None:
         self._values += 1
         if self._values > MAX_VALUES:
-            self._give_up(event, f"more than {MAX_VALUES} values, expected a spec", None)
+            self._give_up(event, f"more than {MAX_VALUES:,} values", None)
         if event.anchor is not None:
             self._refuse(
                 self._place_at(event.start_mark), f"anchors (&{show(str(event.anchor))[1:-1]}) are not allowed", _COPY
@@ -118,7 +118,7 @@ class _TreeBuilder:
         if event.tag is not None:
             tag = show(str(event.tag))[1:-1].replace("tag:yaml.org,2002:", "!!")
             self._refuse(
-                self._place_at(event.start_mark), f"tags ({tag}) are not allowed", "the spec types every value"
+                self._place_at(event.start_mark), f"tags ({tag}) are not allowed", "write the value without it"
             )
 
     def _take_scalar(self, event: yaml.ScalarEvent) -> None:

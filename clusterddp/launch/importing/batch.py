@@ -29,6 +29,7 @@ _KEYWORDS = _BLOCKS | {"then", "elif", "else", "do", "function", "!"}
 _ENDS = frozenset({"fi", "done", "esac", "}"})
 _MARKS = _ENDS | {"then", "else", "do", "{"}
 """Words that only divide what other words begin."""
+_MAX_PLACES = 10
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -161,6 +162,7 @@ class _Reader:
         if not command.levels and not command.python:
             self._findings.lose(statement.text, "a command beside the one that trains", statement.line)
             return
+        self._variables.spend(len(self._exports))
         exports = dict(self._exports)
         self._candidates.append(Candidate(statement=statement, command=command, exports=exports, inside=inside))
 
@@ -179,7 +181,8 @@ def _choose(candidates: Sequence[Candidate], findings: Findings, line: int | Non
             hint="a script that calls another one: import that one" if line is None else None,
         )
     if len(chosen) > 1 and line is None:
-        places = "; ".join(f"line {each.statement.line}: {each.statement.text[:60]}" for each in chosen)
+        places = "; ".join(f"line {each.statement.line}: {each.statement.text[:60]}" for each in chosen[:_MAX_PLACES])
+        places += "; ..." if len(chosen) > _MAX_PLACES else ""
         raise UsageError(
             f"{findings.source}: {len(chosen)} commands start ranks, and a spec is one of them: {places}",
             hint=f"--line {chosen[-1].statement.line} takes the last one",
@@ -213,7 +216,7 @@ def _carry_options(given: Mapping[str, Given], findings: Findings) -> None:
             continue
         if name == "time" and value:
             findings.set("resources.time", value)
-        elif name == "mem" and value and (match := re.fullmatch(r"([0-9]+)G[Bb]?", value)) and int(match[1]):
+        elif name == "mem" and value and (match := re.fullmatch(r"([0-9]{1,7})G[Bb]?", value)) and int(match[1]):
             findings.set("resources.memory_gb", int(match[1]))
         elif name == "export" and value:
             _carry_export(value, findings, entry.line)

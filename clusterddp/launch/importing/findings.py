@@ -11,7 +11,7 @@ from clusterddp.launch.environment import is_secret
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec does not carry it; before: it has to be done before a submit; ours: clusterddp does it by itself."""
 
-_SECRET_VALUE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\S+)")
+_SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

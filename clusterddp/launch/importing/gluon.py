@@ -24,7 +24,7 @@ def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
     Raises: UsageError: machines and their number do not agree, or there is no address to meet at.
     """
     config = Section(data.get(SECTION) or {}, findings, SECTION)
-    hosts = [str(host) for host in config.take("WOLRD_URLS") or config.take("WORLD_URLS") or ()]
+    hosts = [str(host) for host in config.take_list("WOLRD_URLS") or config.take_list("WORLD_URLS")]
     count = config.take_count("WORLD_SIZE") or len(hosts) or 1
     master, port = _address(str(config.take("DIST_URL") or ""))
     if not hosts and count == 1:
@@ -82,5 +82,5 @@ def _set_gpus(config: Section, machines: int, findings: Findings) -> None:
 
 
 def _address(url: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(?:tcp://)?\[?([^\]/]*?)\]?(?::([0-9]+))?/?", url)
+    match = re.fullmatch(r"(?:tcp://)?\[?([^\]/]*?)\]?(?::([0-9]{1,5}))?/?", url)
     return (match[1], int(match[2]) if match[2] else None) if match else ("", None)

@@ -6,6 +6,7 @@ accelerate 1.x, DeepSpeed 0.18, mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -146,15 +147,15 @@ HOROVODRUN = OptionTable(
 def take_options(given: Sequence[Text], table: OptionTable) -> tuple[list[Option], list[Text]]:
     """Take the options from the head of a command's arguments; return them and the rest."""
     options: list[Option] = []
-    rest = list(given)
+    rest = deque(given)
     while rest and rest[0].text.startswith("-") and rest[0].text != "-":
-        word = rest.pop(0)
+        word = rest.popleft()
         if word.text == "--":
             break
         options += _long(word, rest, table) if _is_long(word, table) else _short(word, rest, table)
         if table is PYTHON and options[-1].name in {"module", "c"}:
             break
-    return options, rest
+    return options, list(rest)
 
 
 def _is_long(word: Text, table: OptionTable) -> bool:
@@ -165,7 +166,7 @@ def _is_long(word: Text, table: OptionTable) -> bool:
     return table.single_dash and len(name) > 1 and name in known
 
 
-def _long(word: Text, rest: list[Text], table: OptionTable) -> list[Option]:
+def _long(word: Text, rest: deque[Text], table: OptionTable) -> list[Option]:
     written, equals, value = word.text.lstrip("-").partition("=")
     name = _whole_name(written.replace("-", "_"), table)
     if equals:
@@ -173,12 +174,12 @@ def _long(word: Text, rest: list[Text], table: OptionTable) -> list[Option]:
     count = (table.counts or {}).get(name, 1)
     if name in table.flags | table.optional or not _value_follows(name, rest, table):
         return [Option(name=name, value=None, text=word.text)]
-    taken = [rest.pop(0) for _ in range(min(count, len(rest)))]
+    taken = [rest.popleft() for _ in range(min(count, len(rest)))]
     joined = Text("=".join(text.text for text in taken), tuple(u for text in taken for u in text.unknown))
     return [Option(name=name, value=joined, text=" ".join([word.text, *(text.text for text in taken)]))]
 
 
-def _short(word: Text, rest: list[Text], table: OptionTable) -> list[Option]:
+def _short(word: Text, rest: deque[Text], table: OptionTable) -> list[Option]:
     """Read `-n4`, `-n 4`, and flags in one word, `-lu`."""
     options = []
     letters = word.text[1:]
@@ -192,7 +193,7 @@ def _short(word: Text, rest: list[Text], table: OptionTable) -> list[Option]:
             value = Text(letters.removeprefix("="), word.unknown) if letters else None
             options.append(Option(name=name, value=value, text=f"-{letter}{letters}"))
         elif rest and (letter in table.shorts or _value_follows(name, rest, table)):
-            value = rest.pop(0)
+            value = rest.popleft()
             options.append(Option(name=name, value=value, text=f"-{letter} {value.text}"))
         else:
             options.append(Option(name=name, value=None, text=f"-{letter}"))
@@ -210,7 +211,7 @@ def _whole_name(name: str, table: OptionTable) -> str:
     return longer[0] if len(longer) == 1 else name
 
 
-def _value_follows(name: str, rest: Sequence[Text], table: OptionTable) -> bool:
+def _value_follows(name: str, rest: deque[Text], table: OptionTable) -> bool:
     """Say whether the next word is the value of this option; of an unknown one nobody can be sure."""
     if not rest:
         return False

@@ -13,11 +13,15 @@ from clusterddp.launch.importing.batch import read_batch_script, spec_name
 from clusterddp.launch.importing.findings import Findings
 from clusterddp.launch.importing.gluon import SECTION, read_gluon_config
 from clusterddp.launch.importing.hosts import read_env_file, read_hosts
+from clusterddp.launch.importing.sections import read_values
 from clusterddp.launch.importing.writing import Imported, write_spec
 from clusterddp.spec.textfile import decode, read_bytes
+from clusterddp.spec.yamlfile import parse
 
 Kind = Literal["slurm", "gluoncv", "accelerate", "hostfile", "env"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_SCRIPT = 250_000
+"""Characters of a batch script; a file of another kind has at most 1 MB."""
 
 
 def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int | None = None) -> Imported:
@@ -48,6 +52,8 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
     text = decode(read_bytes(path, expected="a file of another launcher"), str(path))
     kind = kind or _kind_of(path, text)
     if kind == "slurm":
+        if len(text) > MAX_SCRIPT:
+            raise UsageError(f"{path}: is larger than {MAX_SCRIPT:,} characters, expected a batch script")
         findings.set("launcher", "slurm")
         read_batch_script(text, findings, line=line)
     elif kind == "hostfile":
@@ -55,7 +61,7 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
     elif kind == "env":
         read_env_file(text, findings)
     else:
-        data = _yaml(path, text)
+        data = read_values(parse(text, str(path)))
         findings.set("name", spec_name(path.stem))
         (read_gluon_config if kind == "gluoncv" else read_accelerate_config)(data, findings)
     return findings
@@ -81,18 +87,6 @@ def _kind_of(path: Path, text: str) -> Kind:
         f"{path}: cannot be told what this is: no #SBATCH line, no {SECTION}, no hosts with slots, no NAME=value lines",
         hint=f"--from says it: {', '.join(KINDS)}",
     )
-
-
-def _yaml(path: Path, text: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path}: is no mapping of keys and values")
-    return data
 
 
 def _merge(values: dict[str, Any], key: str, value: Any) -> None:

@@ -1,13 +1,32 @@
-"""A section of a YAML file of somebody else's: what is taken of it, and what is left."""
+"""A YAML file of another program: its values, what is taken of a section, and what is left."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.errors import UsageError
 from clusterddp.launch.environment import is_secret
 from clusterddp.launch.importing.findings import Fate, Findings
+from clusterddp.spec import tree
+from clusterddp.spec.conflict import MAX_RANKS
+
+_WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+
+
+def read_values(node: tree.Node) -> Any:
+    """Return the values of a tree with the types of YAML 1.1, as PyYAML reads them; a fraction stays text."""
+    if isinstance(node, tree.Mapping):
+        return {key: read_values(value) for key, value in node.entries.items()}
+    if isinstance(node, tree.ListNode):
+        return [read_values(item) for item in node.items]
+    if node.null or node.quoted:
+        return None if node.null else node.text
+    if _INT.fullmatch(node.text):
+        return int(node.text)
+    return _WORDS.get(node.text.lower(), node.text)
 
 
 class Section:
@@ -27,12 +46,20 @@ class Section:
     def take_count(self, key: str) -> int | None:
         """Take a number from 1; None where there is none.
 
-        Raises: UsageError: it is something else.
+        Raises: UsageError: it is something else, or more than a run may have ranks.
         """
         value = self._values.pop(key, None)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANKS):
             return value
-        raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected a number from 1")
+        expected = f"at most {MAX_RANKS:,}" if isinstance(value, int) and value > MAX_RANKS else "a number from 1"
+        raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected {expected}")
+
+    def take_list(self, key: str) -> list[Any]:
+        """Take a list; empty where there is none. Raises: UsageError: it is something else."""
+        value = self._values.pop(key, None)
+        if value is None or isinstance(value, list):
+            return value or []
+        raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected a list")
 
     def lose(self, key: str, value: object, why: str, *, fate: Fate = "lost") -> None:
         """Say that a value is not carried, and why."""

@@ -8,8 +8,11 @@ from typing import Literal
 
 _BREAKS = frozenset(" \t\n;&|()<>")
 _GLOB = frozenset("*?[")
-_BRACES = re.compile(r"\{[^{}\s]*(,|\.\.)[^{}\s]*\}")
-"""What a shell turns into several words; `{a}` it leaves alone."""
+_BRACES = re.compile(r"\{([^{}\s]*)\}")
+_RUN = re.compile(r"[A-Za-z0-9_./:,+@%-]+")
+_QUOTED_RUN = re.compile(r'[^"$`\\]+')
+_MAX_DEPTH = 50
+"""Quotes, `$(...)` and arrays are followed to this depth; what is deeper counts as never closed."""
 _ESCAPED_IN_QUOTES = frozenset('$`"\\\n')
 _NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _NAME = _NAME_FIRST | frozenset("0123456789")
@@ -70,9 +73,11 @@ class _Scanner:
     def __init__(self, text: str, first_line: int) -> None:
         self._text = text.replace("\r\n", "\n")
         self._at = 0
-        self._first_line = first_line
         self._broken = False
+        self._depth = 0
         self._heredocs: list[str] = []
+        self._line, self._counted = first_line, 0
+        """The line of the character at `_counted`."""
 
     def statements(self) -> list[Statement]:
         found = []
@@ -101,13 +106,19 @@ class _Scanner:
                 end = self._at
             self._skip_blanks()
         return Statement(
-            line=self._first_line + self._text.count("\n", 0, begin),
+            line=self._line_of(begin),
             text=" ".join(self._text[begin:end].replace("\\\n", " ").split()),
             words=tuple(words),
             redirections=tuple(redirections),
             ended_by=ended_by or "\n",
             broken=self._broken,
         )
+
+    def _line_of(self, at: int) -> int:
+        """Return the line of a character, which none that is asked for later precedes."""
+        self._line += self._text.count("\n", self._counted, at)
+        self._counted = at
+        return self._line
 
     def _operator(self) -> str:
         for operator in (";;", "&&", "||", "|&"):
@@ -145,8 +156,10 @@ class _Scanner:
     def _skip_heredocs(self) -> None:
         for delimiter in self._heredocs:
             while self._at < len(self._text):
-                line, _, _ = self._text[self._at :].partition("\n")
-                self._at = min(len(self._text), self._at + len(line) + 1)
+                end = self._text.find("\n", self._at)
+                end = len(self._text) if end < 0 else end
+                line = self._text[self._at : end]
+                self._at = min(len(self._text), end + 1)
                 if line.strip("\t") == delimiter:
                     break
         self._heredocs.clear()
@@ -175,7 +188,10 @@ class _Scanner:
 
     def _array(self) -> tuple[Word, ...]:
         self._at += 1
+        self._depth += 1
         items = []
+        if self._depth > _MAX_DEPTH:
+            self._at = len(self._text)
         while self._at < len(self._text) and self._text[self._at] != ")":
             char = self._text[self._at]
             if char == "#":
@@ -184,6 +200,7 @@ class _Scanner:
                 self._at += 1
             else:
                 items.append(self._word())
+        self._depth -= 1
         self._broken |= self._at >= len(self._text)
         self._at += 1
         return tuple(items)
@@ -198,6 +215,9 @@ class _Scanner:
         if char in "$`":
             return [self._expansion(quoted=False)]
         begin = self._at
+        if run := _RUN.match(self._text, begin):
+            self._at = run.end()
+            return [Piece(kind="text", text=run[0], raw=run[0], quoted=False)]
         self._at += 1
         if char == "\\":
             follower = self._text[self._at : self._at + 1]
@@ -205,8 +225,13 @@ class _Scanner:
             text = "" if follower == "\n" else follower or char
             return [Piece(kind="text", text=text, raw=self._text[begin : self._at], quoted=True)]
         at_begin = begin == 0 or self._text[begin - 1] in _BREAKS or self._text[begin - 1] == "="
-        computed = char in _GLOB or (char == "~" and at_begin) or _BRACES.match(self._text, begin) is not None
+        computed = char in _GLOB or (char == "~" and at_begin) or (char == "{" and self._expands_braces(begin))
         return [Piece(kind="opaque" if computed else "text", text=char, raw=char, quoted=False)]
+
+    def _expands_braces(self, at: int) -> bool:
+        """Say whether a shell makes several words of `{a,b}` or `{1..3}` here; `{a}` it leaves alone."""
+        match = _BRACES.match(self._text, at)
+        return match is not None and ("," in match[1] or ".." in match[1])
 
     def _single_quoted(self) -> Piece:
         begin = self._at
@@ -227,9 +252,10 @@ class _Scanner:
                 continue
             follower = self._text[self._at + 1 : self._at + 2]
             escapes = char == "\\" and follower in _ESCAPED_IN_QUOTES and follower != ""
-            raw = self._text[self._at : self._at + 1 + escapes]
+            run = _QUOTED_RUN.match(self._text, self._at)
+            raw = run[0] if run else self._text[self._at : self._at + 1 + escapes]
             self._at += len(raw)
-            text = ("" if follower == "\n" else follower) if escapes else char
+            text = ("" if follower == "\n" else follower) if escapes else raw
             pieces.append(Piece(kind="text", text=text, raw=raw, quoted=True))
         self._broken |= self._at >= len(self._text)
         self._at = min(len(self._text), self._at + 1)
@@ -289,7 +315,8 @@ class _Scanner:
     def _opaque_bracket(self, begin: int) -> None:
         """Go behind the bracket that opens at `begin`; quotes in it may hold other brackets."""
         depth, self._at = 0, begin
-        while self._at < len(self._text):
+        self._depth += 1
+        while self._at < len(self._text) and self._depth <= _MAX_DEPTH:
             char = self._text[self._at]
             if char in "'\"":
                 self._single_quoted() if char == "'" else self._double_quoted()
@@ -299,6 +326,8 @@ class _Scanner:
             depth += {"(": 1, ")": -1}.get(char, 0)
             self._at += 1
             if depth == 0:
+                self._depth -= 1
                 return
+        self._depth -= 1
         self._at = len(self._text)
         self._broken = True

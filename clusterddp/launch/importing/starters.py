@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -152,9 +153,10 @@ def _number(value: Text | None) -> int | None:
 
 
 def _restarts(value: str, findings: Findings, line: int) -> bool:
-    if value.isdigit():
+    is_number = re.fullmatch("[0-9]{1,6}", value) is not None
+    if is_number:
         findings.set("restarts", int(value))
-    return value.isdigit()
+    return is_number
 
 
 def _image(value: str, findings: Findings, line: int) -> bool:

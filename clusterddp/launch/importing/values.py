@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from clusterddp.errors import UsageError
 from clusterddp.launch.importing.shell import Piece, Word
 
 PLACEHOLDERS = {
@@ -19,6 +20,8 @@ PLACEHOLDERS = {
 """Variables that say where a rank stands -> the placeholder that says it in the arguments of an entry."""
 _MARK = "\0"
 """Around the name of a placeholder in a text; no file that is read has it."""
+MAX_EXPANSION = 5_000_000
+"""So many characters all values of a script's variables may come to; `v1=$v0$v0...` makes any number of a few lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,19 @@ class Variables:
     used: set[str] = field(default_factory=set)
     defaults: dict[str, str] = field(default_factory=dict)
     """Where `${NAME:-default}` was met and the script does not set NAME: as it is written -> the default."""
+    _spent: int = 0
+
+    def spend(self, characters: int) -> None:
+        """Count what the script's variables come to.
+
+        Raises: UsageError: it is more than any script that a person has written needs.
+        """
+        self._spent += characters
+        if self._spent > MAX_EXPANSION:
+            raise UsageError(
+                f"the values of the script's variables come to more than {MAX_EXPANSION:,} characters",
+                hint="a variable that is made of itself, again and again, is no setting: write the spec by hand",
+            )
 
     def assign(self, word: Word) -> tuple[str, Text] | None:
         """Take in `NAME=value`; return the name and the value, or None when the word is no assignment."""
@@ -48,6 +64,7 @@ class Variables:
             return None
         name, value, adds = split
         old = self.values.get(name, ()) if adds else ()
+        self._spend_on(old)
         if word.items is not None:
             self.values[name] = (*old, *(text for item in word.items for text in self.resolve(item)))
         else:
@@ -60,17 +77,15 @@ class Variables:
 
     def resolve(self, word: Word) -> Iterator[Text]:
         """Return the texts that a word of a command becomes: a value outside of quotes is split at its blanks."""
-        done: list[Text] = []
-        current: Text | None = None
+        if word.items is not None:
+            return iter([Text(word.raw, (word.raw,))])
+        texts: list[list[Text]] = []
         for piece in word.pieces:
             for index, text in enumerate(self._parts(piece)):
-                if index and current is not None:
-                    done.append(current)
-                    current = None
-                current = text if current is None else _concatenated([current, text])
-        if word.items is not None:
-            current = Text(word.raw, (word.raw,))
-        return iter(done if current is None else [*done, current])
+                if index or not texts:
+                    texts.append([])
+                texts[-1].append(text)
+        return map(_concatenated, texts)
 
     def _parts(self, piece: Piece) -> list[Text]:
         """Return what stands in place of a piece, one text for each word that begins in it."""
@@ -88,6 +103,7 @@ class Variables:
             return (Text(f"{_MARK}{PLACEHOLDERS[name]}{_MARK}"),)
         if piece.kind == "variable" and name in self.values:
             self.used.add(name)
+            self._spend_on(self.values[name])
             return self.values[name] if piece.text != name else self.values[name][:1] or (Text(""),)
         if piece.kind == "variable" and name in self.given:
             return (Text(self.given[name]),)
@@ -95,6 +111,9 @@ class Variables:
             self.defaults[piece.raw] = piece.default
             return (Text(piece.default),)
         return (Text(piece.raw, (piece.raw,)),)
+
+    def _spend_on(self, values: Iterable[Text]) -> None:
+        self.spend(sum(len(value.text) + len(value.unknown) + 1 for value in values))
 
 
 def as_argument(text: str) -> str:
@@ -136,14 +155,24 @@ def _concatenated(texts: Iterable[Text], between: str = "") -> Text:
 
 
 def _split(value: Text) -> list[Text]:
-    """Split at blanks, but not within what only a shell could tell."""
-    text = value.text
-    for index, unknown in enumerate(value.unknown):
-        text = text.replace(unknown, f"\0{index}\0", 1)
-    words = []
-    for word in text.split():
-        inside = [unknown for index, unknown in enumerate(value.unknown) if f"\0{index}\0" in word]
-        for index, unknown in enumerate(value.unknown):
-            word = word.replace(f"\0{index}\0", unknown)  # noqa: PLW2901
-        words.append(Text(word, tuple(inside)))
-    return words
+    """Split at blanks, but not within what only a shell could tell; those parts stand in the text in their order."""
+    words: list[tuple[list[str], list[str]]] = []
+    at, joins = 0, False
+    for unknown in (*value.unknown, ""):
+        found = value.text.find(unknown, at) if unknown else len(value.text)
+        if found < 0:
+            continue
+        known = value.text[at:found]
+        for index, part in enumerate(known.split()):
+            if index or not joins or known[0].isspace():
+                words.append(([], []))
+            words[-1][0].append(part)
+        joins = not known[-1].isspace() if known else joins
+        if unknown:
+            if not joins:
+                words.append(([], []))
+            words[-1][0].append(unknown)
+            words[-1][1].append(unknown)
+            joins = True
+        at = found + len(unknown)
+    return [Text("".join(parts), tuple(inside)) for parts, inside in words]

@@ -64,7 +64,7 @@ def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSp
             return load_spec(spec_yaml(values), environ={})
         except SpecError as error:
             refused = {problem.key: problem for problem in error.problems}
-            taken = [(key, _take(values, key.split("."))) for key in refused]
+            taken = [(key, _take(values, key.split("."))) for key in sorted(refused, key=_place_in_list, reverse=True)]
             if not any(found for _, found in taken):
                 raise
             for key, found in taken:
@@ -74,9 +74,14 @@ def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSp
                     left.append(Left(fate="lost", text=f"{key}: {found[0]}", why=why, source=source))
 
 
+def _place_in_list(key: str) -> tuple[int, ...]:
+    """Order keys so that, taken from the last, no entry of a list moves before it is taken."""
+    return tuple(int(part) for part in key.split(".") if part.isascii() and part.isdigit())
+
+
 def _take(values: Any, path: list[str]) -> tuple[Any] | None:
     """Take the value at a path out; None when nothing is there, or the spec could not do without it."""
-    if path == ["name"] or path in (["entry"], ["entry", "script"], ["entry", "module"], ["entry", "command"]):
+    if path in (["name"], ["entry"], ["entry", "script"], ["entry", "module"], ["entry", "command"], ["ssh", "hosts"]):
         return None
     for part in path[:-1]:
         values = values.get(part) if isinstance(values, dict) else None
