@@ -1,10 +1,12 @@
-"""What is left of a rack on this machine: its processes, mounts and directory."""
+"""What is left of a rack on this machine: its processes, mounts, cgroups and directory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+from rack.files import FREEZER
 
 NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
 
@@ -18,7 +20,7 @@ def find_traces(pids: list[int], directory: Path) -> Callable[[], list[str]]:
     spaces = {link for pid in pids for link in namespaces(Path("/proc", str(pid)))}
 
     def find() -> list[str]:
-        found = [str(directory)] if directory.exists() else []
+        found = [str(each) for each in (directory, FREEZER / directory.name) if each.exists()]
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if spaces & namespaces(process):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rack.files import FREEZER
 from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, RackError, running_rack, wait_until
 from rack_traces import find_traces, init_pids, own_interfaces
@@ -69,6 +70,19 @@ def test_a_higher_partition_preempts_and_the_job_comes_back(rack):
     await_job(rack, high, "COMPLETED")
     assert job_state(rack, low) == "PENDING"
     await_job(rack, low, "COMPLETED")
+
+
+@pytest.mark.skipif(not FREEZER.is_dir(), reason="this machine has no freezer of cgroup v1")
+def test_a_job_s_signal_reaches_its_tasks_and_none_of_their_children(rack):
+    (rack.dir / "shared" / "child.sh").write_text("trap 'echo child' TERM; echo up; sleep 2; echo done")
+    (rack.dir / "shared" / "task.sh").write_text("trap 'echo task' TERM; bash child.sh & wait; wait")
+    job = submit(rack, "srun bash task.sh")
+    out = rack.dir / "shared" / f"out.{job}"
+    wait_until(lambda: out.exists() and "up" in out.read_text(), 30)
+    rack.run(HEAD, ["scancel", "-s", "TERM", job])
+    await_job(rack, job, "COMPLETED")
+    said = [line for line in out.read_text().splitlines() if not line.startswith("slurmstepd")]
+    assert said == ["up", "task", "done"]
 
 
 @pytest.mark.parametrize("user", ["root", USER])
@@ -192,6 +206,9 @@ def test_nothing_is_left_after_the_end(needs_rack):
     with running_rack() as rack:
         # A job that defends itself, a detached one, and a command that the owner started.
         submit(rack, "trap '' TERM HUP; setsid sleep 1000 & sleep 1000", "-N2")
+        suspended = submit(rack, "srun sleep 1000", "-N2")
+        await_job(rack, suspended, "RUNNING")
+        rack.run(HEAD, ["scontrol", "suspend", suspended])
         entered = subprocess.Popen(rack.argv("node1", ["sleep", "1000"]))
         find = find_traces(init_pids(rack.dir), rack.dir)
         assert find()

@@ -115,8 +115,9 @@ def rank_of(task: Process) -> str:
     )
 
 
-def test_scancel_ends_a_run_long_before_kill_wait():
-    with running_rack(RackPlan(nodes=TWO, kill_wait_s=60)) as rack:
+@pytest.mark.parametrize("tracking", ["cgroup", "linuxproc"])  # SIGTERM reaches the tasks alone, or everybody
+def test_scancel_ends_a_run_long_before_kill_wait(tracking):
+    with running_rack(RackPlan(nodes=TWO, kill_wait_s=60, tracking=tracking)) as rack:
         run, job = start(rack, INTERRUPTIBLE)
         begun = time.monotonic()
         rack.run(HEAD, ["scancel", job])

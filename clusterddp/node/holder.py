@@ -12,12 +12,13 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from clusterddp.dist.environment import SUPERVISOR_PID, inherited_environment
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.processes import become_subreaper, signal_group, start_rank
+from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
 
 
@@ -25,6 +26,8 @@ class Holder:
     """Holds a rank for the supervisor; `serve` returns when that lets it go, or is gone."""
 
     def __init__(self) -> None:
+        self.forward: Callable[[int], object] = lambda number: None
+        """Gets each signal that asks for a stop, if need be after `serve` has begun."""
         self._rank_pid: int | None = None
         self._returncode: int | None = None
         self._reader, writer = os.pipe()
@@ -49,6 +52,7 @@ class Holder:
         poll.register(self._reader, select.POLLIN)
         while True:
             poll.poll()
+            self._take_signals()
             self._look_at_children()
             words = self._hear()
             if words is None:
@@ -102,11 +106,16 @@ class Holder:
         else:
             self._say({"kind": "started", "pid": self._rank_pid})
 
+    def _take_signals(self) -> None:
+        numbers: set[int] = set()
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reader, 4096):
+                numbers |= set(data)
+        for number in sorted(numbers & STOP_SIGNALS):
+            self.forward(number)
+
     def _look_at_children(self) -> None:
         """Report the rank's end; it stays a zombie, its pid its own, until the supervisor has taken note."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

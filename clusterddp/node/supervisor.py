@@ -64,7 +64,7 @@ from clusterddp.node.guard import Facts, Guard, bury
 from clusterddp.node.member import Member
 from clusterddp.node.note import note, open_log
 from clusterddp.node.order import Order
-from clusterddp.node.processes import become_subreaper, reap
+from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
 from clusterddp.node.succession import Succession, Witness
@@ -83,9 +83,10 @@ class Signals:
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # A handler and not SIG_IGN for SIGHUP, too: what is ignored stays ignored in the ranks.
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP):
+        # A handler and not SIG_IGN for those that mean nothing, too: what is ignored stays ignored in the ranks.
+        for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of Slurm's has blocked them
 
     def take(self) -> set[int]:
         """Return the numbers of the signals since the last call."""
@@ -236,7 +237,7 @@ class Supervisor:
                 print(json.dumps({"joined": True}), flush=True)
 
     def _hear_signals(self) -> None:
-        for number in self._signals.take() & {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2}:
+        for number in self._signals.take() & STOP_SIGNALS:
             name = signal.Signals(number).name
             reason = f"{name} to the supervisor of node {self._order.node.node_rank}"
             self.uplink.report({"kind": "stop_requested", "reason": reason, "signal": name})

@@ -2,8 +2,10 @@
 
 It starts its rank as a child of its own when its node's supervisor says so, so that Slurm's binding to cores, GPUs and
 memory, and its accounting, hold for the rank; it stays for restarts of the gang, and leaves with the rank's exit code
-when the supervisor lets it go (holder.py). The first task of each node also starts that supervisor. Where torchrun
-starts the ranks, a child of the supervisor, a task does nothing else.
+when the supervisor lets it go (holder.py). The first task of each node also starts that supervisor, and forwards to it
+what asks for a stop: with `proctrack/cgroup` Slurm signals its tasks and no child of theirs, with `proctrack/linuxproc`
+all of them, so the supervisor may be asked twice. Where torchrun starts the ranks, a child of the supervisor, a task
+does nothing else.
 
 It imports next to nothing: sixteen of these start at once on two cores.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from clusterddp.dist.environment import COOKIE, cookie, inherited_environment
 from clusterddp.dist.slurm_step import StepPlace, read_place
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.holder import Holder, connect
+from clusterddp.node.processes import STOP_SIGNALS
 from clusterddp.node.taskwire import MAX_PACKET, socket_name
 
 START_TIMEOUT_S = 120.0
@@ -87,6 +91,8 @@ class Task:
         log = os.open(
             self._run_dir / "launcher" / f"supervisor-{node_rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
         )
+        # Until it takes them itself: at its start a signal would end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         process = subprocess.Popen(
             [sys.executable, "-m", "clusterddp.node.supervisor"],
             stdin=subprocess.PIPE,
@@ -97,12 +103,15 @@ class Task:
             start_new_session=True,
             pass_fds=[listener.fileno()],
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(log)
         order = self._order_of_supervisor(gang) | {"tasks": listener.fileno()}
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
         self._supervisor = process
+        # `send_signal` first looks whether the process was reaped: its number may be another's by then.
+        self._holder.forward = process.send_signal
         listener.close()
 
     def _order_of_supervisor(self, gang: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,13 @@ from rack.plan import HEAD, USER, USER_ID, RackPlan
 from rack.private import write_private_files
 
 HERE = Path(__file__).parent
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""The controller with which Slurm signals and suspends the processes of a step."""
+CGROUP_CONF = """\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=/sys/fs/cgroup
+CgroupAutomount=no
+"""
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=head
@@ -39,6 +46,7 @@ def write_rack_files(plan: RackPlan, directory: Path) -> None:
     (directory / "shared").chmod(0o1777)
     etc = directory / "etc"
     switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts")}
+    switches["freezer"] = tracks_by_cgroup(plan)
     (etc / "switches").write_text("".join(f"{name}={'yes' * value}\n" for name, value in switches.items()))
     write_users(directory)
     if plan.slurm:
@@ -82,6 +90,11 @@ def write_users(directory: Path) -> None:
     (directory / "etc/group").write_text(f"{groups}{USER}:x:{USER_ID}:\n")
 
 
+def tracks_by_cgroup(plan: RackPlan) -> bool:
+    """Say whether Slurm keeps each step in a cgroup of the freezer."""
+    return plan.slurm and plan.tracking == "cgroup" and FREEZER.joinpath("cgroup.procs").exists()
+
+
 def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
     """Write slurm.conf and gres.conf and make the character devices that pose as GPUs."""
     values = {
@@ -96,10 +109,12 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "requeue_wait_s": plan.requeue_wait_s,
         "preempt_grace_s": plan.preempt_grace_s,
         "job_requeue": int(plan.job_requeue),
+        "tracking": "cgroup" if tracks_by_cgroup(plan) else "linuxproc",
         "accounting": ACCOUNTING if plan.accounting else "",
         "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
     }
     template = string.Template((HERE / "slurm.conf").read_text())
+    (directory / "etc/slurm/cgroup.conf").write_text(CGROUP_CONF)
     (directory / "etc/slurm/slurm.conf").write_text(template.substitute(values))
     if plan.accounting:
         dbd_conf = directory / "etc/slurm/slurmdbd.conf"

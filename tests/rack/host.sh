@@ -5,7 +5,7 @@ set -eu
 dir=$1 name=$2 address=$3 port=${4:-}
 etc=$dir/etc log=$dir/log pids=$dir/pid config=$etc/sshd_config
 trap 'touch "$pids/$name.failed"' EXIT
-slurm='' docker='' private_hosts=''
+slurm='' docker='' private_hosts='' freezer=''
 # shellcheck disable=SC1091
 . "$etc/switches"
 
@@ -61,6 +61,12 @@ else
     mount --bind "$etc/hosts.$name" /etc/hosts
     mount --bind "$etc/nsswitch.conf" /etc/nsswitch.conf
     if [ -n "$private_hosts" ]; then mount --all --fstab "$etc/fstab.$name"; fi
+fi
+# Every slurmd takes the root of the freezer for its own.
+if [ -n "$freezer" ] && [ -n "$port" ]; then
+    cgroup=/sys/fs/cgroup/freezer/${dir##*/}/$name
+    mkdir -p "$cgroup"
+    mount --bind "$cgroup" /sys/fs/cgroup/freezer
 fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mkdir /run/sshd

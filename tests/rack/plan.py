@@ -35,6 +35,9 @@ class RackPlan:
     requeue_wait_s: int = 5
     """For how long a requeued job is not started again; Slurm takes no less than 5, and 120 by default."""
     preempt_grace_s: int = 0
+    tracking: str = "cgroup"
+    """How Slurm knows a step's processes. As on most sites `cgroup`, where this machine has the freezer of cgroup v1:
+    a signal to the job reaches no child of a task. Else, and where a test asks for it, `linuxproc`: it reaches all."""
     accounting: bool = False
     """slurmdbd and mariadb on the head, so that sacct answers; needs the packages of the same names."""
     slurm: bool = True

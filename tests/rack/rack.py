@@ -16,7 +16,7 @@ from pathlib import Path
 
 from patience import PATIENCE
 
-from rack.files import write_rack_files
+from rack.files import FREEZER, write_rack_files
 from rack.plan import HEAD, SYSTEM_PATH, RackPlan
 from rack.private import HOMES, outside
 
@@ -40,19 +40,23 @@ TOOLS = (
 ACCOUNTING_TOOLS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
 UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 
-KEEPER = """\
+KEEPER = f"""\
 dir=$1
 shift
+cgroups={FREEZER}/${{dir##*/}}
 if read -r go; then
     setpriv --pdeathsig KILL "$@" &
     read -r eof
     pkill -KILL -P $! || kill -KILL $!
+    find "$cgroups" -name freezer.state -exec sh -c 'echo THAWED >"$0"' {{}} \\; 2>/dev/null
     wait $!
 fi
+find "$cgroups" -depth -type d -exec rmdir {{}} + 2>/dev/null
 rm -rf "$dir"
 """
 """Stays outside of the namespaces and starts the head when it is told to. When the pipe that the owner holds is closed,
-it kills the head's init, with which the kernel ends every process of the rack, and clears away the directory."""
+it kills the head's init, with which the kernel ends every process of the rack (one of a suspended job must run for it),
+and clears away the directory and the cgroups."""
 
 
 class RackError(Exception):
@@ -152,6 +156,7 @@ class Rack:
         self.pull_cable(node)
         pidfd = self.powered.pop(node)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._thaw(node)
         select.select([pidfd], [], [])
         os.close(pidfd)
         (self.dir / "pid" / node).unlink()
@@ -220,6 +225,12 @@ class Rack:
         self.keeper.stdin.write(b"go\n")
         self.keeper.stdin.flush()
         self._await_init(HEAD)
+
+    def _thaw(self, node: str) -> None:
+        """Let the processes of a suspended job run: they cannot die before."""
+        for state in (FREEZER / self.dir.name / node).rglob("freezer.state"):
+            with contextlib.suppress(OSError):  # it has gone with its step
+                state.write_text("THAWED")
 
     def _enter(self, host: str) -> list[str]:
         """Plan the way into a host.
