@@ -146,21 +146,21 @@ def test_a_supervisor_killed_while_ranks_start_leaves_nothing(tmp_path):
 
 
 def test_a_frozen_supervisor_is_lost_at_the_end_of_its_lease(tmp_path):
-    with running(tmp_path, STUBBORN, order={"lease_s": 1.5}) as gang:
+    with running(tmp_path, STUBBORN, heartbeat_timeout_s=1.5) as gang:
         gang.await_up()
         pid = gang.supervisors[1]
         os.kill(pid, signal.SIGSTOP)
         wait_until(gang.attempt().end.exists, 8)
         assert gang.pids("n0") + gang.pids("n1") == []
         assert gang.end().root_cause.error == (
-            f"supervisor of node 1 on host1 (pid {pid}) is lost: no sign of life for 1.5 s; its ranks 2-3 ended with it"
+            f"supervisor of node 1 on host1 (pid {pid}) is lost: no heartbeat for 1.5 s; its ranks 2-3 ended with it"
         )
         os.kill(pid, signal.SIGCONT)
         gang.await_end()
 
 
 def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
-    with running(tmp_path, FOREVER, nodes=3, order={"start_timeout_s": 6, "only": (0, 1)}) as gang:
+    with running(tmp_path, FOREVER, nodes=3, start_timeout_s=6.0, order={"only": (0, 1)}) as gang:
         assert gang.await_end() == [1, 1]
         assert gang.end().root_cause.error == "node 2 on host2 did not join within 6 s"
         assert gang.end().root_cause.rank is None
@@ -226,7 +226,7 @@ def test_strangers_on_the_link_are_refused_and_harm_nothing(tmp_path):
 
     nonce = json.dumps({"nonce": "0" * 32}).encode() + b"\n"
     join = b'{"kind": "join", "node_rank": 1, "pid": 1}'
-    with running(tmp_path, "until_stop()", order={"start_timeout_s": 20}) as gang:
+    with running(tmp_path, "until_stop()", start_timeout_s=20.0) as gang:
         knocks = [
             knock(b"GET / HTTP/1.1\r\n\r\n"),
             knock(os.urandom(3000) + b"\n"),

@@ -82,6 +82,8 @@ class Member:
         self._guard_pid = guard_pid
         self.attempt_number = first_attempt
         """Of the attempt that runs now, or ran last."""
+        self.interface = node.interface or gang.interface
+        """This host's; on Slurm known when its ranks are started."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
 
@@ -175,6 +177,7 @@ class Member:
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
             footing = find_footing(self._gang, self._node, order)
+            self.interface = footing.interface
             attempt = _Attempt(
                 dir=directory, footing=footing, master_port=order["master_port"], oom_kills=count_oom_kills()
             )

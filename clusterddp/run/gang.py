@@ -16,6 +16,10 @@ from clusterddp.dist.environment import RankPlace, Variable, rank_variables
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
+HOST_SILENCE_S = 30.0
+"""network.host_silence where the spec does not say: a spanning tree, a switch or a bond settles in that time."""
+HEARTBEAT_TIMEOUT_S = 60.0
+"""network.heartbeat_timeout likewise: a process that waits for a file server, or is stopped for a while, survives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +116,12 @@ class Gang:
     """How long before the time limit the ranks are asked to stop."""
     stop_grace_s: float = 120.0
     """How long ranks may take from the request to stop until they have ended."""
+    start_timeout_s: float = 60.0
+    """How long the supervisors, and on Slurm the tasks, may take to find each other."""
+    host_silence_s: float = HOST_SILENCE_S
+    """How long another host may be silent before its node counts as lost."""
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    """How long a supervisor on a host that answers may be silent before its node counts as lost."""
 
     @property
     def world_size(self) -> int:
