@@ -13,13 +13,10 @@ from typing import Any, Literal
 
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
 from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
-HOST_SILENCE_S = 30.0
-"""network.host_silence where the spec does not say: a spanning tree, a switch or a bond settles in that time."""
-HEARTBEAT_TIMEOUT_S = 60.0
-"""network.heartbeat_timeout likewise: a process that waits for a file server, or is stopped for a while, survives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
