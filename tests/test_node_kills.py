@@ -187,6 +187,21 @@ def test_a_gang_that_is_suspended_as_a_whole_goes_on_afterwards(tmp_path):
         assert gang.await_end() == [0, 0]
 
 
+@pytest.mark.root
+def test_a_gang_whose_connections_are_reset_goes_on_over_others(tmp_path):
+    with running(tmp_path, "until_stop()") as gang:
+        gang.await_up()
+        log = gang.run.launcher_dir / "supervisor-1.log"
+        for number in range(3):
+            for end in ("dport", "sport"):
+                port = f":{gang.link['port']}"
+                subprocess.run(["ss", "-K", "state", "established", end, "=", port], check=True, capture_output=True)
+            wait_until(lambda: log.read_text().count("connected again") > number, what="another connection")  # noqa: B023
+        assert gang.pids("s0") + gang.pids("s1") == gang.supervisors
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [0, 0]
+
+
 def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
     with running(tmp_path, FOREVER, nodes=3, start_timeout_s=6.0, order={"only": (0, 1)}) as gang:
         assert gang.await_end() == [1, 1]
