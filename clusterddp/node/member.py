@@ -18,9 +18,11 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.link import Message
+from clusterddp.node.note import note
 from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
+from clusterddp.node.stopped import StoppedRanks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, write_rank
@@ -58,6 +60,7 @@ class _Attempt:
     """True once all ranks have begun, and that is written down."""
     stop_seen: bool = False
     ending: _Ending | None = None
+    stopped: StoppedRanks = field(default_factory=StoppedRanks)
 
 
 class Member:
@@ -148,6 +151,16 @@ class Member:
             self._go_on_ending(attempt, attempt.ending, now)
         else:
             self._look_for_stop(attempt, complete=True)
+            self._look_for_stopped_ranks(attempt, now)
+
+    def _look_for_stopped_ranks(self, attempt: _Attempt, now: float) -> None:
+        if not attempt.recorded:
+            return
+        for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
+            attempt.records[record.rank] = record
+            note(f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}")
+            with contextlib.suppress(ClusterddpError):  # what cannot be written is reported at its end
+                write_rank(attempt.dir, record)
 
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -299,4 +312,6 @@ def _ended_record(record: RankRecord, end: RankEnd) -> RankRecord:
     error = end.error
     if end.on_order and end.signal is not None:
         error = "ended with the gang"
-    return dataclasses.replace(record, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)
+    return dataclasses.replace(
+        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
+    )

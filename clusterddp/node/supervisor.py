@@ -141,16 +141,16 @@ class Supervisor:
         self._stdin_open = True
         self._joined = False
         environment = inherited_environment()
+        self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
         self._children: Children | Torchrun | None = None
         if order.gang.start == "torchrun":
-            self._children = Torchrun(order, environment, self._selector, self._tasks)
+            self._children = Torchrun(order, environment, self._selector, self._tasks, self._clock)
         elif self._tasks is None:
             self._children = Children(environment, os.getpid(), order.gang.entry)
         starter = self._children or self._tasks
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._clock = Clock()
         self._allocation: Allocation | None = None
         if order.slurm is not None:
             self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
