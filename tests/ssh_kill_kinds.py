@@ -81,10 +81,10 @@ KINDS = [
 ]
 
 
-def draw_kills(seed: int, count: int, leave_out: tuple[str, ...] = ()) -> list[Kill]:
-    """Draw kills: every kind comes about equally often, in random order."""
+def draw_kills(seed: int, count: int, victims: tuple[str, ...] = ()) -> list[Kill]:
+    """Draw kills, of some victims only if any are named: every kind comes about equally often, in random order."""
     chance = random.Random(seed)
-    kinds = [kind for kind in KINDS if kind[0] not in leave_out]
+    kinds = [kind for kind in KINDS if not victims or kind[0] in victims]
     deck: list[tuple[str, int | None, str]] = []
     while len(deck) < count:
         deck += chance.sample(kinds, len(kinds))

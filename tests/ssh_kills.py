@@ -38,6 +38,8 @@ from ssh_traces import is_up, parent_of, rank_of, sshd_listener, sshd_sessions
 from clusterddp.run.directory import RunDir, list_runs
 
 WITHIN_S = 20.0
+HOST_WITHIN_S = 45.0
+"""The same where a host is lost: it may be silent for 30 s (network.host_silence)."""
 CABLE_S = 60.0
 GOES_ON_S = 3.0
 
@@ -58,6 +60,10 @@ class Round:
     facts: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     said: str = ""
+
+    @property
+    def within_s(self) -> float:
+        return HOST_WITHIN_S if self.kill.victim in {POWER, CABLE} else WITHIN_S
 
     @property
     def rack(self) -> Rack:
@@ -168,7 +174,7 @@ class Round:
                 command.wait(timeout=240)
             before = set()
             with contextlib.suppress(RackError):
-                wait_until(lambda: self.is_up() or not self._all(), WITHIN_S)
+                wait_until(lambda: self.is_up() or not self._all(), self.within_s)
             bears = self.is_up()
             self.facts["whole"] = bears
             if not bears:
@@ -239,21 +245,21 @@ class Round:
     def _await_gone(self) -> None:
         """Wait for the end of every process of the run on hosts that are on."""
         try:
-            wait_until(lambda: not self._all(), WITHIN_S - self.since)
+            wait_until(lambda: not self._all(), self.within_s - self.since)
             self.facts["gone_s"] = self.since
-            self.expect(self.facts["gone_s"] <= WITHIN_S, "the last of it has gone too late")
+            self.expect(self.facts["gone_s"] <= self.within_s, "the last of it has gone too late")
         except RackError:
             self.wrong.append(f"left after {self.since} s: {self._all()}")
 
     def _await_status(self, is_right: Callable[[dict[str, Any]], bool]) -> None:
         """Ask until the answer is right; it has to be when it is asked for within 20 s."""
         asked_s = self.since
-        while not is_right(status := self._status()) and self.since < WITHIN_S:
+        while not is_right(status := self._status()) and self.since < self.within_s:
             time.sleep(0.3)
             asked_s = self.since
         self._note(status)
         self.facts |= {"asked_s": asked_s, "told_s": self.since}
-        self.expect(is_right(status) and asked_s <= WITHIN_S, "that is not told")
+        self.expect(is_right(status) and asked_s <= self.within_s, "that is not told")
 
     def _note(self, status: dict[str, Any]) -> None:
         self.facts |= {"state": status.get("state"), "cause": status.get("root_cause")}

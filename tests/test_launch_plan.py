@@ -201,6 +201,26 @@ def test_ranks_are_asked_to_stop_a_third_of_the_time_limit_ahead_but_no_more_tha
     assert gang.stop_lead_s == lead_s
 
 
+@pytest.mark.parametrize(
+    ("network", "timeouts_s"),
+    [
+        ("{}", (62.0, 30.0, 60.0)),
+        ('{start_timeout: "3:00", host_silence: "0:10", heartbeat_timeout: "0:20"}', (180.0, 10.0, 20.0)),
+        ('{host_silence: "2:00"}', (62.0, 120.0, 120.0)),
+    ],
+)
+def test_how_long_others_may_be_silent_is_in_the_gang(
+    tmp_path: Path, network: str, timeouts_s: tuple[float, float, float]
+) -> None:
+    gang = plan_text(f"name: a\nresources: {{nodes: 2}}\nnetwork: {network}\n", tmp_path).gang
+    assert (gang.start_timeout_s, gang.host_silence_s, gang.heartbeat_timeout_s) == timeouts_s
+
+
+def test_on_slurm_nodes_have_the_time_to_pull_an_image(tmp_path: Path) -> None:
+    gang = plan_text("name: a\nlauncher: slurm\nresources: {nodes: 2}\n", tmp_path).gang
+    assert gang.start_timeout_s == 602.0
+
+
 def test_memory_is_not_enforced_here_and_the_plan_says_so(tmp_path: Path) -> None:
     assert "resources.memory_gb is not enforced on this machine" in (
         plan_text("name: a\nresources: {memory_gb: 4}\n", tmp_path).notes

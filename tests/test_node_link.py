@@ -1,13 +1,18 @@
-"""The link: what is said arrives, what a stranger says does not, and silence is noticed."""
+"""The link: what is said arrives, once, what a stranger says does not, and silence is noticed."""
 
 import contextlib
+import random
 import select
+import selectors
 import socket
 import time
 
 import pytest
 
-from clusterddp.node.link import Channel, connect, listen
+from clusterddp.node.clock import MAX_TURN_S, Clock
+from clusterddp.node.connecting import Connecting
+from clusterddp.node.link import GONE, Channel, connect, listen
+from clusterddp.node.peer import Limits, Peer
 
 TOKEN = "3f" * 16
 
@@ -150,20 +155,129 @@ def test_what_was_said_before_the_end_is_still_heard():
     assert head.lost == "the connection was closed"
 
 
-def test_beats_keep_a_lease_and_silence_ends_it():
-    start = time.monotonic()
-    head, member = make_pair(now=start)
-    hear(head, start), hear(member, start)
+class Ends:
+    """Both ends of a link, each with a listener, over as many connections as the test makes."""
+
+    def __init__(self, *, host_silence_s=8.0, heartbeat_timeout_s=15.0):
+        self.limits = Limits(host_silence_s=host_silence_s, heartbeat_timeout_s=heartbeat_timeout_s, spans_hosts=True)
+        self.listeners = [listen("127.0.0.1") for _ in range(2)]
+        self.selector = selectors.SelectSelector()
+        self.head = self.make_peer(self.listeners[1])
+        self.member = self.make_peer(self.listeners[0])
+
+    def make_peer(self, listener):
+        address = listener.getsockname()
+        return Peer(self.limits, self.selector, lambda now: Connecting(address, now), when_quiet=False)
+
+    def connect(self, now=0.0):
+        """Connect both ends anew; the sockets are returned for the test to break."""
+        head, member = make_pair(now=now)
+        for channel in (head, member):
+            self.selector.register(channel.sock, selectors.EVENT_READ)
+        heard = self.head.heard, self.member.heard
+        self.head.connect(head, heard[1], now)
+        self.member.connect(member, heard[0], now)
+        return head.sock, member.sock
+
+    def turn(self, now=0.0):
+        """Let both ends listen and keep up; return what each has heard."""
+        heard = self.head.receive(now), self.member.receive(now)
+        self.head.keep_up(now)
+        self.member.keep_up(now)
+        return heard
+
+    def turn_until_settled(self, now=0.0):
+        heard = [], []
+        for _ in range(200):
+            for all_of, some in zip(heard, self.turn(now), strict=True):
+                all_of.extend(some)
+            if not (self.head.owes_acknowledgement(now) or self.member.owes_acknowledgement(now)):
+                return heard
+            time.sleep(0.002)
+        raise AssertionError("they never acknowledge")
+
+    def close(self):
+        for peer in (self.head, self.member):
+            peer.lose("the test is over")
+        for listener in self.listeners:
+            listener.close()
+
+
+@pytest.fixture
+def ends():
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_message_is_lost_or_doubled_however_often_the_connection_breaks(ends, seed):
+    chance = random.Random(seed)
+    heard = [], []
+    socks = ends.connect()
+    for number in range(300):
+        chance.choice((ends.head, ends.member)).send({"kind": "x", "of": number})
+        breaks = chance.random() < 0.1
+        if breaks:
+            chance.choice(socks).shutdown(chance.choice((socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR)))
+        for _ in range(chance.randrange(3)):
+            for all_of, some in zip(heard, ends.turn(), strict=True):
+                all_of.extend(some)
+        if breaks:
+            socks = ends.connect()
+    for all_of, some in zip(heard, ends.turn_until_settled(), strict=True):
+        all_of.extend(some)
+    by_head, by_member = ([message["of"] for message in each] for each in heard)
+    assert sorted(by_head + by_member) == list(range(300))
+    assert (by_head, by_member) == (sorted(by_head), sorted(by_member))
+
+
+def test_heartbeats_keep_a_link_and_a_silent_process_ends_it(ends):
+    ends.connect()
     for step in range(1, 5):
-        member.keep_alive(start + step * 10, 15.0)
-        hear(head, start + step * 10)
-        head.keep_alive(start + step * 10, 15.0)
-        hear(member, start + step * 10)
-    assert head.lost is None
-    head.keep_alive(start + 40 + 14, 15.0)
-    assert head.lost is None
-    head.keep_alive(start + 40 + 16, 15.0)
-    assert head.lost == "no sign of life for 15 s"
+        ends.turn(step * 10.0)
+        time.sleep(0.01)
+    assert (ends.head.lost, ends.member.lost) == (None, None)
+    ends.head.keep_up(40 + 14.0)
+    assert ends.head.lost is None
+    ends.head.keep_up(40 + 16.0)
+    assert ends.head.lost == "no heartbeat for 15 s"
+    assert ends.member.receive(40.0)[-1] == {"kind": "gave_up", "why": "no heartbeat for 15 s"}
+
+
+def test_a_connection_that_breaks_ends_no_link_while_both_processes_live(ends):
+    (sock, _) = ends.connect()
+    sock.shutdown(socket.SHUT_RDWR)
+    for step in range(70):
+        ends.turn(step / 10)
+    assert (ends.head.broken, ends.head.lost) == (True, None)
+    ends.connect(7.0)
+    ends.head.send({"kind": "stop"})
+    assert ends.turn_until_settled(7.0)[1] == [{"kind": "stop"}]
+
+
+def test_a_broken_connection_that_is_not_replaced_in_time_ends_the_link(ends):
+    (sock, _) = ends.connect()
+    sock.shutdown(socket.SHUT_RDWR)
+    for step in range(100):
+        ends.turn(step / 10)
+    assert ends.head.lost == "the connection was closed, and no other one came within 8 s"
+
+
+def test_a_process_that_refuses_the_next_connection_is_gone_at_once(ends):
+    (_, sock) = ends.connect()
+    ends.listeners[1].close()
+    sock.shutdown(socket.SHUT_RDWR)
+    for _ in range(20):
+        ends.turn(0.01)
+    assert ends.head.lost == GONE
+
+
+def test_time_in_which_a_process_did_not_run_counts_for_little():
+    clock = Clock()
+    before = clock.tick()
+    time.sleep(MAX_TURN_S + 0.5)
+    assert before + MAX_TURN_S == clock.tick()
 
 
 def test_a_head_that_is_gone_is_not_waited_for():

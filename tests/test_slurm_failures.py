@@ -151,7 +151,7 @@ def test_a_host_that_loses_power_ends_the_gang_and_is_named(own_rack, node):
     own_rack.power_off(node)
     off = time.monotonic()
     end = await_final_end(run, 20)
-    assert since(off) < 15
+    assert since(off) < 45
     assert (end.root_cause.host, end.root_cause.rank) == (node, 0 if node == "node1" else 2)
     assert "its host does not answer" in end.root_cause.error
     await_nothing_left(run, 15)
@@ -172,7 +172,7 @@ def test_a_gang_that_loses_a_host_goes_on_with_others(own_rack, node):
 def test_a_host_that_is_cut_off_ends_its_own_ranks_too(own_rack, node):
     run = start(own_rack, "cable", FOREVER)
     own_rack.pull_cable(node)
-    assert await_final_end(run, 20).outcome == "FAILED"
+    assert await_final_end(run, 20).root_cause.host == node
     wait_until(lambda: not [role for role in ("n0", "n1") if processes(run, role)], 15)
     own_rack.plug_cable(node)
     await_nothing_left(run, 30)

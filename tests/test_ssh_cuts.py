@@ -17,7 +17,6 @@ from ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from ssh_place import HostProcess, SshPlace, send, ssh_place_on
 from ssh_traces import is_up, sshd_sessions
 
-from clusterddp.host.runs import PATIENCE_S
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import read_end
@@ -25,6 +24,7 @@ from clusterddp.ssh.stream import SILENCE_S
 
 pytestmark = [pytest.mark.root]
 
+IMPATIENT = 'network: {host_silence: "0:08", heartbeat_timeout: "0:10"}\n'
 UNTIL_TOLD = "import os, time\nwhile not os.path.exists('/tmp/told'):\n    time.sleep(0.1)\n"
 NO_WAY_OUT = "add table inet cut\n" + "".join(
     f"add chain inet cut {way} {{ type filter hook {way} priority 0; policy drop; }}\n"
@@ -87,7 +87,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
     waiting = place.start("wait", run.name)
     wait_until(lambda: is_seen(run), 20)
     with cut_off(place.rack):
-        time.sleep(max(SILENCE_S, PATIENCE_S) + 4)
+        time.sleep(SILENCE_S + 4)
         for node in NODES:
             place.rack.outside(node, "/tmp/told").touch()
         wait_until(lambda: read_end(place.host_run_dir("node1", run).attempt(0)) is not None, 20)
@@ -96,6 +96,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
 
 
 def test_an_attached_run_ends_on_every_host_that_the_laptop_is_cut_off_from(place: SshPlace) -> None:
+    (place.path / "job.yaml").write_text(SPEC + IMPATIENT)
     command, run = start(place, "--attach")
     wait_until(lambda: is_seen(run), 20)
     with cut_off(place.rack):

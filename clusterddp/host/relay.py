@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp.dist.environment import inherited_environment
+from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S
 
 MARK = "clusterddp-agent "
-PATIENCE_S = 60.0
-"""How long the laptop may be silent; it speaks every ten seconds."""
 _GRACE_S = 120.0
 """How long a command may go on for nobody: sbatch takes its time when the controller is busy."""
 _COMMAND = "import runpy, sys; sys.path.pop(0); runpy.run_module('clusterddp', run_name='__main__', alter_sys=True)"
@@ -113,13 +112,13 @@ def _accompany(child: subprocess.Popen[bytes]) -> int:
     inbox: queue.SimpleQueue[Words | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
     threading.Thread(target=lambda: inbox.put({"ended": child.wait()}), daemon=True).start()
-    patience_s = PATIENCE_S
+    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop speaks every ten seconds
     while True:
         try:
             words = inbox.get(timeout=patience_s)
         except queue.Empty:
             words = None
-        if words is None and patience_s == PATIENCE_S:
+        if words is None and patience_s == HEARTBEAT_TIMEOUT_S:
             patience_s = _GRACE_S  # nobody is there any more
         elif words is None:
             _signal(child, signal.SIGTERM)

@@ -19,11 +19,6 @@ from clusterddp.run.directory import RunDir, read_tail, write_json, write_text
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import answers_for_its_run, find_processes, sweep
 
-ANSWER_TIMEOUT_S = 60.0
-"""How long a supervisor may take until it listens, or has joined: it has only to start."""
-PATIENCE_S = 10
-"""How long a launcher that a supervisor hangs on may be silent."""
-
 
 class Hold:
     """A supervisor that hangs on this connection: when its standard input ends, so does its gang."""
@@ -90,8 +85,8 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         os.close(descriptor)
     hold = host.hold(Hold(process, token))
     hold.tell(order)
-    host.patience_s = request.get("patience_s", PATIENCE_S)
-    answer = _read_answer(process)
+    host.patience_s = int(request["patience_s"])
+    answer = _read_answer(process, float(order["gang"]["start_timeout_s"]))
     if answer is None:
         head = order["gang"]["nodes"][0]["host"]
         what = "did not say where it listens" if is_head else f"did not reach node 0 on {head}"
@@ -152,9 +147,9 @@ def _python_path(package: Path) -> str:
     return os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
 
 
-def _read_answer(supervisor: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+def _read_answer(supervisor: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
     assert supervisor.stdout is not None
-    readable, _, _ = select.select([supervisor.stdout], [], [], ANSWER_TIMEOUT_S)
+    readable, _, _ = select.select([supervisor.stdout], [], [], timeout_s)
     try:
         return dict(json.loads(supervisor.stdout.readline())) if readable else None
     except (ValueError, TypeError):

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
     from clusterddp.spec.model import JobSpec
+
+_START_S = 60.0
+_START_ON_SLURM_S = 600.0
+"""In it nodes boot and container images are pulled."""
+_START_S_PER_NODE = 1.0
+"""Supervisors are started some tens at a time, and many share a network or, as virtual machines, a processor."""
 
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
@@ -46,6 +54,19 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
         here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
         data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
     return data
+
+
+def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
+    """Return how long a gang's nodes may take to be there, and may be silent, by the gang's own names."""
+    network = job.network
+    start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
+    host_silence_s = float(network.host_silence.seconds) if network.host_silence else HOST_SILENCE_S
+    heartbeat_s = network.heartbeat_timeout.seconds if network.heartbeat_timeout else HEARTBEAT_TIMEOUT_S
+    return {
+        "start_timeout_s": float(network.start_timeout.seconds) if network.start_timeout else start_s,
+        "host_silence_s": host_silence_s,
+        "heartbeat_timeout_s": max(float(heartbeat_s), host_silence_s),
+    }
 
 
 def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.entry import entry_of, move_entry, plan_program, smoke_test_of
-from clusterddp.launch.job_values import directories_used, filled_in, spec_text, with_absolute_paths
+from clusterddp.launch.job_values import directories_used, filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.launch.memory import fit_memory
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.owned_ranks import with_one_process_each
@@ -164,6 +164,7 @@ def plan_run(
         start=job.start,
         time_limit_s=None if slurm else time_limit_s,
         stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
+        **timeouts_of(job, len(placement.nodes)),
     )
     return move_plan(
         Plan(

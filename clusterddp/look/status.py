@@ -144,7 +144,7 @@ def read_status(run: RunDir) -> RunStatus:
     return RunStatus(
         run=run.name,
         state=view.state,
-        reason=view.reason,
+        reason="; ".join([view.reason, *([] if attempt is None or view.finished else _stopped_ranks(attempt))]),
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
@@ -160,6 +160,15 @@ def read_status(run: RunDir) -> RunStatus:
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         warning=end.warning if end else "",
     )
+
+
+def _stopped_ranks(attempt: AttemptDir) -> list[str]:
+    """Name the ranks that a signal has stopped, for which all others wait."""
+    return [
+        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there lets it go on"
+        for record in read_ranks(attempt)
+        if record.stopped is not None and record.ended is None
+    ]
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp.errors import SlurmError
+from clusterddp.node.clock import Clock
 from clusterddp.slurm.commands import slurm_environment
 from clusterddp.slurm.control import JobNow, read_job
 from clusterddp.slurm.time_left import KILL_WAIT_S, read_kill_wait_s, read_time_left_s
@@ -32,10 +32,11 @@ class Answer:
 class Allocation:
     """One job at the controller."""
 
-    def __init__(self, job_id: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, job_id: str, environ: Mapping[str, str], clock: Clock) -> None:
         self.kill_wait_s = KILL_WAIT_S
         self._job_id = job_id
         self._environ = slurm_environment(environ)
+        self._clock = clock
         self._question: _Command | None = None
         self._config: _Command | None = None
         self._answer: Answer | None = None
@@ -48,9 +49,9 @@ class Allocation:
         """Ask for the job, unless that is being done."""
         if self._question is not None:
             return
-        now = time.monotonic()
+        now = self._clock.now
         try:
-            self._question = _Command(["scontrol", "show", "job", "-o", self._job_id], self._environ)
+            self._question = _Command(["scontrol", "show", "job", "-o", self._job_id], self._environ, now)
         except OSError as error:
             self._answer = Answer(job=None, asked=now, error=str(error))
 
@@ -67,7 +68,7 @@ class Allocation:
 
     def take(self) -> Answer | None:
         """Return the answer to the last question, once."""
-        if self._question is not None and time.monotonic() - self._question.begun > PATIENCE_S:
+        if self._question is not None and self._clock.now - self._question.begun > PATIENCE_S:
             self._question.give_up()
             self._answer = Answer(job=None, asked=self._question.begun, error=f"no answer within {PATIENCE_S:g} s")
             self._question = None
@@ -77,7 +78,7 @@ class Allocation:
     def ask_config(self) -> None:
         """Ask how Slurm is configured; until that is answered its defaults are taken for granted."""
         try:
-            self._config = _Command(["scontrol", "show", "config"], self._environ)
+            self._config = _Command(["scontrol", "show", "config"], self._environ, self._clock.now)
         except OSError:
             self._config = None
 
@@ -85,11 +86,11 @@ class Allocation:
 class _Command:
     """One of Slurm's commands under way; the supervisor's loop, which reaps all children, tells when it has ended."""
 
-    def __init__(self, argv: list[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, argv: list[str], environ: Mapping[str, str], now: float) -> None:
         program = shutil.which(argv[0], path=environ.get("PATH"))
         if program is None:
             raise FileNotFoundError(f"{argv[0]} is not on this host")
-        self.begun = time.monotonic()
+        self.begun = now
         self._process = subprocess.Popen(
             [program, *argv[1:]],
             stdin=subprocess.DEVNULL,

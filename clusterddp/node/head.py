@@ -16,7 +16,7 @@ from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import log, log_end, record_end, record_start
 from clusterddp.node.job_watch import JobWatch, bring_home
-from clusterddp.node.link import HOST_SILENT, Message, facts_of
+from clusterddp.node.link import GONE, HOST_SILENT, Message, facts_of
 from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
@@ -39,7 +39,6 @@ class Head:
         first_restart: int = 0,
         rendezvous_seed: str,
         job: JobWatch | None = None,
-        start_timeout_s: float,
         guard: Guard,
         tell: Callable[[int, Message], None],
         now: float,
@@ -53,12 +52,14 @@ class Head:
         self._first_attempt = first_attempt
         self._first_restart = first_restart
         self._job = job
-        self._muster = Muster(gang, timeout_s=start_timeout_s, now=now)
+        self._muster = Muster(gang, timeout_s=gang.start_timeout_s, now=now)
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._started_nodes: dict[int, Message] = {}
         """Where the ranks of each node stand on the network."""
+        self._interface = gang.nodes[0].interface or gang.interface
+        """This host's; on Slurm known when its ranks have started."""
         self._start_recorded = False
         self._ending: Ending | None = None
         """Set while the gang is being ended."""
@@ -85,6 +86,8 @@ class Head:
             self._muster.expect(node_rank, report["ranks"])
         elif kind == "started":
             self._started_nodes[node_rank] = facts_of(report)
+            if node_rank == 0:
+                self._interface = report["interface"]
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -100,7 +103,9 @@ class Head:
             self._hear_trouble(node, report, now)
 
     def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
-        if report["kind"] == "parent_gone" and report["over_ssh"]:
+        if report["kind"] == "gave_up":
+            self._leave(node, str(report["why"]), now)
+        elif report["kind"] == "parent_gone" and report["over_ssh"]:
             self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
         elif report["kind"] == "parent_gone":
             self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
@@ -116,14 +121,23 @@ class Head:
             return
         self._lost.add(node_rank)
         node, own = self._gang.nodes[node_rank], self._gang.nodes[0]
-        interface = own.interface or self._gang.interface
-        if why == HOST_SILENT and is_cut_off(interface):
-            self._fail_nodes((own,), f"{own.host} is cut off, its {interface} is down", now)
+        if why == HOST_SILENT and is_cut_off(self._interface):
+            self._fail_nodes((own,), f"{own.host} is cut off, its {self._interface} is down", now)
         name = f"supervisor of node {node_rank} on {node.host} (pid {self._muster.pids[node_rank]})"
-        # The kernel closes the connections of a killed process at once; anything else is told as it was seen.
-        killed = "closed" in why or "reset" in why
-        self._fail_nodes((node,), f"{name} was killed" if killed else f"{name} is lost: {why}", now)
+        # Who ends for a reason reports it first.
+        self._fail_nodes((node,), f"{name} was killed" if why == GONE else f"{name} is lost: {why}", now)
         self._confirm(node_rank, [])
+
+    def _leave(self, node: Node, why: str, now: float) -> None:
+        """Take in that a node has taken this one for lost, as it does when this process was stopped for long."""
+        if node.node_rank in self._lost:
+            return
+        self._lost.add(node.node_rank)
+        own = self._gang.nodes[0]
+        self._fail_nodes(
+            (own,), f"node 0 on {own.host} was given up by node {node.node_rank} on {node.host}: {why}", now
+        )
+        self._confirm(node.node_rank, [])
 
     def tick(self, now: float) -> None:
         """Do what time asks for, and what follows from the reports."""

@@ -1,9 +1,9 @@
-"""The link between the head (node 0's supervisor) and the other supervisors: signed JSON lines over TCP, with a lease.
+"""A connection between the head (node 0's supervisor) and another supervisor: signed JSON lines over TCP.
 
 Each end first says one unsigned line, `{"nonce": ...}`. Every later line is `<mac> <JSON>`, where mac is the
 HMAC-SHA256, keyed with the run's token, of both nonces, the direction, the line's number and the JSON. So a stranger
 cannot speak, and nothing said on another connection, in the other direction or before can be said again. The link is
-signed, not encrypted. An end that says nothing for the length of the lease is lost.
+signed, not encrypted. A link outlives its connections: see peer.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from typing import Any, Literal
 from clusterddp.wire import read_object
 
 BEAT_S = 1.0
-LEASE_S = 15.0
 JOIN_TIMEOUT_S = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 
 HOST_SILENT = "its host does not answer"
 """Why a link is lost when it is the other host, not only a process there, that is silent."""
+GONE = "its process has ended"
+"""Why a link is lost when the other host refuses connections to the process that listened there."""
+GIVEN_UP = "node 0 has given it up"
+"""How the reason begins when it is the head that has taken the other node for lost."""
 
 _MAX_LINE = 512 * 1024
 _MAX_UNPROVEN = 4 * 1024
@@ -48,7 +51,7 @@ class Channel:
         self.lost: str | None = None
         self.opened = now
         self.last_heard = now
-        self._last_said = now
+        self._beat_at = now + BEAT_S
         self._key = token.encode()
         self._said_as: bytes = side.encode()
         self._heard_as: bytes = b"member" if side == "head" else b"head"
@@ -79,7 +82,6 @@ class Channel:
         body = json.dumps(message).encode()
         self._unsent += self._mac(self._said_as, self._said, body) + b" " + body + b"\n"
         self._said += 1
-        self._last_said = time.monotonic()
         self.flush()
 
     def flush(self) -> None:
@@ -111,16 +113,13 @@ class Channel:
             self.last_heard = now
         return messages
 
-    def keep_alive(self, now: float, lease_s: float) -> None:
-        """Beat when it is time to, and find the other end lost when its lease has run out."""
-        if self.lost is not None:
-            return
-        if now - self._last_said >= min(BEAT_S, lease_s / 3):
-            self.send({"kind": "beat"})
+    def keep_alive(self, now: float, heartbeat: Message, *, every_s: float = BEAT_S, at_once: bool = False) -> None:
+        """Send a heartbeat when it is time to."""
+        if now >= self._beat_at or at_once:
+            self._beat_at = now + every_s
+            self.send(heartbeat)
         else:
             self.flush()
-        if now - self.last_heard > lease_s:
-            self._lose(f"no sign of life for {lease_s:g} s")
 
     def close(self) -> None:
         self._lose("closed by this end")

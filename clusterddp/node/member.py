@@ -19,9 +19,11 @@ from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.link import Message
+from clusterddp.node.note import note
 from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
+from clusterddp.node.stopped import StoppedRanks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, write_rank
@@ -60,6 +62,7 @@ class _Attempt:
     """True once all ranks have begun, and that is written down."""
     stop_seen: bool = False
     ending: _Ending | None = None
+    stopped: StoppedRanks = field(default_factory=StoppedRanks)
 
 
 class Member:
@@ -84,6 +87,8 @@ class Member:
         self._guard_pid = guard_pid
         self.attempt_number = first_attempt
         """Of the attempt that runs now, or ran last."""
+        self.interface = node.interface or gang.interface
+        """This host's; on Slurm known when its ranks are started."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
 
@@ -149,6 +154,16 @@ class Member:
             self._go_on_ending(attempt, attempt.ending, now)
         else:
             self._look_for_stop(attempt, complete=True)
+            self._look_for_stopped_ranks(attempt, now)
+
+    def _look_for_stopped_ranks(self, attempt: _Attempt, now: float) -> None:
+        if not attempt.recorded:
+            return
+        for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
+            attempt.records[record.rank] = record
+            note(f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}")
+            with contextlib.suppress(ClusterddpError):  # what cannot be written is reported at its end
+                write_rank(attempt.dir, record)
 
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -180,6 +195,7 @@ class Member:
             footing = find_footing(self._gang, self._node, order)
             port = int(order["master_port"])
             watch = ConnectionWatch(footing.gang.master_addr, port, now)
+            self.interface = footing.interface
             attempt = _Attempt(
                 dir=directory, footing=footing, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
@@ -303,4 +319,6 @@ def _ended_record(record: RankRecord, end: RankEnd) -> RankRecord:
     error = end.error
     if end.on_order and end.signal is not None:
         error = "ended with the gang"
-    return dataclasses.replace(record, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)
+    return dataclasses.replace(
+        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
+    )

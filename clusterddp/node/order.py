@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.node.link import LEASE_S
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-
-START_TIMEOUT_S = 60.0
-SLURM_LEASE_S = 60.0
-"""A supervisor that waits for a file server is silent; whether its host is there the kernels tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +34,6 @@ class Order:
     attempt: int
     link: tuple[str, int] | None
     parent_bound: bool
-    start_timeout_s: float = START_TIMEOUT_S
-    lease_s: float = LEASE_S
     slurm: SlurmOrder | None = None
     tasks: int | None = None
     """The descriptor of the socket that the node's tasks connect to; None: ranks are children of the supervisor."""
@@ -53,10 +46,8 @@ class Order:
     def from_json(cls, data: dict[str, Any]) -> Order:
         gang = Gang.from_json(data["gang"])
         slurm = data.get("slurm")
-        optional = {key: float(data[key]) for key in ("start_timeout_s", "lease_s") if key in data}
         if slurm is not None:
             slurm = SlurmOrder(**slurm | {"heads": tuple(dict.fromkeys(filter(None, slurm["heads"])))})
-            optional.setdefault("lease_s", SLURM_LEASE_S)
         return cls(
             run=RunDir(Path(data["run_dir"])),
             gang=gang,
@@ -68,7 +59,6 @@ class Order:
             tasks=data.get("tasks"),
             over_ssh=data.get("over_ssh", False),
             hold=tuple(data.get("hold", ())),
-            **optional,
         )
 
     @property

@@ -6,8 +6,8 @@ import json
 import os
 import selectors
 import socket
-import time
 
+from clusterddp.dist.interface import LOOPBACK_ADDRESS
 from clusterddp.dist.port import walk_ports
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
@@ -15,12 +15,13 @@ from clusterddp.node.head import Head
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import Message, listen, listen_on_walk
 from clusterddp.node.order import Order
+from clusterddp.node.peer import Limits
 from clusterddp.node.search import Finder, KnownHead, SearchedHead
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 
-HOST_SILENCE_S = 8.0
-"""How long another host may be silent before its node counts as lost."""
+CONNECT_S = 8.0
+"""How long the head's host may take to answer at first: the head listens before anybody is told of it."""
 LINK_PORTS = 16
 """How many ports the link's walk has: as many jobs whose walks begin at the same port can run on one host."""
 
@@ -37,74 +38,62 @@ def open_tasks(order: Order, selector: selectors.BaseSelector) -> Tasks | None:
 def reach_head(
     order: Order,
     selector: selectors.BaseSelector,
+    *,
     guard: Guard,
     missing: tuple[int, ...],
     allocation: Allocation | None,
+    now: float,
 ) -> Uplink:
     """Be the head, or find it; `missing` are ranks whose tasks have not come yet.
 
     Raises: OSError, ClusterddpError: no port to listen at; the head, which is known to listen, is not there.
     """
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
-    if order.is_head:
-        return _be_head(order, selector, guard, join, allocation)
-    return HeadElsewhere(
-        _finder(order, selector, join), selector, lease_s=order.lease_s, start_timeout_s=order.start_timeout_s
+    limits = Limits(
+        host_silence_s=order.gang.host_silence_s,
+        heartbeat_timeout_s=order.gang.heartbeat_timeout_s,
+        spans_hosts=order.spans_hosts,
     )
+    if order.is_head:
+        here = HeadHere(order.gang, selector, limits, listener=_listen_as_head(order), join=join)
+        here.head = _make_head(order, guard, here, allocation, now)
+        if order.slurm is None:
+            host, port = here.address
+            print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
+        return here
+    listener = listen_on_walk([0]) if order.spans_hosts else listen(LOOPBACK_ADDRESS)
+    finder = _finder(order, selector, join | {"port": listener.getsockname()[1]})
+    return HeadElsewhere(order.gang, order.node.node_rank, finder, selector, limits, listener=listener, now=now)
 
 
 def _finder(order: Order, selector: selectors.BaseSelector, join: Message) -> Finder:
     if order.link is not None:
-        return KnownHead(
-            order.link,
-            order.gang.token,
-            join,
-            until=time.monotonic() + order.start_timeout_s,
-            host_silence_s=HOST_SILENCE_S if order.spans_hosts else None,
-        )
+        timeout_s = min(CONNECT_S, order.gang.start_timeout_s)
+        return KnownHead(order.link, order.gang.token, join, timeout_s=timeout_s)
     assert order.slurm is not None
-    return SearchedHead(
-        order.slurm.heads,
-        _link_ports(order.slurm.job_id),
-        order.gang.token,
-        join,
-        selector=selector,
-        host_silence_s=HOST_SILENCE_S,
-    )
+    ports = _link_ports(order.slurm.job_id)
+    return SearchedHead(order.slurm.heads, ports, order.gang.token, join, selector=selector)
 
 
-def _be_head(
-    order: Order, selector: selectors.BaseSelector, guard: Guard, join: Message, allocation: Allocation | None
-) -> HeadHere:
+def _listen_as_head(order: Order) -> socket.socket:
+    if order.slurm is None or not order.spans_hosts:
+        return listen(order.gang.master_addr or LOOPBACK_ADDRESS)
+    return listen_on_walk(_link_ports(order.slurm.job_id))
+
+
+def _make_head(order: Order, guard: Guard, here: HeadHere, allocation: Allocation | None, now: float) -> Head:
     slurm = order.slurm
-    if slurm is None or not order.spans_hosts:
-        listener = listen(order.gang.master_addr or "127.0.0.1")
-    else:
-        listener = listen_on_walk(_link_ports(slurm.job_id))
-    here = HeadHere(
-        order.gang,
-        selector,
-        lease_s=order.lease_s,
-        listener=listener,
-        host_silence_s=HOST_SILENCE_S if order.spans_hosts else None,
-        join=join,
-    )
-    here.head = Head(
+    return Head(
         order.run,
         order.gang,
         first_attempt=order.attempt,
         first_restart=order.first_restart,
         rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
         job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
-        start_timeout_s=order.start_timeout_s,
         guard=guard,
         tell=here.tell,
-        now=time.monotonic(),
+        now=now,
     )
-    if slurm is None:
-        host, port = here.address
-        print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
-    return here
 
 
 def _link_ports(job_id: str) -> list[int]:

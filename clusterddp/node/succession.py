@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from clusterddp.dist.environment import COOKIE, cookie
 from clusterddp.dist.interface import is_cut_off
@@ -20,7 +20,7 @@ from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
-from clusterddp.node.link import HOST_SILENT
+from clusterddp.node.link import GIVEN_UP, HOST_SILENT
 from clusterddp.node.note import note
 from clusterddp.node.order import Order, SlurmOrder
 from clusterddp.run.directory import AttemptDir
@@ -38,6 +38,15 @@ _GIVE_UP_S = 60.0
 _ASK_AGAIN_S = 2.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """The loss of the head, as one node sees it."""
+
+    why: str
+    interface: str | None
+    """The one that carries the gang's traffic on this node's host."""
+
+
 class Succession:
     """One node's part, from the loss of the head until it is known that the end is recorded."""
 
@@ -46,14 +55,15 @@ class Succession:
         self._slurm = slurm
         self._allocation = allocation
         self._environ = environ
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._turn_at: float | None = None
         self._ask_at = 0.0
 
-    def step(self, attempt: AttemptDir, why: str, *, idle: bool, now: float) -> bool:
+    def step(self, attempt: AttemptDir, loss: Loss, *, idle: bool, now: float) -> bool:
         """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
-        if self._turn_at is None:
-            patience_s = 0.0 if why == HOST_SILENT else PROCESS_PATIENCE_S
+        if self._began is None or self._turn_at is None:
+            self._began = now
+            patience_s = 0.0 if loss.why == HOST_SILENT else PROCESS_PATIENCE_S
             self._turn_at = now + patience_s + _TURN_S * (self._order.node.node_rank - 1)
         if not idle or now < self._turn_at:
             return idle and read_end(attempt) is not None
@@ -67,17 +77,17 @@ class Succession:
             if now >= self._ask_at:
                 self._allocation.ask()
             return False
-        self._succeed(attempt, why, answer)
+        self._succeed(attempt, loss, answer)
         return True
 
-    def _succeed(self, attempt: AttemptDir, why: str, answer: Answer) -> None:
+    def _succeed(self, attempt: AttemptDir, loss: Loss, answer: Answer) -> None:
         job, slurm = answer.job, self._slurm
         assert job is not None
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
             note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
             return
         goes_on = self._order.restarts_left_after(attempt.number) and not self._order.run.cancel_file.exists()
-        end = _end_without_head(self._order, attempt, why, goes_on=goes_on)
+        end = _end_without_head(self._order, attempt, loss, goes_on=goes_on)
         try:
             if not record_end(attempt, end):
                 return
@@ -123,14 +133,14 @@ class Witness:
         self._order = order
         self._speak_at: float | None = None
 
-    def step(self, attempt: AttemptDir, why: str, *, idle: bool, now: float) -> bool:
+    def step(self, attempt: AttemptDir, loss: Loss, *, idle: bool, now: float) -> bool:
         """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
         if self._speak_at is None:
             # Hosts may share the directory: a guard that is at work there comes first.
-            self._speak_at = now + (0.0 if why == HOST_SILENT else GUARD_PATIENCE_S)
+            self._speak_at = now + (0.0 if loss.why == HOST_SILENT else GUARD_PATIENCE_S)
         if not idle or (now < self._speak_at and read_end(attempt) is None):
             return False
-        end = _end_without_head(self._order, attempt, why, goes_on=False)
+        end = _end_without_head(self._order, attempt, loss, goes_on=False)
         try:
             record_end(attempt, end)
         except ClusterddpError as error:
@@ -138,11 +148,12 @@ class Witness:
         return True
 
 
-def _end_without_head(order: Order, attempt: AttemptDir, why: str, *, goes_on: bool) -> AttemptEnd:
-    lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {why}"
-    interface = order.node.interface or order.gang.interface
-    if why == HOST_SILENT and is_cut_off(interface):
-        lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
+def _end_without_head(order: Order, attempt: AttemptDir, loss: Loss, *, goes_on: bool) -> AttemptEnd:
+    lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss.why}"
+    if loss.why.startswith(GIVEN_UP):
+        lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss.why}"
+    elif loss.why == HOST_SILENT and is_cut_off(loss.interface):
+        lost, what = order.node, f"{order.node.host} is cut off, its {loss.interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
     words = f"{what}; its {spell_ranks(order.gang.carried_by(lost.ranks))} ended with it"
     rank = min(lost.ranks) if started else None

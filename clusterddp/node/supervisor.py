@@ -10,8 +10,6 @@ The order is one line of JSON on standard input; the pipe stays open:
      "attempt": int,            number of the first attempt; restarts count on from it
      "link": {"host": str, "port": int} | null,     null for node 0, which is the head and listens
      "parent_bound": bool,      true: the end of standard input means that who started us is dead, and ends the gang
-     "start_timeout_s": 60,     optional: how long all nodes may take to join
-     "lease_s": 15,             optional: how long the head and a node may be silent before they count as lost
      "tasks": int,              on Slurm: the inherited socket that this node's tasks connect to (tasks.py); they start
                                 the ranks
      "over_ssh": bool,          optional: who started us is an agent, and dies with the launcher's connection
@@ -38,8 +36,10 @@ Kinds of messages between a node and the head, by direct call on node 0, by link
 node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
 (error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to the
-master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
-`kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
+master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `start` (attempt, restart, master_addr,
+master_port, agent_port), `stop` (reason), `kill` (whole_gang), `finish` (exit_code). Both ways: `gave_up` (why), the
+last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side, port;
+`join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat` (heard).
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ import os
 import selectors
 import signal
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -58,6 +57,7 @@ from clusterddp.dist.environment import inherited_environment
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
+from clusterddp.node.clock import Clock
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
@@ -67,7 +67,7 @@ from clusterddp.node.order import Order
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import Succession, Witness
+from clusterddp.node.succession import Loss, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 
@@ -142,17 +142,27 @@ class Supervisor:
         self._stdin_open = True
         self._joined = False
         environment = inherited_environment()
+        self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
         self._children: Children | Torchrun | None = None
         if order.gang.start == "torchrun":
-            self._children = Torchrun(order, environment, self._selector, self._tasks)
+            self._children = Torchrun(order, environment, self._selector, self._tasks, self._clock)
         elif self._tasks is None:
             self._children = Children(environment, os.getpid(), order.gang.entry)
         starter = self._children or self._tasks
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._allocation = Allocation(order.slurm.job_id, environment) if order.slurm is not None else None
-        self.uplink: Uplink = reach_head(order, self._selector, guard, self._missing, self._allocation)
+        self._allocation: Allocation | None = None
+        if order.slurm is not None:
+            self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
+        self.uplink: Uplink = reach_head(
+            order,
+            self._selector,
+            guard=guard,
+            missing=self._missing,
+            allocation=self._allocation,
+            now=self._clock.now,
+        )
         self._succession: Succession | Witness | None = None
         self._fence: Fence | None = None
         if order.slurm is not None and self._allocation is not None:
@@ -175,7 +185,7 @@ class Supervisor:
         """Go on until the head says that the run is over, or is lost, and nothing of this node is left."""
         while True:
             self._selector.select(_HURRIED_POLL_S if self._hurried else _POLL_S)
-            now = time.monotonic()
+            now = self._clock.tick()
             self._hear_signals()
             self._hear_parent(now)
             exits = reap()
@@ -200,7 +210,8 @@ class Supervisor:
         if self._succession is None or self.uplink.head_lost is None:
             return idle
         attempt = self._order.run.attempt(self._member.attempt_number)
-        return self._succession.step(attempt, self.uplink.head_lost, idle=idle, now=now)
+        loss = Loss(why=self.uplink.head_lost, interface=self._member.interface)
+        return self._succession.step(attempt, loss, idle=idle, now=now)
 
     def _watch_successors(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""

@@ -30,8 +30,8 @@ from clusterddp.node.holder import Holder, connect
 from clusterddp.node.processes import STOP_SIGNALS
 from clusterddp.node.taskwire import MAX_PACKET, socket_name
 
-START_TIMEOUT_S = 120.0
-"""How long the node's supervisor may take to be there, and all nodes to join."""
+_START_TIMEOUT_S = 600.0
+"""How long the node's supervisor may take to be there, where the plan of an older version does not say."""
 _GUARD_S = 25.0
 """How long the guard of a supervisor that was killed may take to put things in order."""
 _RECORD_S = 8.0
@@ -71,7 +71,7 @@ class Task:
         )
         if place.local_rank == 0:
             self._start_supervisor(gang)
-        self._sock = self._reach_supervisor()
+        self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
 
     def serve(self) -> int:
         """Do what the supervisor says until it lets us go, or is gone."""
@@ -130,7 +130,6 @@ class Task:
             "attempt": self._attempt,
             "link": None,
             "parent_bound": False,
-            "start_timeout_s": START_TIMEOUT_S,
             "slurm": {
                 "job_id": place.job_id,
                 "restart_count": place.restart_count,
@@ -140,8 +139,8 @@ class Task:
             },
         }
 
-    def _reach_supervisor(self) -> socket.socket:
-        deadline = time.monotonic() + START_TIMEOUT_S
+    def _reach_supervisor(self, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
         pause_s = 0.01
         while True:
             sock = connect(self._name)
@@ -149,7 +148,7 @@ class Task:
                 return sock
             if time.monotonic() >= deadline:
                 raise ClusterddpError(
-                    f"rank {self._place.rank}: the first task of this node did not come within {START_TIMEOUT_S:g} s"
+                    f"rank {self._place.rank}: the first task of this node did not come within {timeout_s:g} s"
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.2)

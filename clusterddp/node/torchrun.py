@@ -21,6 +21,7 @@ from typing import Any
 from clusterddp.dist.environment import COOKIE, USERS, cookie
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.dist.torchrun import torchrun_words
+from clusterddp.node.clock import Clock
 from clusterddp.node.order import Order
 from clusterddp.node.processes import start_agent
 from clusterddp.node.starter import Ended, Launch, Lost, News
@@ -45,10 +46,16 @@ class Torchrun:
     sweeps_descendants = False
 
     def __init__(
-        self, order: Order, environment: Mapping[str, str], selector: selectors.BaseSelector, tasks: Tasks | None
+        self,
+        order: Order,
+        environment: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        tasks: Tasks | None,
+        clock: Clock,
     ) -> None:
         """`tasks`: on Slurm the node's one task, which stays for as long as we do."""
         self._gang, self._node = order.gang, order.node
+        self._clock = clock
         self._environment = environment
         self._tasks = tasks
         self._launcher_dir = order.run.launcher_dir
@@ -82,7 +89,7 @@ class Torchrun:
         if self._agent is None:
             self._agent = self._start_agent(next(iter(launches.values())))
         self._waiting |= launches
-        self._due = time.monotonic() + START_TIMEOUT_S
+        self._due = self._clock.now + START_TIMEOUT_S
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -94,7 +101,7 @@ class Torchrun:
         self._holders.signal(rank, number)
 
     def news(self) -> list[News]:
-        now = time.monotonic()
+        now = self._clock.now
         for each in self._holders.news():
             if isinstance(each, Lost):
                 self._losses.append((now + _AGENT_FIRST_S, each))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import selectors
 import socket
 import time
@@ -10,15 +12,19 @@ from typing import Protocol
 
 from clusterddp.dist.interface import plain_address
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.connecting import Authenticating, Connecting, Found
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
-from clusterddp.node.link import JOIN_TIMEOUT_S, Channel, Message, watch_host
+from clusterddp.node.link import GIVEN_UP, JOIN_TIMEOUT_S, Channel, Message
 from clusterddp.node.note import note
+from clusterddp.node.peer import Limits, Peer
 from clusterddp.node.search import Finder
 from clusterddp.run.gang import Gang
 
 _MAX_STRANGERS = 32
 _CONFESSION_S = 1.0
+_MAX_PROBES = 16
+"""How many connections of the head, which only asks whether we are there, are taken off the queue at a time."""
 
 
 class Uplink(Protocol):
@@ -51,33 +57,31 @@ class Uplink(Protocol):
 
 
 class HeadHere:
-    """Node 0's uplink: the head is in this process, the other nodes are at the end of channels."""
+    """Node 0's uplink: the head is in this process, the other nodes are its peers."""
 
     head_lost = None
     joined = True
 
     def __init__(
-        self,
-        gang: Gang,
-        selector: selectors.BaseSelector,
-        *,
-        lease_s: float,
-        listener: socket.socket,
-        join: Message,
-        host_silence_s: float | None = None,
+        self, gang: Gang, selector: selectors.BaseSelector, limits: Limits, *, listener: socket.socket, join: Message
     ) -> None:
         self.head: Head | None = None
         """Set once; the head needs `tell`, and this needs the head."""
+        self.exit_code: int | None = None
         self._token = gang.token
-        self._lease_s = lease_s
+        self._limits = limits
         self._selector = selector
         self._listener = listener
-        self._host_silence_s = host_silence_s
+        self._session = os.urandom(8).hex()
+        """Told to who joins: who connects again names it, and is of this start of the run then."""
         self._max_strangers = _MAX_STRANGERS + 4 * len(gang.nodes)
         selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: list[Channel] = []
         """Connections that have not proven yet that they belong to the run."""
-        self._members: dict[int, Channel] = {}
+        self._members: dict[int, Peer] = {}
+        self._pids: dict[int, int] = {}
+        self._given_up: dict[int, str] = {}
+        """Why, by node rank."""
         self._reports: deque[Message] = deque([join])
         self._orders: list[Message] = []
 
@@ -87,13 +91,9 @@ class HeadHere:
         return str(host), int(port)
 
     @property
-    def exit_code(self) -> int | None:
-        assert self.head is not None
-        return self.head.exit_code
-
-    @property
     def hurried(self) -> bool:
-        return bool(self._reports) or (self.head is not None and self.head.hurried)
+        broken = any(peer.broken for peer in self._members.values())
+        return broken or bool(self._reports) or (self.head is not None and self.head.hurried)
 
     def report(self, message: Message) -> None:
         self._reports.append(message)
@@ -110,23 +110,27 @@ class HeadHere:
         self._accept(now)
         for channel in list(self._strangers):
             self._hear_stranger(channel, now)
-        for node_rank, channel in list(self._members.items()):
-            for message in channel.receive(now):
-                self._hear(node_rank, message, now)
-            channel.keep_alive(now, self._lease_s)
-            if channel.lost is not None:
-                self._drop(channel)
+        for node_rank, peer in list(self._members.items()):
+            for message in peer.receive(now):
+                self.head.hear(node_rank, message, now)
+            peer.keep_up(now)
+            if peer.lost is not None:
+                self._given_up[node_rank] = peer.lost
                 del self._members[node_rank]
-                self.head.lose(node_rank, channel.lost, now)
+                self.head.lose(node_rank, peer.lost, now)
         while self._reports:
             self.head.hear(0, self._reports.popleft(), now)
         self.head.tick(now)
+        if not any(peer.owes_acknowledgement(now) for peer in self._members.values()):
+            self.exit_code = self.head.exit_code
         orders, self._orders = self._orders, []
         return orders
 
     def confess(self, error: str) -> None:
-        for channel in self._members.values():
-            self._drop(channel)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for peer in self._members.values():
+            peer.lose(error)
 
     def _accept(self, now: float) -> None:
         while True:
@@ -141,27 +145,50 @@ class HeadHere:
             self._selector.register(connection, selectors.EVENT_READ, data=peer)
 
     def _hear_stranger(self, channel: Channel, now: float) -> None:
-        assert self.head is not None
         messages = channel.receive(now)
-        if messages and messages[0]["kind"] == "join" and self.head.may_join(int(messages[0]["node_rank"])):
-            node_rank = int(messages[0]["node_rank"])
+        if messages and messages[0]["kind"] in {"join", "join_again"}:
             self._strangers.remove(channel)
-            self._members[node_rank] = channel
-            if self._host_silence_s is not None:
-                watch_host(channel.sock, self._host_silence_s)
-            channel.send({"kind": "welcome"})
-            messages[0]["reached"] = plain_address(str(channel.sock.getsockname()[0]))
-            for message in messages:
-                self._hear(node_rank, message, now)
+            if messages[0]["kind"] == "join":
+                self._take_in(channel, messages[0], now)
+            else:
+                self._take_back(channel, messages[0], now)
         elif messages or channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
             note(f"a connection was refused: {channel.lost or 'it did not join'}")
             self._strangers.remove(channel)
             self._drop(channel)
 
-    def _hear(self, node_rank: int, message: Message, now: float) -> None:
+    def _take_in(self, channel: Channel, join: Message, now: float) -> None:
         assert self.head is not None
-        if message["kind"] != "beat":
-            self.head.hear(node_rank, message, now)
+        node_rank = int(join["node_rank"])
+        if self.head.may_join(node_rank):
+            host, _, *rest = channel.sock.getpeername()
+            address = (host, int(join["port"]), *rest)
+            peer = Peer(self._limits, self._selector, lambda now: Connecting(address, now), when_quiet=False)
+            self._members[node_rank] = peer
+            self._pids[node_rank] = int(join["pid"])
+            reached = plain_address(str(channel.sock.getsockname()[0]))
+            self.head.hear(node_rank, join | {"reached": reached}, now)
+        if node_rank in self._members and join["pid"] == self._pids[node_rank]:
+            self._welcome(channel, self._members[node_rank], 0, now)  # or again: it has missed the first welcome
+        else:
+            note(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
+            self._drop(channel)
+
+    def _take_back(self, channel: Channel, again: Message, now: float) -> None:
+        """Go on with a node whose connection broke, or tell it that it counts as lost."""
+        node_rank = int(again["node_rank"])
+        peer = self._members.get(node_rank)
+        if peer is not None and again["session"] == self._session:
+            self._welcome(channel, peer, int(again["heard"]), now)
+            return
+        why = self._given_up.get(node_rank, "it is of another start of the run")
+        note(f"node {node_rank} has connected again, too late: {why}")
+        channel.send({"kind": "gave_up", "why": why})
+        self._drop(channel)
+
+    def _welcome(self, channel: Channel, peer: Peer, heard: int, now: float) -> None:
+        channel.send({"kind": "welcome", "session": self._session, "heard": peer.heard})
+        peer.connect(channel, heard, now)
 
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel.sock)
@@ -169,86 +196,124 @@ class HeadHere:
 
 
 class HeadElsewhere:
-    """Every other node's uplink: one channel; when it is lost the node ends its ranks and leaves."""
+    """Every other node's uplink: the head is a peer; when it is lost the node ends its ranks and leaves."""
 
     def __init__(
-        self, finder: Finder, selector: selectors.BaseSelector, *, lease_s: float, start_timeout_s: float
+        self,
+        gang: Gang,
+        node_rank: int,
+        finder: Finder,
+        selector: selectors.BaseSelector,
+        limits: Limits,
+        *,
+        listener: socket.socket,
+        now: float,
     ) -> None:
+        """`listener`: that the head asks, after a connection broke, whether this process is there."""
         self.exit_code: int | None = None
         self.head_lost: str | None = None
         """Why the head is lost, when it is."""
-        self._lease_s = lease_s
+        self.joined = False
+        self._token = gang.token
+        self._node_rank = node_rank
         self._selector = selector
+        self._listener = listener
         self._finder = finder
-        self._join_until = time.monotonic() + start_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._unsaid: list[Message] = []
-        self._heard: list[Message] = []
-        self._channel: Channel | None = None
-        self._find_head(time.monotonic())
-
-    @property
-    def joined(self) -> bool:
-        return self._channel is not None and self._channel.proven
+        self._start_timeout_s = gang.start_timeout_s
+        self._join_until = now + gang.start_timeout_s
+        self._session = ""
+        self._address: tuple[object, ...] = ()
+        self._peer = Peer(limits, selector, self._connect_again, when_quiet=True)
+        self._found: Found | None = None
+        """The head before it has welcomed this node."""
+        self._find_head(now)
 
     @property
     def hurried(self) -> bool:
-        return self._channel is None
+        return not self.joined or self._peer.broken
 
     def report(self, message: Message) -> None:
-        if self._channel is None:
-            self._unsaid.append(message)
-        elif self.head_lost is None:
-            self._channel.send(message)
+        if self.head_lost is None:
+            self._peer.send(message)
 
     def pump(self, now: float) -> list[Message]:
-        if self._channel is None:
-            self._find_head(now)
-        channel = self._channel
-        if channel is None or self.head_lost is not None:
+        if self.head_lost is not None:
             return []
-        heard, self._heard = self._heard + channel.receive(now), []
-        orders = [message for message in heard if message["kind"] not in {"beat", "welcome"}]
-        channel.keep_alive(now, self._lease_s)
-        for order in orders:
-            if order["kind"] == "finish":
-                self.exit_code = int(order["exit_code"])
-        if channel.lost is not None and self.exit_code is None:
-            if not channel.proven and now < self._join_until:
-                # The head may have been pestered by strangers and have taken us for one.
-                self._selector.unregister(channel.sock)
-                channel.close()
-                self._channel = None
-                self._find_head(now)
-                return []
-            note(f"the head is lost: {channel.lost}")
-            self.head_lost = channel.lost
+        self._take_probes()
+        messages = self._peer.receive(now) if self.joined else self._join(now)
+        if self.joined and (found := self._peer.keep_up(now)) is not None:
+            self._selector.register(found.channel.sock, selectors.EVENT_READ)
+            messages += self._welcomed(found, now)
+        orders = [self._obey(message) for message in messages]
+        if self._peer.lost is not None and self.exit_code is None:
+            note(f"the head is lost: {self._peer.lost}")
+            self.head_lost = self._peer.lost
             self.exit_code = 1
-            self._selector.unregister(channel.sock)
-            channel.close()
             orders.append({"kind": "kill", "whole_gang": True})
         return orders
 
     def confess(self, error: str) -> None:
-        channel = self._channel
-        if channel is None:
-            return
-        channel.send({"kind": "failed", "error": error, "weight": CERTAIN})
-        deadline = time.monotonic() + _CONFESSION_S
-        while not channel.silent and channel.lost is None and time.monotonic() < deadline:
+        self.report({"kind": "failed", "error": error, "weight": CERTAIN})
+        until = time.monotonic() + _CONFESSION_S
+        while self.head_lost is None and (now := time.monotonic()) < until:
+            self.pump(now)
+            if self.joined and not self._peer.owes_acknowledgement(now):
+                return
             time.sleep(0.02)
-            channel.receive(time.monotonic())
-            channel.flush()
+
+    def _obey(self, message: Message) -> Message:
+        if message["kind"] == "finish":
+            self.exit_code = int(message["exit_code"])
+        elif message["kind"] == "gave_up":
+            self._peer.lose(f"{GIVEN_UP}: {message['why']}")
+        return message
+
+    def _join(self, now: float) -> list[Message]:
+        """Find the head, and wait for its welcome."""
+        if self._found is None:
+            self._find_head(now)
+        if self._found is None:
+            return []
+        channel = self._found.channel
+        heard = self._found.heard + channel.receive(now)
+        channel.flush()
+        if heard:
+            self.joined = True
+            return self._welcomed(Found(channel, heard), now)
+        if channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
+            if now >= self._join_until:
+                self._peer.lose(channel.lost or "it does not answer")
+            # The head may have been pestered by strangers and have taken us for one.
+            self._selector.unregister(channel.sock)
+            channel.close()
+            self._found = None
+        return []
+
+    def _welcomed(self, found: Found, now: float) -> list[Message]:
+        """Take in a connection to the head, and the first message that came with it."""
+        first, *others = found.heard
+        if first["kind"] != "welcome":
+            self._selector.unregister(found.channel.sock)
+            found.channel.close()
+            return [first]
+        self._session = str(first["session"])
+        self._address = found.channel.sock.getpeername()
+        self._peer.connect(found.channel, int(first["heard"]), now)
+        return self._peer.take(others)
+
+    def _connect_again(self, now: float) -> Connecting:
+        again = {"node_rank": self._node_rank, "session": self._session, "heard": self._peer.heard}
+        return Authenticating(self._address, self._token, {"kind": "join_again", **again}, now)
 
     def _find_head(self, now: float) -> None:
-        found = self._finder.find(now)
-        if found is None:
-            if now >= self._join_until:
-                raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
-            return
-        channel = self._channel = found.channel
-        self._heard += found.heard
-        self._selector.register(channel.sock, selectors.EVENT_READ)
-        unsaid, self._unsaid = self._unsaid, []
-        for message in unsaid:
-            channel.send(message)
+        self._found = self._finder.find(now)
+        if self._found is not None:
+            self._selector.register(self._found.channel.sock, selectors.EVENT_READ)
+        elif now >= self._join_until:
+            raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
+
+    def _take_probes(self) -> None:
+        """Empty the queue of the listener: that it accepts is all that the head wants to know."""
+        with contextlib.suppress(OSError):
+            for _ in range(_MAX_PROBES):
+                self._listener.accept()[0].close()

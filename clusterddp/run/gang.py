@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
 from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
@@ -112,6 +113,12 @@ class Gang:
     """How long before the time limit the ranks are asked to stop."""
     stop_grace_s: float = 120.0
     """How long ranks may take from the request to stop until they have ended."""
+    start_timeout_s: float = 60.0
+    """How long the supervisors, and on Slurm the tasks, may take to find each other."""
+    host_silence_s: float = HOST_SILENCE_S
+    """How long another host may be silent before its node counts as lost."""
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    """How long a supervisor on a host that answers may be silent before its node counts as lost."""
 
     @property
     def world_size(self) -> int:

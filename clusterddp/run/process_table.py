@@ -71,6 +71,11 @@ def read_process(pid: int) -> Process:
     return Process(pid=pid, parent=int(parent), started=ticks / os.sysconf("SC_CLK_TCK"), zombie=state in b"ZX")
 
 
+def is_stopped(pid: int) -> bool:
+    """Say whether a signal (SIGSTOP, SIGTSTP) has stopped a process; False when that cannot be told."""
+    return _LINUX and _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] == [b"T"]
+
+
 def read_age_s() -> float:
     """Read how long ago this process was started."""
     started = read_process(os.getpid()).started

@@ -141,6 +141,8 @@ class RankRecord:
     started: float
     process: dict[str, Any] | None = None
     """Its `ProcessIdentity`, where no supervisor answers for it."""
+    stopped: float | None = None
+    """Since when it is known that a signal (SIGSTOP) has stopped it; None: it goes on, or has ended."""
     ended: float | None = None
     exit_code: int | None = None
     signal: str | None = None

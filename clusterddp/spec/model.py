@@ -70,8 +70,20 @@ class Network(Section):
     )
     start_timeout: fields.TimeLimit | None = Field(
         default=None,
-        description="How long ranks wait for each other under another launcher (clusterddp worker; default: 2 minutes) "
-        'and machines that join (clusterddp join; 5 minutes), written as time is: "0:30" is 30 seconds.',
+        description='How long the nodes of a run may take to be there, written as time is: "0:30" is 30 seconds. '
+        "Default: 1 minute and a second for each node; on Slurm 10 minutes and a second for each node, in which "
+        "container images are pulled, too; 2 minutes for clusterddp worker; 5 minutes for clusterddp join.",
+    )
+    host_silence: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long another host may be silent (its cable is out, a switch restarts) before the run ends, "
+        'written as time is. Default: "0:30", 30 seconds.',
+    )
+    heartbeat_timeout: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long a process of clusterddp on a host that answers may be silent (it is stopped, or waits "
+        'for a file server) before the run ends, written as time is; at least host_silence. Default: "1:00", 1 '
+        "minute, or host_silence where that is longer.",
     )
     backend: fields.Backend = Field(
         default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
+from clusterddp.dist.liveness import HOST_SILENCE_S
 from clusterddp.spec.conflict import MAX_RANKS, Conflict
 from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts, start_conflicts
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
@@ -39,6 +40,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from init_conflicts(job)
     yield from start_conflicts(job)
     yield from _size_conflicts(job)
+    yield from _network_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
     yield from _slurm_conflicts(job)
@@ -59,6 +61,18 @@ def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
             keys=("resources.procs_per_node", "resources.gpus_per_node"),
             message=f"{resources.ranks_per_node} ranks on each node share {gpus} GPUs, expected one rank per GPU",
             hint="leave procs_per_node out: it follows gpus_per_node",
+        )
+
+
+def _network_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    silence, heartbeat = job.network.host_silence, job.network.heartbeat_timeout
+    silence_s = silence.seconds if silence else HOST_SILENCE_S
+    if heartbeat and heartbeat.seconds < silence_s:
+        yield Conflict(
+            keys=("network.heartbeat_timeout", "network.host_silence"),
+            message=f"a heartbeat timeout of {heartbeat.seconds} s ends a run before a host may be silent for "
+            f"{silence_s:g} s, expected at least as much",
+            hint="a host that is silent sends no heartbeats: lower network.host_silence, too",
         )
 
 

@@ -15,9 +15,9 @@ from clusterddp.errors import SshError
 from clusterddp.ssh.config import Destination
 
 CONNECT_TIMEOUT_S = 10.0
-SILENCE_S = 10
+SILENCE_S = 30
 """For how long the kernel waits for a peer that acknowledges nothing."""
-_PROBE_S = 3
+_PROBE_S = 8
 _FAMILIES = {None: socket.AF_UNSPEC, 4: socket.AF_INET, 6: socket.AF_INET6}
 
 

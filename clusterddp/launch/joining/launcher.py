@@ -54,7 +54,6 @@ __all__ = [
 
 JOIN_KEY = "CLUSTERDDP_JOIN_KEY"
 TIMEOUT_S = 300.0
-_LINK_TIMEOUT_S = 60.0
 _AGAIN = "clusterddp join SPEC --resume {run}, on each of them"
 
 
@@ -176,7 +175,7 @@ def _lead(part: Part, meeting: _Meeting) -> Joined:
             plan = make_run(plan, part.environ)
         run = _own(plan)
         supervisor = _start(part, plan, run, attempt, None)
-        link = read_link(supervisor, _LINK_TIMEOUT_S)
+        link = read_link(supervisor, plan.gang.start_timeout_s)
         if link is None:
             supervisor.kill()
             raise ClusterddpError(f"{run.name}: the supervisor did not say where it listens: {_last_line(run)}")

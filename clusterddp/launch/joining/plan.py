@@ -13,7 +13,7 @@ from clusterddp.dist.interface import Interface, interface_towards, loopback, na
 from clusterddp.dist.port import walk_ports
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.launch.entry import entry_of, plan_program
-from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
+from clusterddp.launch.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import Placement, plan_ssh_placement, read_machine
@@ -138,6 +138,7 @@ def _gang(job: JobSpec, placement: Placement, run: str, token: str) -> Gang:
         start=job.start,
         time_limit_s=time_limit_s,
         stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
+        **timeouts_of(job, len(placement.nodes)),
     )
 
 

@@ -31,8 +31,6 @@ from clusterddp.run.record import AttemptEnd, RootCause, signal_name
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import sweep
 
-LINK_TIMEOUT_S = 60.0
-"""How long the first supervisor may take to say where the others find it: it has only to start."""
 _END_TIMEOUT_S = 2.5
 """How long a guard may take to record the end when all supervisors are gone: it sweeps first."""
 _PR_SET_PDEATHSIG = 1
@@ -116,9 +114,9 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
             },
         )
         if node.node_rank == 0:
-            link = read_link(process, LINK_TIMEOUT_S)
+            link = read_link(process, gang.start_timeout_s)
             if link is None and process.poll() is None:
-                return f"the supervisor of node 0 did not say where it listens within {LINK_TIMEOUT_S:.0f} s"
+                return f"the supervisor of node 0 did not say where it listens within {gang.start_timeout_s:g} s"
             if link is None:
                 return None
     return None

@@ -31,12 +31,10 @@ from clusterddp.run.record import RunRecord, log_event, read_run, write_run
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_START_TIMEOUT_S = 90.0
-_JOIN_S, _JOIN_S_PER_NODE = 60.0, 1.0
-"""How long the supervisors may take to find each other: they are started some tens at a time, and many share a network
-or, as virtual machines, a processor."""
-_PATIENCE_S, _NODES_PER_S = 10, 16
-"""How long a host may hear nothing of this process, which speaks to many, until it ends what it was told to start."""
+_ANSWER_S = 30.0
+"""How much longer than the supervisors a host may take to say that they are there."""
+_NODES_PER_S = 16
+"""A host may hear nothing of this process for as much longer, for it speaks to many."""
 _WORTH_TELLING_BYTES = 5_000_000
 _TELL_EVERY_S = 5.0
 _END_PATIENCE_S = 8.0
@@ -124,11 +122,12 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     orders = _prepare(plan, crew, record, attempt, grants)
     secrets = {name: environ[name] for name in plan.secrets}
-    patience_s = _PATIENCE_S + len(orders) // _NODES_PER_S
+    patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
+    answer_s = plan.gang.start_timeout_s + _ANSWER_S
 
     def supervise(node_rank: int) -> dict[str, Any]:
         facts = {"order": orders[node_rank], "variables": secrets, "patience_s": patience_s}
-        return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=_START_TIMEOUT_S).facts
+        return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
 
     head = supervise(0)
     for order in orders[1:]:
@@ -224,7 +223,6 @@ def _prepare(
             "parent_bound": True,
             "hold": grants[node.node_rank].hold,
             "over_ssh": True,
-            "start_timeout_s": _JOIN_S + _JOIN_S_PER_NODE * len(plan.gang.nodes),
         }
         for node in plan.gang.nodes
     ]

@@ -1,0 +1,217 @@
+"""The other end of a link: messages reach it once and in order, over as many connections as that takes.
+
+A network that is away for a while costs connections, not the run. So every message has a number and is kept until the
+other end has acknowledged it (heartbeats say how many have come); over the next connection what was not acknowledged is
+sent again, and what had come already is dropped by its number. Node 0 listens and the others connect again.
+
+Three things end a link, each in its own time:
+
+* the process at the other end has ended: its kernel closes the connection and refuses the next one. That is asked as
+  soon as a connection breaks, and answered in milliseconds;
+* its host is silent for `host_silence_s`: its kernel acknowledges nothing, or a broken connection is not replaced;
+* the host answers, but the process sends no heartbeat for `heartbeat_timeout_s`.
+
+Times are those of the supervisor's clock (clock.py): a pause of our own is no silence of the other end.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clusterddp.node.connecting import Connecting, Found
+from clusterddp.node.link import BEAT_S, GONE, HOST_SILENT, Channel, Message, watch_host
+from clusterddp.node.note import note
+
+QUIET_S = 5.0
+"""After so long without a heartbeat another connection is tried: TCP itself tries at growing intervals only."""
+_AGAIN_S = 0.3
+_LAST_ACKNOWLEDGEMENT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How long the other end may be silent."""
+
+    host_silence_s: float
+    heartbeat_timeout_s: float
+    spans_hosts: bool
+    """False: both ends are on this host, which cannot be silent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Break:
+    """A connection that broke, and was not replaced yet."""
+
+    since: float
+    why: str
+
+
+class Peer:
+    """The other end of one link."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        selector: selectors.BaseSelector,
+        attempt: Callable[[float], Connecting],
+        *,
+        when_quiet: bool,
+    ) -> None:
+        """`attempt` begins an attempt to connect; `when_quiet`: one that replaces a connection which is only quiet."""
+        self.lost: str | None = None
+        """Why the link is lost for good."""
+        self.heard = 0
+        """How many messages of the other end have come."""
+        self._limits = limits
+        self._selector = selector
+        self._begin_attempt = attempt
+        self._when_quiet = when_quiet
+        self._channel: Channel | None = None
+        self._break: _Break | None = None
+        self._attempt: Connecting | None = None
+        self._attempt_at = 0.0
+        self._sent = self._acknowledged = 0
+        self._unacknowledged: collections.deque[Message] = collections.deque()
+        self._told_heard = 0
+        self._now = self._sent_at = 0.0
+        self._answered = False
+        """True when the other host has answered since the connection broke."""
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    @property
+    def broken(self) -> bool:
+        return self._break is not None
+
+    def owes_acknowledgement(self, now: float) -> bool:
+        """Say whether a message is on its way that is worth waiting for."""
+        if self.lost is not None or not self._unacknowledged:
+            return False
+        return self.broken or now - self._sent_at < _LAST_ACKNOWLEDGEMENT_S
+
+    def connect(self, channel: Channel, heard: int, now: float) -> None:
+        """Go on over this connection, which the selector knows; the other end has received `heard` messages."""
+        if self._break is not None:
+            note(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
+        self._close_channel()
+        self._end_attempt()
+        self._break = None
+        self._channel = channel
+        channel.last_heard = now
+        if self._limits.spans_hosts:
+            watch_host(channel.sock, self._limits.host_silence_s)
+        self._acknowledge(heard)
+        for message in self._unacknowledged:
+            channel.send(message)
+
+    def send(self, message: Message) -> None:
+        """Send a message, now or over the next connection."""
+        numbered = message | {"number": self._sent}
+        self._sent += 1
+        self._sent_at = self._now
+        self._unacknowledged.append(numbered)
+        if self._channel is not None:
+            self._channel.send(numbered)
+
+    def receive(self, now: float) -> list[Message]:
+        """Return the messages that have come."""
+        self._now = now
+        return self.take(self._channel.receive(now)) if self._channel is not None else []
+
+    def take(self, messages: list[Message]) -> list[Message]:
+        """Return what is new of these, without the numbers."""
+        new = []
+        for message in messages:
+            if message["kind"] == "heartbeat":
+                self._acknowledge(int(message["heard"]))
+            elif message.get("number") == self.heard:
+                self.heard += 1
+                new.append({key: value for key, value in message.items() if key != "number"})
+        return new
+
+    def keep_up(self, now: float) -> Found | None:
+        """Send heartbeats, notice losses, connect again; return a connection that is authenticated, for `connect`."""
+        channel = self._channel
+        if channel is not None:
+            every_s = min(BEAT_S, self._limits.heartbeat_timeout_s / 3)
+            heartbeat: Message = {"kind": "heartbeat", "heard": self.heard}
+            channel.keep_alive(now, heartbeat, every_s=every_s, at_once=self.heard != self._told_heard)
+            self._told_heard = self.heard
+            if channel.lost is not None:
+                self._on_break(channel.lost, now)
+            elif now - channel.last_heard > self._limits.heartbeat_timeout_s:
+                self.give_up(f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s")
+        return self._try_again(now) if self.lost is None else None
+
+    def give_up(self, why: str) -> None:
+        """End the link; the other end is told why, should it be able to listen."""
+        self.send({"kind": "gave_up", "why": why})
+        self.lose(why)
+
+    def lose(self, why: str) -> None:
+        """Note that the link is lost for good."""
+        self.lost = why
+        self._close_channel()
+        self._end_attempt()
+
+    def _on_break(self, why: str, now: float) -> None:
+        self._close_channel()
+        if why == HOST_SILENT and not (self._attempt is not None and self._attempt.connected):
+            self.lose(HOST_SILENT)
+        else:
+            self._break, self._answered = _Break(since=now, why=why), False
+
+    def _try_again(self, now: float) -> Found | None:
+        if self._break is None and not self._is_quiet(now):
+            self._end_attempt()
+            return None
+        if self._attempt is None and now >= self._attempt_at:
+            with contextlib.suppress(OSError):  # of descriptors, for one
+                self._attempt = self._begin_attempt(now)
+        attempt = self._attempt
+        if attempt is not None:
+            found = attempt.look(now)
+            if found is not None:
+                self._attempt = None
+                return found
+            self._answered |= attempt.connected
+            if attempt.is_over(now):
+                self._end_attempt()
+                self._attempt_at = now + _AGAIN_S
+        if self._break is not None:
+            self._judge_break(self._break, refused=attempt is not None and attempt.refused, now=now)
+        return None
+
+    def _judge_break(self, broken: _Break, *, refused: bool, now: float) -> None:
+        if refused:
+            self.lose(GONE)
+        elif now - broken.since > self._limits.host_silence_s:
+            within = f"and no other one came within {self._limits.host_silence_s:g} s"
+            self.lose(f"{broken.why}, {within}" if self._answered else HOST_SILENT)
+
+    def _is_quiet(self, now: float) -> bool:
+        if not self._when_quiet or self._channel is None:
+            return False
+        return now - self._channel.last_heard > min(QUIET_S, self._limits.host_silence_s / 4)
+
+    def _acknowledge(self, heard: int) -> None:
+        while self._acknowledged < heard and self._unacknowledged:
+            self._unacknowledged.popleft()
+            self._acknowledged += 1
+
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel.sock)
+            self._channel.close()
+            self._channel = None
