@@ -87,13 +87,14 @@ def _stop_on_signal() -> None:
     path = os.environ.get("CLUSTERDDP_STOP_FILE")
     if path is None:
         return
+    from clusterddp.run.directory import is_file
     from clusterddp.run.stop import request_stop
 
     stop_file = Path(path)
     rank = os.environ.get("RANK", "?")
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and stop_file.with_name(ENDING).exists():
+        if number == signal.SIGTERM and is_file(stop_file.with_name(ENDING)):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

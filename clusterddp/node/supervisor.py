@@ -39,7 +39,7 @@ node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `starte
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
 (error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed), `supervisor_ended` (node_rank,
 exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
-`kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
+`kill` (whole_gang), `record` (attempt, end), `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations
