@@ -48,8 +48,10 @@ class Mount:
 
 def is_outage(error: Exception) -> bool:
     """Say whether an error about a file that was there means that its storage is away for now."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno not in _REFUSALS
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause is not None and cause.errno not in _REFUSALS
 
 
 def retry_outage(action: Callable[[], _T], timeout_s: float = STORAGE_TIMEOUT_S) -> _T:
