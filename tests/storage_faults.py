@@ -6,11 +6,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rack.plan import HEAD
+from rack.rack import Rack
 
 _TOOLS = {"ext4": "mkfs.ext4", "exfat": "mount.exfat-fuse"}
 _SBIN = "/usr/sbin:/sbin:/usr/bin:/bin"
@@ -60,6 +62,21 @@ def disk(place: Path, kind: str = "ext4", *, size: str = "8M") -> Iterator[Disk]
         _try("umount", "-l", str(place))
         _try("losetup", "-d", device)
         image.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def shared_disk(rack: Rack, place: Path, *, at: Path | None = None, hosts: Sequence[str] = ()) -> Iterator[Disk]:
+    """Mount a file system here, and on hosts of a rack, by default on all; `at`: its place there, if it is another."""
+    hosts = hosts or (HEAD, *rack.plan.nodes)
+    with disk(place) as disk_:
+        for host in hosts:
+            rack.run(host, ["mkdir", "-p", str(at or place)])
+            rack.run(host, ["mount", disk_.device, str(at or place)])
+        try:
+            yield disk_
+        finally:
+            for host in hosts:
+                rack.run(host, ["umount", "-l", str(at or place)], check=False)
 
 
 @contextlib.contextmanager

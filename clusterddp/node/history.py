@@ -13,7 +13,7 @@ from clusterddp.node.note import note
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
 from clusterddp.run.spool import spool_end
-from clusterddp.run.storage import STORAGE_TIMEOUT_S
+from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
 
 if TYPE_CHECKING:
     from clusterddp.node.link import Message
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from clusterddp.run.gang import Gang
 
 _RETRY_S = 0.5
+_FULL_S = 10.0
+"""How long a disk that is full has to get room for the record of an end."""
 
 
 def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes: Mapping[int, Message]) -> None:
@@ -63,7 +65,8 @@ class EndRecord:
         self._attempt = attempt
         self._token = token
         self._retry_at = 0.0
-        self._give_up_at = time.monotonic() + patience_s
+        self._began = time.monotonic()
+        self._patience_s = patience_s
 
     def step(self, now: float) -> bool:
         """Try if it is time to; True when the end is written, or the time is up."""
@@ -75,7 +78,8 @@ class EndRecord:
             self.is_first = write_end(self._attempt, self.end)
             return True
         except (ClusterddpError, OSError) as error:
-            if now < self._give_up_at:
+            patience_s = self._patience_s if is_outage(error) else min(_FULL_S, self._patience_s)
+            if now < self._began + patience_s:
                 return False
             self._spool(str(error))
             return True

@@ -58,10 +58,6 @@ class _Attempt:
     records: dict[int, RankRecord] = field(default_factory=dict)
     started: bool = False
     """True once all ranks have begun, and the head was told."""
-    unwritten: dict[int, RankRecord] = field(default_factory=dict)
-    """Records that the run's storage has still to take."""
-    write_by: float = float("inf")
-    """When it must have taken them, once it has refused."""
     stop_seen: bool = False
     stop_wanted: str | None = None
     """Why the ranks are asked to stop, while the run's storage is away and they cannot be."""
@@ -92,6 +88,10 @@ class Member:
         """Of the attempt that runs now, or ran last."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
+        self._unwritten: dict[tuple[AttemptDir, int], RankRecord] = {}
+        """Records that the run's storage has still to take: by attempt and rank."""
+        self._write_by = float("inf")
+        """When it must have taken them, once it has refused."""
 
     @property
     def idle(self) -> bool:
@@ -151,11 +151,10 @@ class Member:
         if not self._cancel_seen and is_file(self._run.cancel_file):
             self._cancel_seen = True
             self._report({"kind": "cancel", "reason": self._cancel_reason()})
+        self._write_records(now)
         attempt = self._attempt
         if attempt is None:
             return
-        if attempt.unwritten:
-            self._write_records(attempt, now)
         if attempt.stop_wanted is not None:
             self._stop(attempt.stop_wanted)
         if attempt.ending is not None:
@@ -234,23 +233,25 @@ class Member:
             started=time.time(),
         )
         if len(attempt.records) == len(node.ranks):
-            attempt.unwritten = dict(attempt.records)
-            self._write_records(attempt, time.monotonic())
+            self._unwritten |= {(attempt.dir, rank): record for rank, record in attempt.records.items()}
+            self._write_records(time.monotonic())
 
-    def _write_records(self, attempt: _Attempt, now: float) -> None:
+    def _write_records(self, now: float) -> None:
         """Write what is to be written of the ranks; storage that refuses is tried again by the next ticks."""
+        attempt = self._attempt
         try:
-            for rank in list(attempt.unwritten):
-                write_rank(attempt.dir, attempt.unwritten[rank])
-                del attempt.unwritten[rank]
+            for directory, rank in list(self._unwritten):
+                write_rank(directory, self._unwritten[directory, rank])
+                del self._unwritten[directory, rank]
         except ClusterddpError as error:
-            attempt.write_by = min(attempt.write_by, now + STORAGE_TIMEOUT_S)
-            if now >= attempt.write_by:
-                attempt.unwritten.clear()
-                self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
+            self._write_by = min(self._write_by, now + STORAGE_TIMEOUT_S)
+            if now >= self._write_by:
+                self._unwritten.clear()
+                if attempt is not None and attempt.ending is None:
+                    self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
             return
-        attempt.write_by = float("inf")
-        if not attempt.started and len(attempt.records) == len(self._node.ranks):
+        self._write_by = float("inf")
+        if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
             attempt.started = True
             self._report({"kind": "started", **attempt.footing.facts(), **self._starter.facts()})
 
@@ -280,8 +281,8 @@ class Member:
             end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
-        attempt.records[rank] = attempt.unwritten[rank] = _ended_record(attempt.records[rank], end)
-        self._write_records(attempt, time.monotonic())
+        attempt.records[rank] = self._unwritten[attempt.dir, rank] = _ended_record(attempt.records[rank], end)
+        self._write_records(time.monotonic())
 
     def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
         if attempt.running and now < ending.kill_at:
