@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -109,7 +108,6 @@ def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
 
 
 def log(run: RunDir, event: str, **facts: Any) -> None:
-    """Log an event. The history is a convenience: what must be true is in start.json and end.json."""
+    """Log an event, here and in the run's history."""
     note(f"{event} {facts}")
-    with contextlib.suppress(OSError):
-        log_event(run, event, **facts)
+    log_event(run, event, **facts)

@@ -212,8 +212,12 @@ def read_rank(attempt: AttemptDir, rank: int) -> RankRecord | None:
 
 
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
-    """Append to the run's history: what happened, when, in the words of the one who saw it."""
-    append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
+    """Append to the run's history: what happened, when, in the words of the one who saw it.
+
+    The history is a convenience: storage that does not take the row changes nothing else.
+    """
+    with contextlib.suppress(OSError):
+        append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
 
 
 def signal_name(number: int) -> str:

@@ -39,6 +39,8 @@ def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | N
     """
     try:
         view = _read_state(run, record or read_run(run), slurm)
+        if view.state is RunState.LOST:
+            os.stat(run.path)  # files that are away are no sign that nobody writes them
         if view.finished:
             drop_secrets(run)
         return view

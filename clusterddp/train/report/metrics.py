@@ -5,7 +5,6 @@ Rank 0 reports; on the other ranks a `Reporter` does nothing.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import sys
 import threading
@@ -41,8 +40,7 @@ class Reporter:
         """Tell that the first step has ended, and log how long each phase up to there took, for `status`."""
         self.say(f"first step done {seconds:.1f} s after the start of the process")
         if self._progress is not None:
-            with contextlib.suppress(OSError):  # a full disk ends no run
-                log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
+            log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
 
     def open_events(self, *, step: int) -> None:
         """Begin TensorBoard events; what an earlier attempt wrote for later steps than `step` is struck out."""
@@ -117,8 +115,7 @@ class Reporter:
     def _report_lost_rows(self) -> None:
         if self._lost_rows:
             self.say(f"warning: {self._run.metrics.name} has lost {self._lost_rows} rows; it can be written again")
-            with contextlib.suppress(OSError):
-                log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)
+            log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)
             self._lost_rows = 0
 
 
