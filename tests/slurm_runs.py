@@ -61,7 +61,7 @@ def make_slurm_run(
 ) -> RunDir:
     """Make the directory of a run of this script (or of this spec), which is not submitted yet."""
     directory = rack.dir / "shared" / name
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     if code is not None:
         plan = plan_script(directory, code, more=f"launcher: slurm\n{more}", resources=resources, environ=environment())
     else:

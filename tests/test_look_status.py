@@ -47,7 +47,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
     promised = ["run", "state", "launcher", "job_id", "attempt", "world_size", "progress", "ranks", "root_cause"]
-    promised.append("start_phases")
+    promised += ["start_phases", "lost_rows"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
@@ -70,6 +70,14 @@ def test_the_phases_of_a_start_are_those_of_the_newest_attempt(tmp_path: Path) -
     assert phases["prepare"] == 0.5
     assert phases["launch"] == max(0.0, round(start["started"] - created - 0.5 - 2.5, 2))
     assert (phases["import"], phases["data"], phases["first_step"]) == (2.6, 1.0, 4.0)
+
+
+def test_rows_that_the_storage_did_not_take_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    start_attempt(run)
+    for rows in (3, 4):
+        append_jsonl(run.events, {"event": "rows_lost", "attempt": 0, "rows": rows})
+    assert read_status(run).lost_rows == 7
 
 
 def test_running_ranks_are_running(tmp_path: Path) -> None:

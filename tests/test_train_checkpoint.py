@@ -7,11 +7,14 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from storage_faults import away
 from train_gang import make_run, one_rank, settle, train_once
 
 from clusterddp.errors import ClusterddpError
@@ -317,6 +320,28 @@ except ClusterddpError as error:
     print(error.message)
     print(error.hint)
 """
+
+
+def test_an_attempt_that_stalled_leaves_what_its_successor_is_writing(tmp_path: Path) -> None:
+    put(tmp_path, 1, keep=1)
+    unfinished = [tmp_path / "checkpoints" / name for name in ("step-00000009-a1.pt", ".step-00000009-a1.pt.tmp")]
+    for path in unfinished:
+        path.write_bytes(b"half")  # its manifest follows; the older attempt has looked before attempt 1 was there
+    put(tmp_path, 2, keep=1)
+    assert all(path.exists() for path in unfinished)
+    assert newest(tmp_path) == (0, 2, b"weights")
+
+
+def test_a_checkpoint_waits_for_storage_that_is_away(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "brisk-otter-3"
+    run.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool:
+        with away(run.parent):
+            written = pool.submit(put, run, 1)
+            time.sleep(0.5)
+            assert not written.done()
+        written.result()
+    assert newest(run) == (0, 1, b"weights")
 
 
 def test_a_write_that_the_system_refuses_leaves_the_old_one_and_no_rest(tmp_path: Path) -> None:

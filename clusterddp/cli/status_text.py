@@ -54,6 +54,8 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines.append(f"  {progress_text(status.progress)}")
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
+    if status.lost_rows:
+        lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines += [f"  {run.path}", ""]
     if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
         lines += _rank_table(status.ranks)

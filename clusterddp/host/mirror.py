@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import boot_id
+from clusterddp.run.spool import read_spooled
 from clusterddp.run.sweep import find_processes, read_cookie
 
 MAX_REPLY_BYTES = 8 << 20
@@ -56,7 +58,7 @@ def _look(run: RunDir, each: dict[str, Any]) -> dict[str, Any]:
     roles = {read_cookie(process).rpartition(".")[2] for process in find_processes(f"{each['token']}.")}
     files = dict(_list_files(run.path))
     total = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    end_attempt, end = _newest_end(run)
+    end_attempt, end = _newest_end(run, each["token"])
     return {
         "boot": boot_id(),
         "alive": sorted(role for role in roles if role),
@@ -68,9 +70,15 @@ def _look(run: RunDir, each: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _newest_end(run: RunDir) -> tuple[int | None, dict[str, Any] | None]:
-    for attempt in reversed(run.attempts()):
+def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:
+    try:
+        attempts = run.attempts()
+    except OSError:
+        return None, None
+    for attempt in reversed(attempts):
         end = read_json(attempt.end)
+        if end is None and (spooled := read_spooled(token, attempt.number)) is not None:
+            end = dataclasses.asdict(spooled)
         if end is not None:
             return attempt.number, end
     return None, None

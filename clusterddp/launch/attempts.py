@@ -11,6 +11,8 @@ from typing import Protocol
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, read_end, read_run, write_end, write_run
+from clusterddp.run.spool import read_spooled, spool_end
+from clusterddp.run.storage import retry_outage
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
 
@@ -100,14 +102,26 @@ def end_run(run: RunDir, end: AttemptEnd) -> None:
     """Record how the run ended, unless that is recorded already.
 
     When it was about to restart, the end is that of the attempt that never came to be.
+    Raises: ClusterddpError, OSError: its storage does not take it.
     """
-    attempt = run.attempts()[-1]
+    attempt = run.newest_attempt()
     last = read_end(attempt)
     if last is not None and last.will_restart:
         with contextlib.suppress(FileExistsError):
             make_attempt(run, attempt.number + 1)
         attempt = run.attempt(attempt.number + 1)
     write_end(attempt, end)
+
+
+def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
+    """Record how the run ended; what its storage does not take is spooled. `attempt`: the newest one that is known."""
+    try:
+        retry_outage(lambda: end_run(run, end))
+    except (ClusterddpError, OSError) as error:
+        with contextlib.suppress(OSError):
+            attempt = run.newest_attempt()
+        reason = f"{end.reason}; this could not be recorded in the run's directory: {error}"
+        spool_end(token, attempt.number, dataclasses.replace(end, reason=reason))
 
 
 def end_queued(run: RunDir, reason: str) -> bool:
@@ -121,5 +135,7 @@ def end_queued(run: RunDir, reason: str) -> bool:
 def final_end(run: RunDir) -> AttemptEnd | None:
     """Read how the run ended; None while an attempt goes on, or is to follow."""
     attempts = run.attempts()
-    end = read_end(attempts[-1]) if attempts else None
+    end = None
+    if attempts:
+        end = read_end(attempts[-1]) or read_spooled(read_run(run).token, attempts[-1].number)
     return None if end is None or end.will_restart else end

@@ -31,6 +31,10 @@ _OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_
                            "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
 _SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
 _SECRET_URL = re.compile(r"://[^/@\s:]*:[^/@\s]*@")
+_SECRET_VALUE = re.compile(
+    r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
+)
+"""How the tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS begin, and private keys."""
 _RANK_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
@@ -79,7 +83,7 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str, value: str) -> bool:
     """Say whether a variable looks like one that nobody else should read."""
-    return bool(_SECRET.search(name) or _SECRET_URL.search(value))
+    return bool(_SECRET.search(name) or _SECRET_URL.search(value) or _SECRET_VALUE.match(value))
 
 
 def _is_installed() -> bool:

@@ -23,7 +23,7 @@ from clusterddp.launch.placement import (
     plan_ssh_placement,
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
-from clusterddp.launch.prerequisites import check_secrets
+from clusterddp.launch.prerequisites import check_secrets, secret_notes
 from clusterddp.launch.seal import hint, is_sealed, seal
 from clusterddp.launch.slurm.after import find_dependency
 from clusterddp.launch.slurm.options import choose_options
@@ -179,7 +179,7 @@ def plan_run(
             gang=gang,
             rank0={},
             changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-            notes=(*placement.notes, *program.notes),
+            notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
             snapshot=program.snapshot_summary,
             secrets=tuple(job.secrets),
             parent=parent,

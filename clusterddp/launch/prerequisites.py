@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.launch.entry import TRAINER
+from clusterddp.launch.environment import is_secret
 from clusterddp.run.gang import Entry
+
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+
+_HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNORECASE)
+"""A switch, a number (MAX_TOKENS: 512) or a path (SSH_AUTH_SOCK: /run/...) is no secret, whatever its name."""
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -18,6 +27,16 @@ def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
             f"secrets: {', '.join(missing)} not set in this environment",
             hint=f"export {missing[0]}=..., then submit; only the name is stored in the run",
         )
+
+
+def secret_notes(resolved: ResolvedSpec) -> tuple[str, ...]:
+    """Warn of values under `env` that look like secrets: spec, plan and record of a run hold them for good."""
+    return tuple(
+        f"{resolved.origins.get(f'env.{name}', 'env')}: env.{name} looks like a secret, and the run's files hold its "
+        f"value for good; secrets: [{name}] takes it from your environment and stores only its name"
+        for name, value in resolved.job.env.items()
+        if is_secret(name, value) and not _HARMLESS.fullmatch(value)
+    )
 
 
 def check_trainer(entry: Entry, *, elsewhere: bool) -> None:

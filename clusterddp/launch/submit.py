@@ -308,6 +308,6 @@ def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
 
 def record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
     """Record how a run ended, unless that is recorded already."""
-    # A disk that is full must not hide why the start failed.
-    with contextlib.suppress(ClusterddpError):
+    # A disk that is full, or away, must not hide why the start failed.
+    with contextlib.suppress(ClusterddpError, OSError):
         end_run(run, AttemptEnd(outcome=outcome, reason=reason, root_cause=cause))

@@ -80,6 +80,8 @@ class RunStatus:
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
     """What the state does not tell and a person should look at."""
+    lost_rows: int = 0
+    """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
@@ -98,6 +100,7 @@ class RunStatus:
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
             "start_phases": self.start_phases,
             "warning": self.warning,
+            "lost_rows": self.lost_rows,
             **job,
         }
 
@@ -159,6 +162,7 @@ def read_status(run: RunDir) -> RunStatus:
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         warning=end.warning if end else "",
+        lost_rows=sum(_lost_rows(row) for row in read_jsonl(run.events)),
     )
 
 
@@ -238,6 +242,11 @@ def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) ->
         return []
     kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
     return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]
+
+
+def _lost_rows(event: dict[str, Any]) -> int:
+    rows = event.get("rows") if event.get("event") == "rows_lost" else 0
+    return rows if isinstance(rows, int) else 0
 
 
 def _created(record: RunRecord) -> float:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from clusterddp.run.stop import stop_requested
+
 _POLL_S = 0.5
 
 
@@ -42,7 +44,7 @@ def _wait(process: subprocess.Popen[bytes], stop_signal: str) -> int:
     stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
     if stop_signal == "none" or stop_file is None:
         return process.wait()
-    while not Path(stop_file).exists():
+    while not stop_requested(Path(stop_file)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_S)
     number = signal.Signals[f"SIG{stop_signal}"]

@@ -25,7 +25,7 @@ class Fence:
         self._look_at = now + _LOOK_EVERY_S
         with contextlib.suppress(OSError):
             for attempt in self._run.attempts():
-                if attempt.number > self._first_attempt and attempt.claim.exists():
+                if attempt.number > self._first_attempt and attempt.is_claimed():
                     self._seen = True
                     return attempt.number
         return None

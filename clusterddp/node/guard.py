@@ -29,7 +29,7 @@ from clusterddp.dist.environment import COOKIE, cookie, node_cookies
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import AttemptDir, RunDir, is_file
 from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
 from clusterddp.run.sweep import find_processes, sweep
 
@@ -191,9 +191,9 @@ def bury(facts: Facts, what_happened: str) -> None:
     rank = min(facts.ranks) if facts.started else None
     log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
     cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)
-    goes_on = facts.restarts_left and not RunDir(Path(facts.run_dir)).cancel_file.exists()
+    goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
     end = AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
-    record_end(facts.attempt_dir, end)
+    record_end(facts.attempt_dir, end, facts.token)
 
 
 def _write(pipe: int, line: bytes) -> None:

@@ -14,7 +14,7 @@ from clusterddp.node.attempt import Attempt
 from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
-from clusterddp.node.history import log, log_end, record_end, record_start
+from clusterddp.node.history import EndRecord, log, log_end, record_start
 from clusterddp.node.job_watch import JobWatch, bring_home
 from clusterddp.node.link import GONE, HOST_SILENT, Message, facts_of
 from clusterddp.node.muster import Muster
@@ -22,9 +22,10 @@ from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.node.sequel import Sequel, sequel_of
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
+from clusterddp.run.storage import STORAGE_TIMEOUT_S
 
 
 class Head:
@@ -63,6 +64,10 @@ class Head:
         self._start_recorded = False
         self._ending: Ending | None = None
         """Set while the gang is being ended."""
+        self._record: EndRecord | None = None
+        """Set while the end of the attempt waits for the run's storage."""
+        self._start_due = float("inf")
+        """When the record of the start has to be there, once the storage has refused it."""
         self._final = False
         """True once something has happened after which the gang is not started again."""
         self._crippled = False
@@ -146,12 +151,18 @@ class Head:
             return
         if self._job is not None:
             self._hear_job(self._job, now)
-        if self._ending is not None:
+        if self._record is not None:
+            self._await_record(self._record, now)
+        elif self._ending is not None:
             if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
                 if attempt.begun is not None:
                     self._ending.sweep(self._lost)
                 self._conclude(self._ending, now)
-            return
+        else:
+            self._go_on(attempt, now)
+
+    def _go_on(self, attempt: Attempt, now: float) -> None:
+        """Do what time asks for while the gang starts or runs."""
         if attempt.begun is None and not attempt.is_over(now):
             self._await_joins(now)
         if len(self._started_nodes) == len(self._gang.nodes) and not self._start_recorded:
@@ -205,13 +216,16 @@ class Head:
             )
 
     def _record_start(self, now: float) -> None:
-        self._start_recorded = True
         directory = self._run.attempt(self._attempt.number)
         try:
             record_start(directory, self._gang, self._rendezvous, self._started_nodes)
         except (ClusterddpError, OSError) as error:
+            self._start_due = min(self._start_due, now + STORAGE_TIMEOUT_S)
+            if now < self._start_due and self._ending is None:
+                return  # the next tick tries again
             note(f"the start could not be recorded: {error}")
             self._fail(Failure(rank=0, host=self._gang.nodes[0].host, error=str(error)), now)
+        self._start_recorded, self._start_due = True, float("inf")
 
     def _cancel(self, reason: str) -> None:
         self._final = True
@@ -240,8 +254,7 @@ class Head:
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason)
-        for node_rank in self._muster.pids.keys() - self._lost:
-            self._tell(node_rank, {"kind": "stop", "reason": reason})
+        self._tell_all({"kind": "stop", "reason": reason})
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
@@ -282,7 +295,8 @@ class Head:
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
-        end = dataclasses.replace(end, warning=attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port))
+        warning = attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port)
+        end = dataclasses.replace(end, warning=warning)
         sequel = self._sequel(end, all_gone=ending.all_gone)
         if sequel == "here" and not self._make_next(attempt):
             sequel = "nothing"
@@ -291,11 +305,16 @@ class Head:
         if sequel == "here":
             restarts_left = self._job is not None and self._restarts_before(attempt) + 1 < self._gang.restarts
             self._guard.know(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
-        try:
-            record_end(directory, end)
-        except ClusterddpError as error:
-            note(f"the end could not be recorded: {error}; it was {end.outcome}: {end.reason}")
-            end = dataclasses.replace(end, outcome="FAILED", will_restart=False)
+        self._record = EndRecord(directory, end, self._gang.token)
+        self._await_record(self._record, now)
+
+    def _await_record(self, record: EndRecord, now: float) -> None:
+        """Go on once the end is recorded; what this host's storage does not take, the other nodes may have room for."""
+        if not record.step(now):
+            return
+        self._record, attempt, end = None, self._attempt, record.end
+        if record.error is not None:
+            self._tell_all({"kind": "record", "attempt": attempt.number, "end": dataclasses.asdict(end)})
         log_end(self._run, attempt.number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
@@ -321,12 +340,15 @@ class Head:
 
     def _finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
+        self._tell_all({"kind": "finish", "exit_code": exit_code})
+
+    def _tell_all(self, order: Message) -> None:
         for node_rank in self._muster.pids.keys() - self._lost:
-            self._tell(node_rank, {"kind": "finish", "exit_code": exit_code})
+            self._tell(node_rank, order)
 
     def _sequel(self, end: AttemptEnd, *, all_gone: bool) -> Sequel:
         attempt = self._attempt
-        if self._run.cancel_file.exists() or self._restarts_before(attempt) >= self._gang.restarts:
+        if is_file(self._run.cancel_file) or self._restarts_before(attempt) >= self._gang.restarts:
             return "nothing"
         return sequel_of(
             attempt,
@@ -342,4 +364,4 @@ class Head:
     def _stop_confirmed(self) -> bool:
         if not self._gang.entry.stop_aware:
             return True
-        return self._run.attempt(self._attempt.number).stopped.exists()
+        return is_file(self._run.attempt(self._attempt.number).stopped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -10,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.note import note
-from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
+from clusterddp.run.spool import spool_end
+from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
 
 if TYPE_CHECKING:
     from clusterddp.node.link import Message
     from clusterddp.node.rendezvous import Rendezvous
     from clusterddp.run.gang import Gang
 
-RECORD_PATIENCE_S = 10.0
-"""How long a disk that refuses the record of the end is asked again."""
+_RETRY_S = 0.5
+_FULL_S = 10.0
+"""How long a disk that is full has to get room for the record of an end."""
 
 
 def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes: Mapping[int, Message]) -> None:
@@ -29,7 +31,7 @@ def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes:
 
     Raises: ClusterddpError, OSError: it cannot be written.
     """
-    attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_attempt_dirs(attempt)
     facts = {
         "attempt": attempt.number,
         "started": time.time(),
@@ -46,23 +48,55 @@ def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes:
     write_json(attempt.start, facts)
 
 
-def record_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
-    """Record the end of an attempt, asking a full disk again for a while: nothing runs any more, so that may wait.
+class EndRecord:
+    """The end of an attempt on its way to the run's storage.
 
-    False when somebody else already has.
-
-    Raises: ClusterddpError: it still cannot be written.
+    Storage that is away, or full, is tried again for a while: nothing runs any more, so that may wait. What it does not
+    take in that time is spooled.
     """
-    deadline = time.monotonic() + RECORD_PATIENCE_S
-    while True:
+
+    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S):
+        self.end = end
+        self.is_first = False
+        """True when no other process had recorded an end."""
+        self.error: str | None = None
+        """Why the run's storage did not take it."""
+        self._attempt = attempt
+        self._token = token
+        self._retry_at = 0.0
+        self._began = time.monotonic()
+        self._patience_s = patience_s
+
+    def step(self, now: float) -> bool:
+        """Try if it is time to; True when the end is written, or the time is up."""
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + _RETRY_S
         try:
-            with contextlib.suppress(OSError):
-                attempt.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return write_end(attempt, end)
-        except ClusterddpError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.5)
+            make_attempt_dirs(self._attempt)
+            self.is_first = write_end(self._attempt, self.end)
+            return True
+        except (ClusterddpError, OSError) as error:
+            patience_s = self._patience_s if is_outage(error) else min(_FULL_S, self._patience_s)
+            if now < self._began + patience_s:
+                return False
+            self._spool(str(error))
+            return True
+
+    def _spool(self, error: str) -> None:
+        self.error = error
+        reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
+        self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
+        note(f"the end could not be recorded: {error}; it was {self.end.outcome}: {self.end.reason}")
+        self.is_first = spool_end(self._token, self._attempt.number, self.end)
+
+
+def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S) -> EndRecord:
+    """Record the end of an attempt; return once that is done, or given up."""
+    record = EndRecord(attempt, end, token, patience_s=patience_s)
+    while not record.step(time.monotonic()):
+        time.sleep(_RETRY_S)
+    return record
 
 
 def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
@@ -74,7 +108,6 @@ def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
 
 
 def log(run: RunDir, event: str, **facts: Any) -> None:
-    """Log an event. The history is a convenience: what must be true is in start.json and end.json."""
+    """Log an event, here and in the run's history."""
     note(f"{event} {facts}")
-    with contextlib.suppress(OSError):
-        log_event(run, event, **facts)
+    log_event(run, event, **facts)

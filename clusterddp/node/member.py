@@ -18,16 +18,18 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
+from clusterddp.node.history import record_end
 from clusterddp.node.link import Message
 from clusterddp.node.note import note
 from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_dirs, read_json
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import RankRecord, write_rank
+from clusterddp.run.record import RankRecord, parse_end, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
+from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
 from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
@@ -58,9 +60,11 @@ class _Attempt:
     running: set[int] = field(default_factory=set)
     """Ranks that have begun and whose end was not heard of."""
     records: dict[int, RankRecord] = field(default_factory=dict)
-    recorded: bool = False
-    """True once all ranks have begun, and that is written down."""
+    started: bool = False
+    """True once all ranks have begun, and the head was told."""
     stop_seen: bool = False
+    stop_wanted: str | None = None
+    """Why the ranks are asked to stop, while the run's storage is away and they cannot be."""
     ending: _Ending | None = None
     stopped: StoppedRanks = field(default_factory=StoppedRanks)
 
@@ -91,6 +95,10 @@ class Member:
         """This host's; on Slurm known when its ranks are started."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
+        self._unwritten: dict[tuple[AttemptDir, int], RankRecord] = {}
+        """Records that the run's storage has still to take: by attempt and rank."""
+        self._write_by = float("inf")
+        """When it must have taken them, once it has refused."""
 
     @property
     def idle(self) -> bool:
@@ -107,6 +115,10 @@ class Member:
             self._start(order, now)
         elif order["kind"] == "stop":
             self._stop(str(order["reason"]))
+        elif order["kind"] == "record":
+            # What the head's storage did not take, this node's may.
+            attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
+            record_end(attempt, end, self._gang.token, patience_s=0.0)
         elif order["kind"] == "kill":
             if self._attempt is None:
                 self._report({"kind": "ended", "left": []})
@@ -143,13 +155,16 @@ class Member:
     def tick(self, now: float) -> None:
         """Look at the files by which people speak to the run, and go on with an end that was begun."""
         self._hear_news()
-        if not self._cancel_seen and self._run.cancel_file.exists():
+        if not self._cancel_seen and is_file(self._run.cancel_file):
             self._cancel_seen = True
             self._report({"kind": "cancel", "reason": self._cancel_reason()})
+        self._write_records(now)
         attempt = self._attempt
         if attempt is None:
             return
         attempt.watch.tick(now)
+        if attempt.stop_wanted is not None:
+            self._stop(attempt.stop_wanted)
         if attempt.ending is not None:
             self._go_on_ending(attempt, attempt.ending, now)
         else:
@@ -157,18 +172,16 @@ class Member:
             self._look_for_stopped_ranks(attempt, now)
 
     def _look_for_stopped_ranks(self, attempt: _Attempt, now: float) -> None:
-        if not attempt.recorded:
+        if not attempt.started:
             return
         for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
-            attempt.records[record.rank] = record
+            attempt.records[record.rank] = self._unwritten[attempt.dir, record.rank] = record
             note(f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}")
-            with contextlib.suppress(ClusterddpError):  # what cannot be written is reported at its end
-                write_rank(attempt.dir, record)
 
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
             return
-        if _is_complete(attempt.dir) if complete else attempt.dir.stop_file.exists():
+        if _is_complete(attempt.dir) if complete else is_file(attempt.dir.stop_file):
             attempt.stop_seen = True
             self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
 
@@ -200,8 +213,7 @@ class Member:
                 dir=directory, footing=footing, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
             self._attempt = attempt
-            directory.ranks.mkdir(parents=True, exist_ok=True, mode=0o700)
-            directory.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_attempt_dirs(directory)
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
             self._starter.start({rank: self._launch_of(rank, order, attempt) for rank in node.ranks})
         except (OSError, ClusterddpError) as error:
@@ -239,16 +251,28 @@ class Member:
             master_port=attempt.master_port,
             started=time.time(),
         )
-        if len(attempt.records) < len(node.ranks) or attempt.recorded:
-            return
-        attempt.recorded = True
+        if len(attempt.records) == len(node.ranks):
+            self._unwritten |= {(attempt.dir, rank): record for rank, record in attempt.records.items()}
+            self._write_records(time.monotonic())
+
+    def _write_records(self, now: float) -> None:
+        """Write what is to be written of the ranks; storage that refuses is tried again by the next ticks."""
+        attempt = self._attempt
         try:
-            for record in attempt.records.values():
-                write_rank(attempt.dir, record)
+            for directory, rank in list(self._unwritten):
+                write_rank(directory, self._unwritten[directory, rank])
+                del self._unwritten[directory, rank]
         except ClusterddpError as error:
-            self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
+            self._write_by = min(self._write_by, now + STORAGE_TIMEOUT_S)
+            if now >= self._write_by:
+                self._unwritten.clear()
+                if attempt is not None and attempt.ending is None:
+                    self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
             return
-        self._report({"kind": "started", **footing.facts(), **self._starter.facts()})
+        self._write_by = float("inf")
+        if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
+            attempt.started = True
+            self._report({"kind": "started", **attempt.footing.facts(), **self._starter.facts()})
 
     def _stop(self, reason: str) -> None:
         if self._attempt is None:
@@ -256,7 +280,11 @@ class Member:
         self._attempt.stop_seen = True
         try:
             request_stop(self._attempt.dir.stop_file, reason)
+            self._attempt.stop_wanted = None
         except OSError as error:
+            if is_outage(error):
+                self._attempt.stop_wanted = reason  # the next tick tries again
+                return
             self._fail(f"node {self._node.node_rank} on {self._node.host} could not ask its ranks to stop: {error}")
 
     def _lose(self, attempt: _Attempt | None, news: Lost) -> None:
@@ -273,11 +301,8 @@ class Member:
         attempt.watch.look()
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
-        try:
-            write_rank(attempt.dir, _ended_record(attempt.records[rank], end))
-        except ClusterddpError as error:
-            if attempt.ending is None:
-                self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
+        attempt.records[rank] = self._unwritten[attempt.dir, rank] = _ended_record(attempt.records[rank], end)
+        self._write_records(time.monotonic())
 
     def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
         if attempt.running and now < ending.kill_at:

@@ -15,7 +15,7 @@ def open_log(run: RunDir, node_rank: int) -> None:
 
     Raises: OSError: it cannot be opened.
     """
-    run.launcher_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.launcher_dir.mkdir(exist_ok=True, mode=0o700)
     path = run.launcher_dir / f"supervisor-{node_rank}.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.dup2(descriptor, sys.stderr.fileno())

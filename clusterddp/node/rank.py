@@ -61,6 +61,7 @@ def run_rank(run_dir: str) -> None:
     else:
         _record_end(0)
     finally:
+        _drop_unwritten_output()
         _ignore_late_signals()
         if "torch.distributed" in sys.modules:
             from clusterddp.dist.gloo import await_gloo_threads
@@ -87,13 +88,14 @@ def _stop_on_signal() -> None:
     path = os.environ.get("CLUSTERDDP_STOP_FILE")
     if path is None:
         return
+    from clusterddp.run.directory import is_file
     from clusterddp.run.stop import request_stop
 
     stop_file = Path(path)
     rank = os.environ.get("RANK", "?")
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and stop_file.with_name(ENDING).exists():
+        if number == signal.SIGTERM and is_file(stop_file.with_name(ENDING)):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -113,6 +115,16 @@ def _ignore_late_signals() -> None:
     if "CLUSTERDDP_STOP_FILE" in os.environ:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+
+
+def _drop_unwritten_output() -> None:
+    """Drop what a full disk did not take of a log, else Python ends a program that is through with exit code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from clusterddp.dist.environment import COOKIE, cookie
 from clusterddp.dist.interface import is_cut_off
 from clusterddp.dist.ranks import spell_ranks
-from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.errors import SlurmError
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
 from clusterddp.node.link import GIVEN_UP, HOST_SILENT
 from clusterddp.node.note import note
 from clusterddp.node.order import Order, SlurmOrder
-from clusterddp.run.directory import AttemptDir
+from clusterddp.run.directory import AttemptDir, is_file
 from clusterddp.run.record import AttemptEnd, RootCause, read_end
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
@@ -66,8 +66,8 @@ class Succession:
             patience_s = 0.0 if loss.why == HOST_SILENT else PROCESS_PATIENCE_S
             self._turn_at = now + patience_s + _TURN_S * (self._order.node.node_rank - 1)
         if not idle or now < self._turn_at:
-            return idle and read_end(attempt) is not None
-        if read_end(attempt) is not None or now - self._began > _GIVE_UP_S:
+            return idle and _has_end(attempt)
+        if _has_end(attempt) or now - self._began > _GIVE_UP_S:
             return True
         answer = self._allocation.take()
         if answer is None or answer.job is None:
@@ -86,14 +86,12 @@ class Succession:
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
             note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
             return
-        goes_on = self._order.restarts_left_after(attempt.number) and not self._order.run.cancel_file.exists()
+        goes_on = self._order.restarts_left_after(attempt.number) and not is_file(self._order.run.cancel_file)
         end = _end_without_head(self._order, attempt, loss, goes_on=goes_on)
-        try:
-            if not record_end(attempt, end):
-                return
-        except ClusterddpError as error:
-            note(f"the end could not be recorded: {error}")
+        record = record_end(attempt, end, self._order.gang.token)
+        if not record.is_first:
             return
+        end = record.end
         log_end(self._order.run, attempt.number, end)
         if end.needs_job:
             self._start_job_again(attempt)
@@ -138,14 +136,19 @@ class Witness:
         if self._speak_at is None:
             # Hosts may share the directory: a guard that is at work there comes first.
             self._speak_at = now + (0.0 if loss.why == HOST_SILENT else GUARD_PATIENCE_S)
-        if not idle or (now < self._speak_at and read_end(attempt) is None):
+        if not idle or (now < self._speak_at and not _has_end(attempt)):
             return False
         end = _end_without_head(self._order, attempt, loss, goes_on=False)
-        try:
-            record_end(attempt, end)
-        except ClusterddpError as error:
-            note(f"the end could not be recorded: {error}")
+        record_end(attempt, end, self._order.gang.token)
         return True
+
+
+def _has_end(attempt: AttemptDir) -> bool:
+    """Say whether an end is recorded; storage that is away is asked again by the next step."""
+    try:
+        return read_end(attempt) is not None
+    except OSError:
+        return False
 
 
 def _end_without_head(order: Order, attempt: AttemptDir, loss: Loss, *, goes_on: bool) -> AttemptEnd:

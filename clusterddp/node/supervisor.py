@@ -37,9 +37,10 @@ node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `starte
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
 (error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to the
 master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `start` (attempt, restart, master_addr,
-master_port, agent_port), `stop` (reason), `kill` (whole_gang), `finish` (exit_code). Both ways: `gave_up` (why), the
-last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side, port;
-`join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat` (heard).
+master_port, agent_port), `stop` (reason), `kill` (whole_gang), `record` (attempt, end), `finish` (exit_code). Both
+ways: `gave_up` (why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and,
+by its side, port; `join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat`
+(heard).
 """
 
 from __future__ import annotations

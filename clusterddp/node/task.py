@@ -32,8 +32,8 @@ from clusterddp.node.taskwire import MAX_PACKET, socket_name
 
 _START_TIMEOUT_S = 600.0
 """How long the node's supervisor may take to be there, where the plan of an older version does not say."""
-_GUARD_S = 25.0
-"""How long the guard of a supervisor that was killed may take to put things in order."""
+_GUARD_S = 45.0
+"""How long the guard of a supervisor that was killed may take to put things in order, its storage being away."""
 _RECORD_S = 8.0
 """How long whoever is left of the gang may take to record its end."""
 
@@ -173,12 +173,10 @@ class Task:
         deadline = time.monotonic() + _RECORD_S
         attempts = self._run_dir / "attempts"
         while time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # storage that is away may come back
                 newest = max(int(name) for name in os.listdir(attempts) if name.isdigit())
                 if (attempts / str(newest) / "end.json").exists():
                     return
-            except (OSError, ValueError):
-                return
             time.sleep(0.1)
 
     def _await_end_of_supervisor(self) -> None:

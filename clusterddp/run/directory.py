@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
+from clusterddp.run.exclusive import name_new
 from clusterddp.wire import read_object, read_value
 
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
@@ -57,6 +59,10 @@ class AttemptDir:
     def claim(self) -> Path:
         """Who starts this attempt, where several could: a start of a job on Slurm; who takes it out of a queue."""
         return self.path / "claim.json"
+
+    def is_claimed(self) -> bool:
+        """Say whether a claim is there, from the directory's list: NFS may answer for one file from its cache."""
+        return self.claim.name in os.listdir(self.path)
 
     @property
     def ranks(self) -> Path:
@@ -159,12 +165,27 @@ class RunDir:
         return AttemptDir(self.path / "attempts" / str(number))
 
     def attempts(self) -> list[AttemptDir]:
-        """List the attempts so far, oldest first."""
+        """List the attempts so far, oldest first.
+
+        It opens the directory, which makes NFS ask the server: a file that another host has made is seen.
+        Raises: OSError: the run's directory is away.
+        """
         try:
-            names = [entry.name for entry in os.scandir(self.path / "attempts") if entry.name.isdigit()]
+            names = [name for name in os.listdir(self.path / "attempts") if name.isdigit()]
         except FileNotFoundError:
+            os.stat(self.path)
             return []
         return [self.attempt(number) for number in sorted(map(int, names))]
+
+    def newest_attempt(self) -> AttemptDir:
+        """Return the newest attempt of a run that has one.
+
+        Raises: OSError: the run's directory is away, or has lost its attempts.
+        """
+        attempts = self.attempts()
+        if not attempts:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path / "attempts"))
+        return attempts[-1]
 
 
 def is_run_name(name: str) -> bool:
@@ -181,7 +202,7 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     """List the runs in `runs_dir`, those of sweeps too, oldest first; a directory without a record is no run."""
     runs: list[RunDir] = []
     for place in list_places(runs_dir):
-        runs += [RunDir(place)] if _is_file(RunDir(place).record) else list_runs(place)
+        runs += [RunDir(place)] if is_file(RunDir(place).record) else list_runs(place)
     return sorted(runs, key=lambda run: (_created_ns(run), run.name))
 
 
@@ -191,14 +212,24 @@ def list_places(runs_dir: Path) -> list[Path]:
         paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path for path in paths if _is_file(RunDir(path).record) or _is_file(path / SWEEP_RECORD)]
+    return [path for path in paths if is_file(RunDir(path).record) or is_file(path / SWEEP_RECORD)]
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Say whether a file is there and can be seen; False while its storage does not answer."""
     try:
         return path.is_file()
-    except OSError:  # Python answers for what is not there, not for what may not be seen
+    except OSError:
         return False
+
+
+def make_attempt_dirs(attempt: AttemptDir) -> None:
+    """Make what is missing of an attempt's directories.
+
+    Raises: OSError: the run's own directory is away; it is never made anew.
+    """
+    for path in (attempt.path.parent, attempt.path, attempt.ranks, attempt.logs):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:
@@ -239,9 +270,7 @@ def write_bytes(path: Path, data: bytes, *, exclusive: bool = False) -> bool:
             file.flush()
             os.fsync(file.fileno())
         if exclusive:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
+            if not name_new(temporary, path):
                 return False
         else:
             os.replace(temporary, path)
@@ -297,11 +326,19 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Append one row in a single write, so that rows of several writers never mix."""
+    """Append one row in a single write, so that rows of several writers never mix.
+
+    A disk that runs full may take a part of it; the next row begins on a line of its own.
+    Raises: OSError: the row is not there, or not whole.
+    """
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, line)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        while line:
+            line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
 

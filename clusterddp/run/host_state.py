@@ -100,7 +100,7 @@ def read_silence(run: RunDir) -> dict[str, str]:
 
 def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
     """Tell the state of a run that nobody answers for on the hosts that have been heard, or whose head is not heard."""
-    told = _told_by_another_node(known)
+    told = _told_by_a_host(known)
     if told:
         return told
     if known.hosts[0] in known.silent:
@@ -117,13 +117,17 @@ def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
     return known.view(RunState.LOST, _why_lost(known))
 
 
-def _told_by_another_node(known: _Known) -> RunView | None:
-    """Return how the run ended in the words of a node that outlived the head; None when none has any."""
+def _told_by_a_host(known: _Known) -> RunView | None:
+    """Return how the run ended as a host has recorded it whose record is not here; None when none has.
+
+    That of the head comes first. Another node records what it saw when it lost the head, or when the head's own storage
+    takes no record.
+    """
     number = known.attempt.number if known.attempt else 0
-    for report in known.reports.values():
+    for report in sorted(known.reports.values(), key=lambda report: report.host != known.hosts[0]):
         end = report.own_end
         is_newest = report.end_attempt is not None and report.end_attempt >= number
-        if report.host != known.hosts[0] and end and is_newest and not end.will_restart:
+        if end and is_newest and not end.will_restart:
             return final_view(known.run.attempt(report.end_attempt or 0), end)
     return None
 

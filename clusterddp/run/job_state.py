@@ -79,8 +79,8 @@ class _Run:
 def wanted_jobs(runs: Iterable[tuple[RunDir, RunRecord]]) -> Iterator[Wanted]:
     """Yield how Slurm is asked for the jobs of those runs that have not ended for good."""
     for run, record in runs:
-        attempts = run.attempts()
         with contextlib.suppress(ClusterddpError, OSError, TypeError, AttributeError):
+            attempts = run.attempts()
             end = read_end(attempts[-1]) if attempts else None
             wanted = wanted_job(run, record) if end is None or end.will_restart else None
             if wanted:

@@ -6,6 +6,7 @@ leaves files that can be read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -158,8 +159,23 @@ def read_run(directory: RunDir) -> RunRecord:
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
-    """Record how the attempt ended; False when somebody already did (their word stands)."""
-    return write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
+    """Record how the attempt ended; False when another process has (what it wrote stands).
+
+    With the end of the run its secrets go, whichever process records it.
+    """
+    is_first = write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
+    run = RunDir(attempt.path.parents[1])
+    with contextlib.suppress(OSError):
+        # Not when the run has been resumed meanwhile: then they are the new attempt's.
+        if is_first and not end.will_restart and run.newest_attempt().number == attempt.number:
+            drop_secrets(run)
+    return is_first
+
+
+def drop_secrets(run: RunDir) -> None:
+    """Remove the values of the run's secrets, which no process needs any more."""
+    with contextlib.suppress(OSError):
+        run.job_secrets.unlink(missing_ok=True)
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
@@ -200,8 +216,12 @@ def read_rank(attempt: AttemptDir, rank: int) -> RankRecord | None:
 
 
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
-    """Append to the run's history: what happened, when, in the words of the one who saw it."""
-    append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
+    """Append to the run's history: what happened, when, in the words of the one who saw it.
+
+    The history is a convenience: storage that does not take the row changes nothing else.
+    """
+    with contextlib.suppress(OSError):
+        append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
 
 
 def signal_name(number: int) -> str:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import FOREIGN, AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
+from clusterddp.run.record import FOREIGN, AttemptEnd, ProcessIdentity, RunRecord, drop_secrets, read_end, read_run
+from clusterddp.run.spool import deliver_end, read_spooled
 from clusterddp.run.sweep import answers_for_its_run, find_processes
 from clusterddp.run.view import RunState, RunView, final_view
 
@@ -34,9 +35,15 @@ def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | N
     """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error.
 
     `slurm` None: what this process shares. `record`: that of the run, where it was read already.
+    What a run that has ended has left in the wrong place is put right: values of its secrets, an end in the spool.
     """
     try:
-        return _read_state(run, record or read_run(run), slurm)
+        view = _read_state(run, record or read_run(run), slurm)
+        if view.state is RunState.LOST:
+            os.stat(run.path)  # files that are away are no sign that nobody writes them
+        if view.finished:
+            drop_secrets(run)
+        return view
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         return RunView(state=RunState.UNKNOWN, attempt=None, end=None, reason=f"its record cannot be read: {error}")
 
@@ -53,8 +60,11 @@ def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = Non
 def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> RunView:
     attempts = run.attempts()
     newest = attempts[-1] if attempts else None
-    end = read_end(newest) if newest else None
+    end = None
+    if newest:
+        end = read_end(newest) or read_spooled(record.token, newest.number)
     if newest and end and not end.will_restart:
+        deliver_end(newest, record.token, end)
         return final_view(newest, end)
     if newest and record.queued:
         return _queued(run, newest)
@@ -104,7 +114,7 @@ def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: Attemp
         return _unknown(attempt, foreign)
     if _answered_for(run, record):
         return RunView(state=RunState.REQUEUED, attempt=attempt.number, end=end, reason=f"restarts after: {end.reason}")
-    newest = run.attempts()[-1]
+    newest = run.newest_attempt()
     if newest.number != attempt.number or _final(read_end(newest)):
         return _read_state(run, record)
     return _lost(run, record, attempt, f"was to restart after: {end.reason}; what carried it is gone", end)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, read_regular, write_json
+from clusterddp.run.directory import AttemptDir, is_file, read_regular, write_json
 from clusterddp.wire import read_object
 
 
@@ -31,8 +31,8 @@ def request_stop(stop_file: Path, reason: str) -> None:
 
 
 def stop_requested(stop_file: Path) -> bool:
-    """Say whether a stop was asked for (one stat call)."""
-    return stop_file.exists()
+    """Say whether a stop was asked for (one stat call); storage that is away asks for none."""
+    return is_file(stop_file)
 
 
 def stop_reason(stop_file: Path) -> str:

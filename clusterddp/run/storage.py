@@ -1,13 +1,24 @@
-"""Whether other machines can see a directory: told from the file system that it lies on."""
+"""The storage that a directory is on: whether other machines see it, and how long a process waits while it is away."""
 
 from __future__ import annotations
 
+import errno
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, UsageError
 
+_T = TypeVar("_T")
+STORAGE_TIMEOUT_S = 30.0
+"""How long a running process waits for storage that is away: a server that restarts, a mount that comes back."""
+_RETRY_S = 0.25
+_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EEXIST})
+"""Answers of a file system that is there. Anything else that a run's own files meet is an outage: ENOENT, ESTALE, EIO,
+ENOTCONN, ETIMEDOUT."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "devpts", "proc", "sysfs", "hugetlbfs", "mqueue", "cgroup2"})
 _SHARED = frozenset(
     {
@@ -33,6 +44,29 @@ class Mount:
     def in_memory(self) -> bool:
         """It is gone when the machine is, and no other machine sees it."""
         return self.kind in _IN_MEMORY
+
+
+def is_outage(error: Exception) -> bool:
+    """Say whether an error about a file that was there means that its storage is away for now."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause is not None and cause.errno not in _REFUSALS
+
+
+def retry_outage(action: Callable[[], _T], timeout_s: float = STORAGE_TIMEOUT_S) -> _T:
+    """Do something with the files of a run; while their storage is away, try again.
+
+    Raises: ClusterddpError, OSError: what the last try did.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return action()
+        except (ClusterddpError, OSError) as error:
+            if not is_outage(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def check_shared(directory: Path, what: str, hint: str) -> tuple[str, ...]:

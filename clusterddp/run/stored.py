@@ -116,7 +116,10 @@ def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]
     alive = _tokens_alive()
     for path in _directories(root / "runs"):
         run = RunDir(path)
-        attempts = run.attempts()
+        try:
+            attempts = run.attempts()
+        except OSError:  # another host that shares this storage has just removed it
+            continue
         newest = attempts[-1].path if attempts else path
         age_s = min(_age_s(path), _age_s(newest), _age_s(newest / "end.json"))
         if not run.record.is_file() or age_s < older_than_s or _token_of(path) in alive:
@@ -130,8 +133,8 @@ def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]
 
 
 def _has_ended(run: RunDir) -> bool:
-    attempts = run.attempts()
     try:
+        attempts = run.attempts()
         end = read_end(attempts[-1]) if attempts else None
     except (ClusterddpError, OSError, TypeError):
         return False

@@ -23,9 +23,10 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, write_bytes
 from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.storage import retry_outage
 from clusterddp.wire import read_object
 
-_GENERATION = re.compile(r"step-\d{8,}-a\d+")
+_GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,11 @@ def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
 
 
 def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
-    """Write `data` durably, then its manifest; see `write_checkpoint`."""
+    """Write `data` durably, then its manifest; storage that is away is waited for. See `write_checkpoint`."""
+    return retry_outage(lambda: _commit(store, data, epoch=epoch, step=step, samples=samples))
+
+
+def _commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
     name = f"step-{step:08d}-a{store.attempt}"
     path = store.directory / f"{name}.pt"
     with contextlib.suppress(OSError, ClusterddpError):
@@ -102,7 +107,11 @@ def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) ->
 
 
 def read_newest(store: Store, report: Callable[[str], None]) -> tuple[Manifest, bytes] | None:
-    """Read the newest valid checkpoint's bytes; one whose bytes do not fit its manifest is reported and passed over."""
+    """Read the newest valid checkpoint's bytes; one whose bytes do not fit its manifest is reported and passed over.
+
+    Raises: OSError: the run's storage is away, which is not the same as no checkpoint.
+    """
+    retry_outage(store.run.attempts)
     for path in sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True):
         try:
             manifest = _read_manifest(path)
@@ -157,17 +166,16 @@ def _read_manifest(path: Path) -> Manifest:
 def _prune(store: Store) -> None:
     """Remove what is older than the generations to keep, and what writers that were killed left behind.
 
-    A manifest goes before its data, so a crash in between leaves no checkpoint without data.
+    Nothing of a later attempt is touched: this one may have stalled while its successor began, which a look at the run
+    tells only for that moment. A manifest goes before its data, so a crash in between leaves no manifest without data.
     """
+    refuse_if_stale(store.run, store.attempt)
     manifests = sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True)
-    kept = [path for path in manifests if _data_fits(path)][: store.keep]
-    names = {path.stem for path in kept}
-    for path in manifests:
-        if path.stem not in names:
-            path.unlink(missing_ok=True)
-    for path in store.directory.iterdir():
+    kept = {path.stem for path in [path for path in manifests if _data_fits(path)][: store.keep]}
+    rest = [path for path in store.directory.iterdir() if path not in manifests]
+    for path in (*manifests, *rest):
         match = _GENERATION.match(path.name.lstrip("."))
-        if match and match.group() not in names:
+        if match and match.group() not in kept and int(match["attempt"]) <= store.attempt:
             path.unlink(missing_ok=True)
 
 

@@ -18,7 +18,7 @@ from clusterddp.launch.names import choose_run_name
 from clusterddp.launch.owned_ranks import with_one_process_each
 from clusterddp.launch.placement import Placement, plan_ssh_placement, read_machine
 from clusterddp.launch.plan import Plan, move_plan
-from clusterddp.launch.prerequisites import check_secrets
+from clusterddp.launch.prerequisites import check_secrets, secret_notes
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.lease import Lease, spell_busy, take_leases
 
@@ -62,7 +62,7 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
         gang=dataclasses.replace(gang, entry=entry),
         rank0={},
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-        notes=(*placement.notes, *program.notes),
+        notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=tuple(resolved.job.secrets),
         parent=None,

@@ -22,13 +22,14 @@ from typing import Any
 from clusterddp.dist.environment import inherited_environment, node_cookies
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import RunFailedError
-from clusterddp.launch.attempts import end_run, final_end
+from clusterddp.launch.attempts import end_or_spool, end_run, final_end
 from clusterddp.launch.local.leases import receive_leases
 from clusterddp.launch.supervisors import read_link, start_supervisor, supervisor_log, tell
 from clusterddp.run.directory import RunDir, read_json, read_tail
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, RootCause, signal_name
 from clusterddp.run.stop import request_stop
+from clusterddp.run.storage import retry_outage
 from clusterddp.run.sweep import sweep
 
 _END_TIMEOUT_S = 2.5
@@ -82,12 +83,12 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
             if supervisor not in ended:
                 supervisor.process.kill()
         _wait_for(supervisors, ended)
-        _await_end(run)
+        retry_outage(lambda: _await_end(run))
         # The guards have done this; should they have been killed too, it is done here.
         for node in gang.nodes:
             sweep(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
         if final_end(run) is None:
-            end_run(run, _explain(run, ended, complaint))
+            end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, complaint))
 
 
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
@@ -144,7 +145,7 @@ def _await_end(run: RunDir) -> None:
 
 def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> AttemptEnd:
     """Say why the run ended when no supervisor and no guard could."""
-    started = run.attempts()[-1].start.exists()
+    started = run.newest_attempt().start.exists()
     if complaint is not None or not ended:
         error = complaint or "no supervisor was started"
         cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=error, log=None)
@@ -175,7 +176,7 @@ def _stop_on_signal(run: RunDir) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         # A full disk must not become an exception just anywhere.
         with contextlib.suppress(OSError):
-            request_stop(run.attempts()[-1].stop_file, f"{signal_name(number)} to the task that carries the run")
+            request_stop(run.newest_attempt().stop_file, f"{signal_name(number)} to the task that carries the run")
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGUSR2, handle)

@@ -25,12 +25,14 @@ from types import FrameType
 
 from clusterddp.dist.environment import COOKIE, cookie, inherited_environment
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
-from clusterddp.launch.attempts import end_run, final_end
+from clusterddp.launch.attempts import end_or_spool, final_end
 from clusterddp.launch.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.launch.slurm.requeue import go_on
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import AttemptEnd, RootCause, log_event, read_end, read_run
+from clusterddp.run.record import AttemptEnd, RootCause, drop_secrets, log_event, read_end, read_run
+from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
+from clusterddp.run.storage import STORAGE_TIMEOUT_S, retry_outage
 from clusterddp.run.sweep import sweep
 from clusterddp.slurm.control import JobNow, show_job
 
@@ -129,6 +131,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     log = run.launcher_dir / "tasks.log"
     said_before = log.stat().st_size if log.exists() else 0
     complaint = None if signals.ended else _run_srun(carried, attempt, log)
+    _await_storage(carried, attempt)
     if is_superseded(run, attempt):
         return 1
     _await_end(run)
@@ -136,7 +139,8 @@ def carry(carried: Carried, signals: Signals) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _settled_end(run) is None:
         sweep(f"{carried.record.token}.", timeout_s=5.0)
-        end_run(run, _explain(carried, complaint, _read_from(log, said_before), signals))
+        end = _explain(carried, complaint, _read_from(log, said_before), signals)
+        end_or_spool(run, attempt, carried.record.token, end)
     return _conclude(carried, attempt)
 
 
@@ -214,13 +218,31 @@ def _wait_for(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -
 
 
 def _patience_s(run: RunDir, attempt: AttemptDir) -> float:
-    """Say how long srun has to end from now on; infinity while the ranks run."""
-    if is_superseded(run, attempt):
-        return _SRUN_TIMEOUT_S
-    end = _settled_end(run)
+    """Say how long srun has to end from now on; infinity while the ranks run, or nothing can be read."""
+    try:
+        if is_superseded(run, attempt):
+            return _SRUN_TIMEOUT_S
+        end = _settled_end(run)
+    except (ClusterddpError, OSError):
+        return float("inf")
     if end is None:
         return float("inf")
     return _SRUN_TIMEOUT_AFTER_FAILURE_S if end.outcome == "FAILED" else _SRUN_TIMEOUT_S
+
+
+def _await_storage(carried: Carried, attempt: AttemptDir) -> None:
+    """Wait until the run's directory can be read.
+
+    Raises: ClusterddpError: not within `STORAGE_TIMEOUT_S`; unless the head has done so, that is spooled as the end.
+    """
+    run, start = carried.run, carried.start
+    try:
+        retry_outage(run.newest_attempt)
+    except OSError as error:
+        reason = f"{run.path}: cannot be read on {start.host} for {STORAGE_TIMEOUT_S:.0f} s: {error.strerror}"
+        cause = RootCause(rank=None, host=start.host, exit_code=None, error=reason, log=None)
+        spool_end(carried.record.token, attempt.number, AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause))
+        raise ClusterddpError(reason) from error
 
 
 def _await_end(run: RunDir) -> None:
@@ -231,7 +253,8 @@ def _await_end(run: RunDir) -> None:
 
 def _settled_end(run: RunDir) -> AttemptEnd | None:
     """Return the recorded end of the run, or of what this start of the job could do for it; None: it goes on here."""
-    end = read_end(run.attempts()[-1])
+    attempt = run.newest_attempt()
+    end = read_end(attempt) or read_spooled(read_run(run).token, attempt.number)
     return end if end is not None and (end.needs_job or not end.will_restart) else None
 
 
@@ -249,7 +272,7 @@ def _explain(carried: Carried, complaint: str | None, said: str, signals: Signal
         reason = f"{lost[1]} is lost: {last_line}"
     else:
         reason = f"{complaint}, and nobody has recorded how the ranks ended" + (f": {last_line}" if last_line else "")
-    number = run.attempts()[-1].number + 1
+    number = run.newest_attempt().number + 1
     goes_on = bool(signals.ended or lost) and carried.may_begin(number)
     host = lost[1] if lost else start.host
     cause = RootCause(rank=None, host=host, exit_code=None, error=reason, log="launcher/tasks.log")
@@ -269,7 +292,7 @@ def _was_cancelled(job: JobNow) -> bool:
 
 def _conclude(carried: Carried, attempt: AttemptDir) -> int:
     run = carried.run
-    last = run.attempts()[-1]
+    last = retry_outage(run.newest_attempt)
     end = read_end(last)
     if end is None or not end.will_restart:
         return _finish(run)
@@ -282,8 +305,8 @@ def _conclude(carried: Carried, attempt: AttemptDir) -> int:
 
 def _finish(run: RunDir) -> int:
     """Remove the secrets of a run that has ended; return the exit code that says how."""
-    run.job_secrets.unlink(missing_ok=True)
-    end = final_end(run)
+    drop_secrets(run)
+    end = retry_outage(lambda: final_end(run))
     if end is None or end.outcome == "FAILED":
         code = end.root_cause.exit_code if end and end.root_cause else None
         return min(max(code or 1, 1), 255)

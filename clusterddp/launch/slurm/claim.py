@@ -12,8 +12,9 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.attempts import end_run, make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, read_json, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, is_file, read_json, write_json
 from clusterddp.run.record import AttemptEnd, RootCause, RunRecord, log_event, read_end, write_end
+from clusterddp.run.storage import retry_outage
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
 
@@ -88,7 +89,7 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
         end = read_end(last)
         if end is not None and not end.will_restart:
             return None
-        if run.cancel_file.exists():
+        if is_file(run.cancel_file):
             end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
         elif end is None:
             if last.number == carried.record.job_attempt and _write_claim(last, carried.start):
@@ -105,12 +106,12 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
 
 def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
     """Say whether another start of the job has claimed a later attempt."""
-    return any(later.claim.exists() for later in run.attempts() if later.number > attempt.number)
+    return any(later.is_claimed() for later in run.attempts() if later.number > attempt.number)
 
 
 def _last_attempt(carried: Carried) -> AttemptDir:
     """Return the last attempt; a follow-up job makes the one that it was submitted for itself."""
-    attempts = carried.run.attempts()
+    attempts = retry_outage(carried.run.attempts)
     return attempts[-1] if attempts else make_attempt(carried.run, carried.record.job_attempt)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from clusterddp.launch.slurm.container import IMPORT_PATH
 from clusterddp.launch.slurm.jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
 from clusterddp.launch.slurm.options import without_waiting
 from clusterddp.run.directory import RunDir, write_json
-from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.record import RunRecord, drop_secrets, log_event, read_run, write_run
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
@@ -167,12 +166,6 @@ def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     if plan.slurm.container:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), IMPORT_PATH)))
     return variables
-
-
-def drop_secrets(run: RunDir) -> None:
-    """Remove the values of the run's secrets, which nobody needs any more."""
-    with contextlib.suppress(OSError):
-        run.job_secrets.unlink(missing_ok=True)
 
 
 def submit_job(

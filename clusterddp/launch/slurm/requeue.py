@@ -11,8 +11,9 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.slurm.claim import Carried, JobStart
 from clusterddp.launch.slurm.jobs import find_job
-from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, is_file, write_json
 from clusterddp.run.record import AttemptEnd, RootCause, log_event, read_run, write_run
+from clusterddp.run.storage import retry_outage
 from clusterddp.slurm.control import requeue_job, show_job
 from clusterddp.slurm.identity import job_tag
 
@@ -32,9 +33,9 @@ def go_on(carried: Carried, attempt: AttemptDir) -> str:
     others_until = time.monotonic() + (0.0 if _claim_requeue(attempt, carried.start) else _OTHERS_S)
     pause_s = _FIRST_PAUSE_S
     while True:
-        if run.attempts()[-1].number > attempt.number:
+        if retry_outage(run.newest_attempt).number > attempt.number:
             return "another start of the job"
-        if run.cancel_file.exists():
+        if is_file(run.cancel_file):
             end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started again"))
             return "nothing: it was cancelled"
         try:

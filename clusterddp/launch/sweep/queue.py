@@ -25,9 +25,10 @@ from clusterddp.launch.plan import read_plan
 from clusterddp.launch.submit import cancel
 from clusterddp.launch.sweep.plan import queue_width
 from clusterddp.launch.sweep.queued_run import start_queued
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.record import ProcessIdentity, read_end, read_run
 from clusterddp.run.state import read_state
+from clusterddp.run.storage import retry_outage
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
 from clusterddp.run.sweep_queue import QueueRecord, write_queue
 
@@ -108,7 +109,7 @@ class Queue:
     def _why_stop(self) -> str | None:
         if self._signal:
             return f"it was ended by {self._signal}"
-        if self._sweep.cancel_file.exists():
+        if is_file(self._sweep.cancel_file):
             return "the sweep was cancelled"
         if self._failed_starts >= _MOST_FAILED_STARTS and self._waiting:
             return f"{self._failed_starts} runs in a row could not be started"
@@ -140,6 +141,7 @@ class Queue:
         Raises: GpusInUseError: it waits on.
         """
         try:
+            retry_outage(run.newest_attempt)
             with self._interruptible():
                 if not start_queued(run, self._tell):
                     return False
@@ -152,7 +154,7 @@ class Queue:
         except KeyboardInterrupt:
             return False
         self._failed_starts = 0
-        if run.cancel_file.exists():  # its hosts knew nothing of it when they were asked to end it
+        if is_file(run.cancel_file):  # its hosts knew nothing of it when they were asked to end it
             with contextlib.suppress(ClusterddpError):
                 cancel(run)
         return True

@@ -29,7 +29,7 @@ def start_queued(run: RunDir, tell: Tell = silence) -> bool:
     Raises: GpusInUseError: it waits on. ClusterddpError: it cannot be started; that is then its recorded end.
     KeyboardInterrupt: the start was broken off; that is its recorded end likewise.
     """
-    attempt = run.attempts()[-1]
+    attempt = run.newest_attempt()
     if attempt.claim.exists():
         return False
     trouble = None

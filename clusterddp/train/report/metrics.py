@@ -5,7 +5,6 @@ Rank 0 reports; on the other ranks a `Reporter` does nothing.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import sys
 import threading
@@ -29,6 +28,8 @@ class Reporter:
         self._attempt = attempt
         self._progress: Progress | None = open_progress(sys.stderr) if first else None
         self._events: EventWriter | None = None
+        self._lost_rows = 0
+        """Since storage took the last one."""
 
     def say(self, text: str) -> None:
         """Tell people one thing."""
@@ -39,8 +40,7 @@ class Reporter:
         """Tell that the first step has ended, and log how long each phase up to there took, for `status`."""
         self.say(f"first step done {seconds:.1f} s after the start of the process")
         if self._progress is not None:
-            with contextlib.suppress(OSError):  # a full disk ends no run
-                log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
+            log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
 
     def open_events(self, *, step: int) -> None:
         """Begin TensorBoard events; what an earlier attempt wrote for later steps than `step` is struck out."""
@@ -95,11 +95,28 @@ class Reporter:
             self._progress.close()
 
     def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, Any], place: Mapping[str, float]) -> None:
-        refuse_if_stale(self._run, self._attempt)
         row = {"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place}
-        append_jsonl(self._run.metrics, row | {"time": time.time()})
+        try:
+            refuse_if_stale(self._run, self._attempt)
+            append_jsonl(self._run.metrics, row | {"time": time.time()})
+        except OSError as error:
+            self._lose_row(error)
+        else:
+            self._report_lost_rows()
         if self._events is not None:
             self._events.write(step, {f"{kind}/{name}": value for name, value in flat_numbers(values)})
+
+    def _lose_row(self, error: OSError) -> None:
+        """Count a row that the storage does not take: training goes on."""
+        self._lost_rows += 1
+        if self._lost_rows == 1:
+            self.say(f"warning: {self._run.metrics.name} cannot be written, training goes on: {error.strerror}")
+
+    def _report_lost_rows(self) -> None:
+        if self._lost_rows:
+            self.say(f"warning: {self._run.metrics.name} has lost {self._lost_rows} rows; it can be written again")
+            log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)
+            self._lost_rows = 0
 
 
 def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -134,9 +151,12 @@ class EventWriter:
         except ImportError as error:
             self._report(f"note: no TensorBoard events ({error}); metrics.jsonl has the same numbers")
             return
-        writer = SummaryWriter(directory, purge_step=purge_step)
-        while (row := self._rows.get()) is not None:
-            step, values = row
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-        writer.close()
+        try:
+            writer = SummaryWriter(directory, purge_step=purge_step)
+            while (row := self._rows.get()) is not None:
+                step, values = row
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+            writer.close()
+        except OSError as error:
+            self._report(f"warning: no more TensorBoard events ({error}); training goes on")

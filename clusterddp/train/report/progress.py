@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -40,8 +41,9 @@ class ProgressLines:
         self.say(f"{place} {figures} {report.figures['images_per_s']:,.0f} img/s eta {_duration(report.eta_s)}")
 
     def say(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # a full disk under the log ends no training
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Nothing is held open."""
