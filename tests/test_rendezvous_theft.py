@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from gang_runs import GangRun, make_gang, started, wait_until
 from port_thief import MEET, STEAL, steal
+from worker_ranks import Place
 
 import clusterddp
 from clusterddp.dist.port import hold_port, reserve_port
@@ -84,6 +85,13 @@ def test_torchruns_agents_and_ranks_meet_at_ports_that_another_user_wants(here: 
     assert steal(18572) == ""
     assert run.wait(timeout_s=240) == "COMPLETED"
     assert Path(run.path, "stolen").read_text() == ""
+
+
+def test_ranks_that_another_launcher_starts_meet_at_a_port_that_another_user_wants(tmp_path: Path) -> None:
+    place = Place(tmp_path).write(STEAL + MEET, "device: cpu")
+    ended = place.by_hand([0, 1], 2)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert (place.only_run.path / "stolen").read_text() == ""
 
 
 def _master_port(run: clusterddp.Run) -> int:

@@ -16,9 +16,11 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.dist.acceptor import Acceptor, Refusals
 from clusterddp.dist.environment import GPU, USERS
 from clusterddp.node.gpus import TaskGpus, choose_gpus
 from clusterddp.node.note import note
@@ -44,13 +46,12 @@ class Tasks:
         what: str = "task",
     ) -> None:
         """`what`: what a task of these is called when its end is told."""
-        listener.setblocking(False)
-        self._listener = listener
         self._ranks = tuple(ranks)
         self._host = host
         self._what = what
         self._selector = selector
-        selector.register(listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(listener, selector)
+        self._refusals = Refusals(note)
         self._strangers: list[socket.socket] = []
         """Connections that have not said yet which task they are."""
         self._tasks: dict[int, _Task] = {}
@@ -123,14 +124,12 @@ class Tasks:
         pass
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
+        now = time.monotonic()
+        self._refusals.tick(now)
+        for sock, _ in self._acceptor.accept(now):
             pid, uid = peer_of(sock)
             if uid != os.getuid():
-                note(f"process {pid} of user {uid} is none of our tasks")
+                self._refusals.add(f"process {pid} of user {uid} is none of our tasks", now)
                 sock.close()
                 continue
             sock.setblocking(False)
