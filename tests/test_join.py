@@ -150,11 +150,17 @@ def test_a_machine_that_is_none_of_the_hosts_says_what_it_is(machines: Machines)
     assert "is none of the hosts of the spec: node1 (10.77.0.11), 10.77.0.12" in said
 
 
-def test_a_spec_with_another_value_is_refused_with_both_values(machines: Machines) -> None:
+@pytest.mark.parametrize(
+    ("environ", "difference"),
+    [({}, "restarts differs hint: compare the specs"), ({"CLUSTERDDP_JOIN_KEY": "mum"}, "restarts is 2, on node 0 0")],
+)
+def test_a_spec_with_another_value_is_refused_and_with_a_key_by_both_values(
+    machines: Machines, environ: dict[str, str], difference: str
+) -> None:
     machines.write("job.yaml", SPEC + "entry: {script: entry.py}\nrestarts: 2\n", "node2")
-    first, other = machines.join("node1", "--timeout", "6"), machines.join("node2", "--timeout", "6")
+    first, other = (machines.join(node, "--timeout", "6", environ=environ) for node in ("node1", "node2"))
     code, said = result(other, 20)
-    assert (code, "its spec is another one: restarts is 2, on node 0 0" in said) == (3, True)
+    assert (code, f"its spec is another one: {difference}" in said) == (3, True), said
     code, said = result(first, 20)
     assert (code, "refused: node 1 (node2), pid" in said) == (3, True)
 

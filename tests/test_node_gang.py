@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from gang_runs import make_gang, running, started, wait_until
 from patience import PATIENCE
+
+from clusterddp.run.gang import Entry
 
 DUMP = """
 import json
@@ -73,7 +76,7 @@ def test_the_users_variables_reach_every_rank_and_beat_what_would_be_chosen(tmp_
         assert environment["RANK"] == "1"
 
 
-def test_a_rank_inherits_no_file_of_its_supervisor_and_reads_nothing(tmp_path):
+def test_a_rank_inherits_no_file_of_its_supervisor_but_rank_0_the_listener_and_reads_nothing(tmp_path):
     program = """
 files = {int(name): os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
          if os.path.exists(f"/proc/self/fd/{name}")}
@@ -82,9 +85,15 @@ assert os.getsid(0) == os.getpid() == os.getpgid(0)
 """
     with running(tmp_path, program) as gang:
         assert gang.await_end() == [0, 0]
-        files = eval((gang.run.path / "files-0").read_text())
-        assert sorted(files) == [0, 1, 2]
-        assert files[0] == "/dev/null"
+        files = [eval((gang.run.path / f"files-{rank}").read_text()) for rank in range(4)]
+        assert [sorted(each)[:3] for each in files] == [[0, 1, 2]] * 4
+        assert [[name.partition(":")[0] for name in list(each.values())[3:]] for each in files] == [
+            ["socket"],
+            [],
+            [],
+            [],
+        ]
+        assert {each[0] for each in files} == {"/dev/null"}
 
 
 @pytest.mark.parametrize(
@@ -268,6 +277,7 @@ if rank == 1:
         except ConnectionRefusedError: time.sleep(0.01)
     if attempt == 0: os._exit(1)
 """
-    with running(tmp_path, program, restarts=1, master_port=18734) as gang:
+    command = Entry(kind="command", target=sys.executable, args=("program.py",), working_dir=str(tmp_path))
+    with running(tmp_path, program, restarts=1, master_port=18734, entry=command) as gang:
         assert gang.await_end() == [0, 0], gang.end()
         assert gang.end(1).outcome == "COMPLETED"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from port_thief import MEET, STEAL
 from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_runs import await_final_end, environment, make_slurm_run, start_run
@@ -56,6 +57,13 @@ def test_each_rank_learns_its_place_and_the_way_to_the_others(rack):
     assert {environ["MASTER_PORT"] for environ in dumps(run, 4)} == {str(start["master_port"])}
     assert 10_000 <= start["master_port"] < 32_000
     assert read_end(run.attempt(0)).outcome == "COMPLETED"
+
+
+def test_tasks_meet_at_a_port_that_another_user_wants(rack):
+    run = make_slurm_run(rack, "theft", STEAL + MEET, resources="{nodes: 2, procs_per_node: 2}")
+    done = start_tasks(rack, run, "-N2", "-n4", "--ntasks-per-node=2")
+    assert (done.returncode, done.stderr) == (0, ""), run.attempt(0).stderr(0).read_text()
+    assert (run.path / "stolen").read_text() == ""
 
 
 def test_gangs_over_several_hosts_are_told_the_interface_that_reaches_the_master(rack):

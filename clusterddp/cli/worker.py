@@ -17,6 +17,7 @@ from clusterddp.cli.terminal import Terminal, say
 from clusterddp.dist.environment import Variable
 from clusterddp.dist.muster import DEFAULT_TIMEOUT_S, muster
 from clusterddp.dist.muster_words import own_hello
+from clusterddp.dist.signed import JOIN_KEY
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def worker(
     srun clusterddp worker job.yaml                            in salloc, or a batch script
     mpirun -n 4 clusterddp worker job.yaml                     Open MPI or MPICH
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 MASTER_PORT=29500 clusterddp worker job.yaml
+    CLUSTERDDP_JOIN_KEY=... for all ranks                      no process without the key takes part
     """
     from clusterddp.dist.launched import find_place
     from clusterddp.launch.foreign.place import Decided
@@ -65,7 +67,7 @@ def worker(
             environ=terminal.environ,
             resume=resume,
         )
-        told, door = muster(launched, own, here.decide, _timeout_s(resolved.job))
+        told, door = muster(launched, own, here.decide, _timeout_s(resolved.job), terminal.environ.get(JOIN_KEY, ""))
         decided = Decided.from_json(told)
         run = here.settle(decided)
         if launched.rank == 0:
@@ -78,8 +80,9 @@ def worker(
         if host not in error.message:
             error.message = f"{host}: {error.message}"
         raise
+    environment.pop(JOIN_KEY, None)  # the program needs it for nothing
     if door is not None and not launched.port_is_taken:
-        door.keep_over_exec()
+        environment |= door.keep_over_exec(listening=here.takes_listener)
     os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
 
 

@@ -2,7 +2,8 @@
 
 Whatever keeps a gang from coming together ends every rank that came, with one error that names the machine and the
 value, instead of a hang in init_process_group. Rank 0 listens; what each side does is in muster_host.py and
-muster_guest.py. Nobody is authenticated: the muster guards against mistakes, as torch's own store behind it does.
+muster_guest.py. With a key (signed.py) both sides prove that they know it before anything of the run is sent. Without
+one nobody is authenticated: the muster then guards against mistakes, as torch's own store behind it does.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ _PORTS = 8
 """How many ports rank 0 tries where none is given."""
 
 
-def muster(launched: Launched, own: Hello, decide: Decide, timeout_s: float) -> tuple[dict[str, Any], Door | None]:
+def muster(
+    launched: Launched, own: Hello, decide: Decide, timeout_s: float, key: str = ""
+) -> tuple[dict[str, Any], Door | None]:
     """Meet the other ranks; return what rank 0 has decided, and on rank 0 the door, which still holds its port.
+
+    `key`: what all ranks have to know; empty: nothing.
 
     Raises: PreflightError: the gang does not come together; all who came are told the same.
     """
@@ -36,9 +41,9 @@ def muster(launched: Launched, own: Hello, decide: Decide, timeout_s: float) -> 
         return decide(Seen(hellos=(own,), reached=LOOPBACK_ADDRESS, port=launched.master_port or port)), None
     ports = _ports(launched)
     if launched.rank == 0:
-        door = open_door(launched, own, ports, deadline)
-        return hold_muster(door, launched, own, decide, deadline=deadline, timeout_s=timeout_s), door
-    return attend(launched, own, ports, deadline, timeout_s), None
+        door = open_door(launched, own, ports, deadline, key)
+        return hold_muster(door, launched, own, decide, deadline=deadline, timeout_s=timeout_s, key=key), door
+    return attend(launched, own, ports, deadline=deadline, timeout_s=timeout_s, key=key), None
 
 
 def _ports(launched: Launched) -> list[int]:

@@ -1,4 +1,4 @@
-"""The port at which rank 0 is met: listened at for the muster, and held until torch listens there."""
+"""The port at which rank 0 is met: listened at for the muster, and kept for torch's store afterwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterddp.dist.environment import LISTENER_FD
 from clusterddp.dist.launched import Launched
 from clusterddp.dist.muster_guest import knock
 from clusterddp.dist.muster_words import Hello, refusal
+from clusterddp.dist.port import bind_port
 
 IN_USE_S = 10.0
 """How long a port may be somebody else's: of an earlier start that is just ending."""
@@ -18,18 +20,24 @@ IN_USE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where rank 0 listens; `holder` keeps the port for torch when the muster is over (see port.py)."""
+    """Where rank 0 listens; `holder` keeps the port, without listening, for who binds it afterwards (see port.py)."""
 
     listener: socket.socket
     holder: socket.socket
     port: int
 
-    def keep_over_exec(self) -> None:
-        """Let the holder live on in what this process becomes."""
-        self.holder.set_inheritable(True)
+    def keep_over_exec(self, *, listening: bool) -> dict[str, str]:
+        """Let the port be held by what this process becomes; return the variables that tell it.
+
+        `listening`: its store takes over the listener (node/store_listener.py); else it binds the port itself.
+        """
+        kept, closed = (self.listener, self.holder) if listening else (self.holder, self.listener)
+        closed.close()
+        kept.set_inheritable(True)
+        return {LISTENER_FD: str(kept.fileno())} if listening else {}
 
 
-def open_door(launched: Launched, own: Hello, ports: Sequence[int], deadline: float) -> Door:
+def open_door(launched: Launched, own: Hello, ports: Sequence[int], deadline: float, key: str) -> Door:
     """Listen on the first port that is free.
 
     Raises: PreflightError: none is, or the real rank 0 listens there.
@@ -41,7 +49,7 @@ def open_door(launched: Launched, own: Hello, ports: Sequence[int], deadline: fl
             if door is not None:
                 return door
         if len(ports) == 1:
-            knock("127.0.0.1", ports[0], own, until)  # raises, if it is another rank 0 that has the port
+            knock("127.0.0.1", ports[0], own, until, key)  # raises, if it is another rank 0 that has the port
         if time.monotonic() >= until:
             which = launched.told.get("MASTER_PORT")
             named = f"port {ports[0]} (from {which.origin})" if which and len(ports) == 1 else f"ports {list(ports)}"
@@ -53,9 +61,8 @@ def _try_port(port: int, own: Hello) -> Door | None:
     """Hold a port and listen on it, IPv6 and IPv4 alike; None: somebody has it."""
     sockets: list[socket.socket] = []
     try:
-        for _ in range(2):
-            sockets.append(_bind(port))
-        sockets[1].listen(1024)
+        for listening in (False, True):
+            sockets.append(bind_port(port, shared=True, listening=listening))
         sockets[1].setblocking(False)
     except OSError as error:
         for sock in sockets:
@@ -64,17 +71,3 @@ def _try_port(port: int, own: Hello) -> Door | None:
             raise refusal(f"{own.name}: port {port} cannot be listened on: {error.strerror}") from error
         return None
     return Door(listener=sockets[1], holder=sockets[0], port=port)
-
-
-def _bind(port: int) -> socket.socket:
-    family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((everywhere, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock

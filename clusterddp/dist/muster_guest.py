@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.dist.launched import Launched
-from clusterddp.dist.muster_words import MAX_LINE, Hello, decode, encode, refusal
+from clusterddp.dist.muster_words import COMMAND, MAX_LINE, Hello, refusal
+from clusterddp.dist.signed import JOIN_KEY, Signer, UnprovenError
 
+NO_KEY = f"what answers there does not know the same {JOIN_KEY}"
 CONNECT_S = 3.0
 WELCOME_S = 5.0
 """How long whoever answers may take to say that it is rank 0."""
@@ -26,24 +29,51 @@ class Visit:
     """An open connection to whoever listens where rank 0 should be."""
 
     sock: socket.socket
+    signer: Signer
     buffer: bytes = b""
+
+    def meet(self, deadline: float) -> bool:
+        """Exchange nonces; False: whoever is there hung up, or is a stranger.
+
+        Raises: TimeoutError.
+        """
+        self.sock.sendall(self.signer.greeting(COMMAND))
+        try:
+            self.signer.meet(self._read_line(deadline), COMMAND)
+        except ValueError:
+            return False
+        return True
 
     def read(self, deadline: float) -> dict[str, Any] | None:
         """Read the next words; None: whoever is there hung up, or is a stranger.
 
-        Raises: TimeoutError.
+        Raises: TimeoutError. UnprovenError: it does not know the key.
+        """
+        try:
+            return self.signer.read(self._read_line(deadline))
+        except UnprovenError:
+            raise
+        except ValueError:
+            return None
+
+    def _read_line(self, deadline: float) -> bytes:
+        """Read the next line.
+
+        Raises: TimeoutError. ValueError: there is none.
         """
         while b"\n" not in self.buffer:
             self.sock.settimeout(max(0.01, deadline - time.monotonic()))
             data = self.sock.recv(65536)
             if not data or len(self.buffer) > MAX_LINE:
-                return None
+                raise ValueError("no line")
             self.buffer += data
         line, _, self.buffer = self.buffer.partition(b"\n")
-        return decode(line)
+        return line
 
 
-def attend(launched: Launched, own: Hello, ports: Sequence[int], deadline: float, timeout_s: float) -> dict[str, Any]:
+def attend(
+    launched: Launched, own: Hello, ports: Sequence[int], *, deadline: float, timeout_s: float, key: str
+) -> dict[str, Any]:
     """Come to the muster; return what rank 0 has decided.
 
     Raises: PreflightError: rank 0 refuses, or cannot be reached in time.
@@ -52,17 +82,19 @@ def attend(launched: Launched, own: Hello, ports: Sequence[int], deadline: float
     while True:
         for port in ports:
             for address in launched.master_addrs:
-                answer = knock(address, port, own, deadline)
+                answer = knock(address, port, own, deadline, key)
                 if not isinstance(answer, str):
                     return answer
                 if port == ports[0] or "refused" not in answer:
                     found = f"{address}:{port}: {answer}"
+                if answer == NO_KEY and len(ports) == 1:
+                    raise _unreached(launched, own, ports, found, timeout_s)
         if time.monotonic() + _PAUSE_S >= deadline:
             raise _unreached(launched, own, ports, found, timeout_s)
         time.sleep(_PAUSE_S)
 
 
-def knock(address: str, port: int, own: Hello, deadline: float) -> dict[str, Any] | str:
+def knock(address: str, port: int, own: Hello, deadline: float, key: str) -> dict[str, Any] | str:
     """Knock at one door; return what rank 0 has decided in the end, or in words why nobody let us in.
 
     Raises: PreflightError: rank 0 refuses the gang.
@@ -72,16 +104,25 @@ def knock(address: str, port: int, own: Hello, deadline: float) -> dict[str, Any
         return "there was no time left"
     try:
         with socket.create_connection((address, port), timeout=min(CONNECT_S, left_s)) as sock:
-            visit = Visit(sock)
-            sock.sendall(encode({**_as_json(own), "left_s": left_s}))
-            words = visit.read(min(deadline, time.monotonic() + WELCOME_S))
-            if words is None:
-                return "something else than rank 0 answers there, or the gang has started without this rank"
-            return _stay(visit, words, deadline)
+            return _introduce(Visit(sock, Signer(key, "member")), own, left_s, deadline)
     except TimeoutError:
         return "no answer"
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _introduce(visit: Visit, own: Hello, left_s: float, deadline: float) -> dict[str, Any] | str:
+    """Say who we are once the other end has proven that it knows the key; return what `knock` does."""
+    until = min(deadline, time.monotonic() + WELCOME_S)
+    try:
+        if not visit.meet(until) or visit.read(until) is None:
+            return "something else than rank 0 answers there, or the gang has started without this rank"
+        visit.sock.sendall(visit.signer.sign({**_as_json(own), "left_s": left_s}))
+        return _stay(visit, visit.read(until), deadline)
+    except UnprovenError:
+        with contextlib.suppress(OSError):  # so that rank 0 can say that somebody came
+            visit.sock.sendall(visit.signer.sign({"unproven": True}))
+        return NO_KEY
 
 
 def _stay(visit: Visit, words: dict[str, Any] | None, deadline: float) -> dict[str, Any] | str:
@@ -118,5 +159,7 @@ def _unreached(launched: Launched, own: Hello, ports: Sequence[int], found: str,
     return refusal(
         f"{own.name} did not reach rank 0 at {where} (from {address}), {many} (from {port}), "
         f"within {timeout_s:g} s; {found}",
-        "rank 0 is not started, or that is another machine's address, or a firewall closes the port",
+        f"{JOIN_KEY} has to have the same value for all ranks, or be set for none"
+        if found.endswith(NO_KEY)
+        else "rank 0 is not started, or that is another machine's address, or a firewall closes the port",
     )

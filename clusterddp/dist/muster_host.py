@@ -12,17 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.dist.acceptor import Acceptor
 from clusterddp.dist.interface import is_loopback, plain_address
 from clusterddp.dist.launched import Launched
 from clusterddp.dist.muster_door import Door
 from clusterddp.dist.muster_guest import knock
-from clusterddp.dist.muster_words import Decide, Hello, Seen, decode, encode, find_mismatch, find_twin, refusal
+from clusterddp.dist.muster_words import COMMAND, Decide, Hello, Seen, find_mismatch, find_twin, refusal
 from clusterddp.dist.ranks import spell_ranks
+from clusterddp.dist.signed import JOIN_KEY, Signer, UnprovenError
 from clusterddp.errors import ClusterddpError, PreflightError
 
 LINGER_S = 10.0
 """How long rank 0 stays to tell latecomers what is wrong."""
 _MAX_HELLO = 10_000
+_MAX_STRANGERS = 64
+"""How many may be connected and not have introduced themselves; or twice as many as there are ranks."""
 
 
 @dataclass
@@ -30,18 +34,19 @@ class Guest:
     """A connection, and who came over it."""
 
     sock: socket.socket
+    signer: Signer
     buffer: bytes = b""
     hello: Hello | None = None
 
 
 def hold_muster(
-    door: Door, launched: Launched, own: Hello, decide: Decide, *, deadline: float, timeout_s: float
+    door: Door, launched: Launched, own: Hello, decide: Decide, *, deadline: float, timeout_s: float, key: str
 ) -> dict[str, Any]:
     """See all ranks, decide, and tell them; return what was decided.
 
     Raises: PreflightError: the gang does not come together. ClusterddpError: what `decide` raises.
     """
-    with _Muster(door, launched, own, deadline) as here:
+    with _Muster(door, launched, own, deadline, key) as here:
         try:
             here.await_all(timeout_s)
             here.tell({"complete": True})
@@ -56,7 +61,12 @@ def hold_muster(
 class _Muster:
     """The ranks that have come."""
 
-    def __init__(self, door: Door, launched: Launched, own: Hello, deadline: float) -> None:
+    def __init__(self, door: Door, launched: Launched, own: Hello, deadline: float, key: str) -> None:
+        self._key = key
+        self._unproven: Counter[str] = Counter()
+        """From which addresses ranks have come that do not know the key."""
+        self._strangers: list[Guest] = []
+        """Who has not introduced himself yet, the first one first."""
         self._door = door
         self._launched = launched
         self._own = own
@@ -69,8 +79,8 @@ class _Muster:
         """At which address ranks of other hosts have come here."""
         self._reached_at_home: list[str] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(door.listener, selectors.EVENT_READ)
-        self._scout = _Scout(launched, own, door.port, deadline)
+        self._acceptor = Acceptor(door.listener, self._selector)
+        self._scout = _Scout(launched, own, door.port, deadline, key)
 
     def __enter__(self) -> _Muster:
         return self
@@ -80,7 +90,6 @@ class _Muster:
             if isinstance(key.data, Guest):
                 key.data.sock.close()
         self._selector.close()
-        self._door.listener.close()
 
     def await_all(self, timeout_s: float) -> None:
         """Wait until every rank is here."""
@@ -104,7 +113,7 @@ class _Muster:
         for guest in list(self._guests.values() if guests is None else guests):
             with contextlib.suppress(OSError):
                 guest.sock.settimeout(5.0)
-                guest.sock.sendall(encode(words))
+                guest.sock.sendall(guest.signer.sign(words))
 
     def refuse_all(self, error: ClusterddpError) -> None:
         """Tell everybody, and for a moment also those who come too late, why there is no gang."""
@@ -120,16 +129,24 @@ class _Muster:
     def _look(self, *, strict: bool) -> list[Guest]:
         """Take in what has happened; return who has just introduced itself. `strict`: one that is wrong ends it."""
         new = []
-        for key, _ in self._selector.select(timeout=0.2):
-            if key.data is None:
-                with contextlib.suppress(OSError):
-                    sock, _ = self._door.listener.accept()
-                    self._selector.register(sock, selectors.EVENT_READ, Guest(sock))
-            elif self._read(key.data) and key.data.hello is not None:
-                new.append(key.data)
+        ready = [key.data for key, _ in self._selector.select(timeout=0.2) if key.data is not None]
+        for sock, _ in self._acceptor.accept(time.monotonic()):
+            self._greet(Guest(sock, Signer(self._key, "head")))
+        for guest in ready:
+            if guest.sock.fileno() >= 0 and self._read(guest) and guest.hello is not None:
+                new.append(guest)
                 if strict:
-                    self._admit(key.data)
+                    self._admit(guest)
         return new
+
+    def _greet(self, guest: Guest) -> None:
+        if len(self._strangers) >= max(_MAX_STRANGERS, 2 * self._launched.world_size):
+            self._drop(self._strangers[0])
+        guest.sock.setblocking(False)
+        self._strangers.append(guest)
+        self._selector.register(guest.sock, selectors.EVENT_READ, guest)
+        with contextlib.suppress(OSError):  # it is gone, which is heard next
+            guest.sock.send(guest.signer.greeting(COMMAND))
 
     def _read(self, guest: Guest) -> bool:
         """Read what came; True when it was the guest's introduction."""
@@ -141,15 +158,33 @@ class _Muster:
         if not data or len(guest.buffer) > _MAX_HELLO:
             self._drop(guest)
             return False
-        if guest.hello is not None or b"\n" not in guest.buffer:
-            return False
-        words = decode(guest.buffer.partition(b"\n")[0])
+        while guest.hello is None and b"\n" in guest.buffer:
+            line, _, guest.buffer = guest.buffer.partition(b"\n")
+            try:
+                self._take_line(guest, line)
+            except (ValueError, OSError):
+                self._drop(guest)  # a stranger: a port scanner, a browser
+                return False
+            if guest.hello is not None:
+                self._strangers.remove(guest)
+                return self._concerns_us(guest, guest.hello)
+        return False
+
+    def _take_line(self, guest: Guest, line: bytes) -> None:
+        """Exchange nonces, and prove that we know the key; then take the guest's introduction.
+
+        Raises: ValueError: it is a stranger.
+        """
+        if not guest.signer.met:
+            guest.signer.meet(line, COMMAND)
+            guest.sock.sendall(guest.signer.sign({"rank": 0}))
+            return
         try:
-            guest.hello = Hello.from_json(words or {})
-        except ValueError:
-            self._drop(guest)  # a stranger: a port scanner, a browser
-            return False
-        return self._concerns_us(guest, guest.hello)
+            guest.hello = Hello.from_json(guest.signer.read(line))
+        except UnprovenError:
+            with contextlib.suppress(OSError):
+                self._unproven[plain_address(str(guest.sock.getpeername()[0]))] += 1
+            raise
 
     def _concerns_us(self, guest: Guest, hello: Hello) -> bool:
         if hello.identity != self._own.identity:
@@ -187,6 +222,8 @@ class _Muster:
     def _drop(self, guest: Guest) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(guest.sock)
+        with contextlib.suppress(ValueError):
+            self._strangers.remove(guest)
         guest.sock.close()
         hello = guest.hello
         if hello is not None and self._guests.get(hello.rank) is guest:
@@ -201,6 +238,9 @@ class _Muster:
             hosts.setdefault(guest.hello.host if guest.hello else "?", []).append(rank)
         here = "; ".join(f"{spell_ranks(ranks)} on {host}" for host, ranks in hosts.items())
         gone = "".join(f"; {hello.name} came and left again" for hello in self._left.values())
+        if self._unproven:
+            address, count = self._unproven.most_common(1)[0]
+            gone += f"; {count} connections from {address} did not know the same {JOIN_KEY}"
         astray = self._scout.found
         return refusal(
             f"{spell_ranks(missing)} of {size} did not come to {self._own.host}, port {self._door.port}, "
@@ -212,7 +252,8 @@ class _Muster:
 class _Scout:
     """Looks where MASTER_ADDR leads when that is not here: there may be another rank 0, or nobody."""
 
-    def __init__(self, launched: Launched, own: Hello, port: int, deadline: float) -> None:
+    def __init__(self, launched: Launched, own: Hello, port: int, deadline: float, key: str) -> None:
+        self._key = key
         self.error: PreflightError | None = None
         self.found = ""
         self._own = own
@@ -225,7 +266,7 @@ class _Scout:
     def _knock(self, address: str, port: int, deadline: float) -> None:
         while time.monotonic() < deadline and self.error is None:
             try:
-                knock(address, port, self._own, deadline)
+                knock(address, port, self._own, deadline, self._key)
             except PreflightError as error:
                 self.error = error
             time.sleep(1.0)

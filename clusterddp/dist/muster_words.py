@@ -1,9 +1,8 @@
-"""What ranks say to each other when they muster, and how: one JSON object a line, over TCP."""
+"""What ranks say to each other when they muster: one JSON object a line, over TCP, signed (signed.py)."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import secrets
@@ -13,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import PreflightError
-from clusterddp.wire import build, read_object
+from clusterddp.wire import build
 
-WIRE = 1
+COMMAND = "worker"
+"""How the lines of a muster begin (signed.py)."""
+WIRE = 2
 """Ranks of another number do not understand each other."""
 MAX_LINE = 4_000_000
 """Of what a rank may be told: a few dozen bytes for each of its fellows."""
@@ -144,18 +145,6 @@ def find_twin(earlier: Hello, later: Hello) -> PreflightError | None:
             "leave LOCAL_RANK unset: the ranks of a host are then counted",
         )
     return None
-
-
-def encode(words: dict[str, Any]) -> bytes:
-    return json.dumps(words).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict[str, Any] | None:
-    """Read a line; None: a stranger has written it."""
-    try:
-        return read_object(line)
-    except ValueError:
-        return None
 
 
 def _torch_version() -> str:

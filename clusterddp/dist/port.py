@@ -1,4 +1,9 @@
-"""The master port: chosen so that two runs differ, and held so that no stranger takes it before rank 0 listens."""
+"""The master port: chosen so that two runs differ, and held so that no other user takes it before rank 0 serves there.
+
+A socket that is bound and does not listen can be overtaken: whoever sets SO_REUSEADDR, of whatever user, may listen on
+the same port first. One that listens cannot. So where rank 0 can take over a socket that listens already
+(node/store_listener.py), it listens from the moment on at which the port is chosen.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ FIRST_PORT = 10_000
 LAST_PORT = 31_999
 """Below Linux's ephemeral ports (32768 and up), which any outgoing connection may take."""
 LAST_OF_ALL = 65_535
+BACKLOG = 4096
+"""Connections of ranks that come before rank 0; Linux's own limit (net.core.somaxconn) as a rule."""
 _TRIES = 512
 
 
@@ -22,18 +29,16 @@ def walk_ports(seed: str, count: int) -> list[int]:
     return [FIRST_PORT + (start + step) % span for step in range(count)]
 
 
-def reserve_port(seed: str, *, host: str = "") -> tuple[socket.socket, int]:
+def reserve_port(seed: str, *, listening: bool = False) -> tuple[socket.socket, int]:
     """Reserve a free TCP port; return the socket that holds it and the port.
 
     The search starts at a port that follows from `seed`, so the same run asks for the same port, and walks on past
-    ports that are taken. The socket is bound and does not listen. It was bound without SO_REUSEADDR, so only one
-    reservation succeeds, and allows it afterwards: torch's TCPStore, which sets SO_REUSEADDR, may then listen on the
-    port while the reservation is held; a program that does not set it cannot.
+    ports that are taken: of several reservations of one port only one succeeds. See `bind_port` for `listening`.
     Raises: ClusterddpError: no free port was found.
     """
     ports = walk_ports(seed, _TRIES)
     for port in ports:
-        holder = _try_port(host, port)
+        holder = _try_port(port, shared=False, listening=listening)
         if holder is not None:
             return holder, port
     raise ClusterddpError(
@@ -41,26 +46,45 @@ def reserve_port(seed: str, *, host: str = "") -> tuple[socket.socket, int]:
     )
 
 
-def hold_port(port: int, *, host: str = "") -> socket.socket:
+def hold_port(port: int, *, listening: bool = False) -> socket.socket:
     """Hold the one port that the user named, even if connections of an earlier attempt still linger on it.
 
-    Raises: ClusterddpError: somebody else listens there.
+    Raises: ClusterddpError: another process listens there.
     """
-    holder = _try_port(host, port, shared=True)
+    holder = _try_port(port, shared=True, listening=listening)
     if holder is None:
         raise ClusterddpError(f"port {port} is in use", hint="network.master_port: auto finds a free one")
     return holder
 
 
-def _try_port(host: str, port: int, *, shared: bool = False) -> socket.socket | None:
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def bind_port(port: int, *, shared: bool, listening: bool) -> socket.socket:
+    """Bind a port on all addresses, IPv6 and IPv4 alike.
+
+    `shared`: next to sockets that are bound and do not listen. `listening`: true: no other socket can be bound to the
+    port from now on. False: the socket allows a program that sets SO_REUSEADDR, as torch's TCPStore does, to listen on
+    the port, whoever runs it.
+    Raises: OSError: EADDRINUSE: the port is taken.
+    """
+    family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
-        holder.bind((host, port))
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((everywhere, port))
+        if listening:
+            sock.listen(BACKLOG)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _try_port(port: int, *, shared: bool, listening: bool) -> socket.socket | None:
+    try:
+        return bind_port(port, shared=shared, listening=listening)
     except OSError as error:
-        holder.close()
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise ClusterddpError(f"{host or '*'}:{port} cannot be bound: {error.strerror}") from error
+            raise ClusterddpError(f"port {port} cannot be bound: {error.strerror}") from error
         return None
-    return holder

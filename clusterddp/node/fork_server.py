@@ -1,9 +1,10 @@
 """The fork server: a process that imports for a node's ranks what all of them import, forks the ranks, and exits.
 
 `python -m clusterddp.node.rank --fork RUN_DIR` has a socket to its supervisor as standard input. It reads one line of
-JSON, `{"modules": [str], "ours": bool, "ranks": {rank: {"variables": {}, "stdout": path, "stderr": path}}}`, and
-answers with one: `{"pids": {rank: pid}, "import_s": float}` or `{"refused": reason}`. `ours`: the entry is clusterddp's
-own, whose modules leave nothing to the end of Python. Then it exits, and the supervisor, a subreaper,
+JSON, `{"modules": [str], "ours": bool, "listener": int | null, "ranks": {rank: {"variables": {}, "stdout": path,
+"stderr": path}}}`, and answers with one: `{"pids": {rank: pid}, "import_s": float}` or `{"refused": reason}`. `ours`:
+the entry is clusterddp's own, whose modules leave nothing to the end of Python. `listener`: the inherited socket that
+is for rank 0 alone. Then it exits, and the supervisor, a subreaper,
 becomes the parent of the ranks. Each rank waits for one byte of the supervisor; at the end of the socket it exits
 before it has begun. So all ranks of a node begin, or none.
 
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.dist.environment import SUPERVISOR_PID
+from clusterddp.dist.environment import LISTENER_FD, SUPERVISOR_PID
 from clusterddp.dist.gloo import await_threads_before_destroy
 from clusterddp.node.processes import die_with_parent, open_for_append
 
@@ -53,7 +54,7 @@ def serve(run_rank: Callable[[], None]) -> None:
         printed = _import_all(order["modules"])
         import_s = time.monotonic() - begun
         _demand_forkable()
-        pids = _fork_ranks(order["ranks"], link, printed)
+        pids = _fork_ranks(order["ranks"], link, order["listener"], printed)
     except (Exception, SystemExit) as error:
         why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
         _answer(link, {"refused": why})
@@ -140,7 +141,9 @@ def _is_poisoned() -> bool:
     return bool(in_bad_fork and in_bad_fork())
 
 
-def _fork_ranks(ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, printed: bytes) -> dict[str, int] | None:
+def _fork_ranks(
+    ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, listener: int | None, printed: bytes
+) -> dict[str, int] | None:
     """Fork all ranks and return their pids once each leads its own session; return None in a rank that is to begin.
 
     Raises: OSError: no process, no memory, no space.
@@ -154,12 +157,23 @@ def _fork_ranks(ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, pri
             _become_rank(link, writer, files[rank], each["variables"], printed)
             for descriptor in (reader, *(file for pair in files.values() for file in pair)):
                 os.close(descriptor)
+            _keep_listener(listener, rank)
             return None
         pids[rank] = pid
     os.close(writer)
     while os.read(reader, 4096):
         pass
     return pids
+
+
+def _keep_listener(listener: int | None, rank: str) -> None:
+    """Tell rank 0 of the socket at the master port; no other rank keeps it."""
+    if listener is None:
+        return
+    if rank == "0":
+        os.environ[LISTENER_FD] = str(listener)
+    else:
+        os.close(listener)
 
 
 def _become_rank(

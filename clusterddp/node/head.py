@@ -202,18 +202,17 @@ class Head:
         attempt.begun = now
         self._guard.know(started=True)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
+        order: Message = {
+            "kind": "start",
+            "attempt": attempt.number,
+            "restart": self._restarts_before(attempt),
+            "master_addr": self._rendezvous.address,
+            "master_port": self._rendezvous.port,
+            "agent_port": self._rendezvous.agent_port,
+        }
+        listeners = {"listener": self._rendezvous.listener, "agents_listener": self._rendezvous.agents_listener}
         for node in gang.nodes:
-            self._tell(
-                node.node_rank,
-                {
-                    "kind": "start",
-                    "attempt": attempt.number,
-                    "restart": self._restarts_before(attempt),
-                    "master_addr": self._rendezvous.address,
-                    "master_port": self._rendezvous.port,
-                    "agent_port": self._rendezvous.agent_port,
-                },
-            )
+            self._tell(node.node_rank, order | listeners if node is gang.nodes[0] else order)
 
     def _record_start(self, now: float) -> None:
         directory = self._run.attempt(self._attempt.number)

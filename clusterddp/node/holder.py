@@ -100,11 +100,14 @@ class Holder:
                 environment=environment,
                 stdout=Path(words["stdout"]),
                 stderr=Path(words["stderr"]),
+                listener=words.get("listener"),
             )
         except OSError as error:
             self._say({"kind": "not_started", "error": str(error)})
         else:
             self._say({"kind": "started", "pid": self._rank_pid})
+        if "listener" in words:
+            os.close(words["listener"])
 
     def _take_signals(self) -> None:
         numbers: set[int] = set()
@@ -139,12 +142,13 @@ class Holder:
 
     def _hear(self) -> dict[str, Any] | None:
         try:
-            packet = self._sock.recv(MAX_PACKET, socket.MSG_DONTWAIT)
+            packet, descriptors, _, _ = socket.recv_fds(self._sock, MAX_PACKET, 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:
-            packet = b""
-        return dict(json.loads(packet)) if packet else {"kind": "gone"}
+            packet, descriptors = b"", []
+        words = dict(json.loads(packet)) if packet else {"kind": "gone"}
+        return words | ({"listener": descriptors[0]} if descriptors else {})
 
 
 def connect(name: str) -> socket.socket | None:

@@ -234,7 +234,9 @@ class Member:
             variables=variables,
             stdout=attempt.dir.stdout(rank),
             stderr=attempt.dir.stderr(rank),
+            listener=order.get("listener") if rank == 0 else None,
             agent_port=order.get("agent_port"),
+            agents_listener=order.get("agents_listener"),
         )
 
     def _rank_started(self, attempt: _Attempt, news: Started) -> None:

@@ -15,14 +15,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from clusterddp.dist.environment import LISTENER_FD
+
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
 """What asks the whole gang to stop, when a supervisor gets it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_rank(run_dir: Path, *, environment: dict[str, str], stdout: Path, stderr: Path) -> int:
-    """Start a rank in a session of its own and return its pid.
+def start_rank(
+    run_dir: Path, *, environment: dict[str, str], stdout: Path, stderr: Path, listener: int | None = None
+) -> int:
+    """Start a rank in a session of its own and return its pid; it inherits `listener`, a descriptor.
 
     Its output goes straight into files (appended): no pipe to fill, nobody whose death would break it. It starts in the
     run directory, where no file shadows a module, and goes to its working directory itself.
@@ -35,8 +39,9 @@ def start_rank(run_dir: Path, *, environment: dict[str, str], stdout: Path, stde
             stdout=out,
             stderr=err,
             cwd=run_dir,
-            env=environment,
+            env=environment | _named(listener),
             start_new_session=True,
+            pass_fds=_given(listener),
         )
     return _take_over(process)
 
@@ -69,7 +74,9 @@ def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] 
     return _take_over(process), writer, ready
 
 
-def start_agent(words: tuple[str, ...], *, environment: dict[str, str], cwd: Path, log: Path) -> int:
+def start_agent(
+    words: tuple[str, ...], *, environment: dict[str, str], cwd: Path, log: Path, listener: int | None = None
+) -> int:
     """Start torchrun's agent, `python WORDS`, in a session of its own; it ends with the calling process.
 
     It ignores the signals that people and Slurm send to stop a run: they are the ranks' to hear.
@@ -82,14 +89,17 @@ def start_agent(words: tuple[str, ...], *, environment: dict[str, str], cwd: Pat
             stdout=out,
             stderr=out,
             cwd=cwd,
-            env=environment,
+            env=environment | _named(listener),
             start_new_session=True,
+            pass_fds=_given(listener),
             preexec_fn=_become_agent,  # noqa: PLW1509  a supervisor has one thread
         )
     return _take_over(process)
 
 
-def start_fork_server(run_dir: Path, *, environment: dict[str, str], log: int) -> tuple[int, socket.socket]:
+def start_fork_server(
+    run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None
+) -> tuple[int, socket.socket]:
     """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it.
 
     Raises: OSError: no process, no memory.
@@ -105,6 +115,7 @@ def start_fork_server(run_dir: Path, *, environment: dict[str, str], log: int) -
                 cwd=run_dir,
                 env=environment,
                 start_new_session=True,
+                pass_fds=_given(listener),
             )
         except OSError:
             ours.close()
@@ -169,6 +180,14 @@ def _append_to(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _named(listener: int | None) -> dict[str, str]:
+    return {} if listener is None else {LISTENER_FD: str(listener)}
+
+
+def _given(listener: int | None) -> tuple[int, ...]:
+    return () if listener is None else (listener,)
 
 
 def _become_agent() -> None:

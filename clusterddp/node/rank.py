@@ -47,6 +47,10 @@ def run_rank(run_dir: str) -> None:
     """Run the entry; the exit code is the entry's own, 1 after an exception."""
     _die_with_supervisor()
     _stop_on_signal()
+    if "CLUSTERDDP_LISTENER_FD" in os.environ:
+        from clusterddp.node.store_listener import give_listener_to_torch
+
+        give_listener_to_torch()
     with contextlib.suppress(RuntimeError, OSError):  # standard error may be closed
         faulthandler.enable()
     try:

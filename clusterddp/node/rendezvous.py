@@ -33,11 +33,26 @@ class Rendezvous:
         if not self._gang.master_addr:
             self.address = choose_address(self._gang, reached)
         if self._gang.master_port is None:
-            self._holder, self.port = reserve_port(f"{self._seed}:{attempt}")
+            self._holder, self.port = reserve_port(f"{self._seed}:{attempt}", listening=self._listens)
         else:
-            self._holder, self.port = hold_port(self._gang.master_port), self._gang.master_port
+            self.port = self._gang.master_port
+            self._holder = hold_port(self.port, listening=self._listens)
         if self._gang.start == "torchrun" and self.agent_port is None:
             self._open_for_agents()
+
+    @property
+    def listener(self) -> int | None:
+        """The socket that listens at the port, for rank 0 to take over; None: rank 0 binds the port itself."""
+        return self._holder.fileno() if self._listens and self._holder is not None else None
+
+    @property
+    def agents_listener(self) -> int | None:
+        """The one at the agents' port, for node 0's agent."""
+        return self._agents_holder.fileno() if self._agents_holder is not None else None
+
+    @property
+    def _listens(self) -> bool:
+        return self._gang.world_size > 1 and self._gang.entry.takes_listener
 
     def close(self) -> None:
         """Let the port go."""
@@ -47,10 +62,10 @@ class Rendezvous:
 
     def _open_for_agents(self) -> None:
         if self._gang.master_port is None:
-            self._agents_holder, self.agent_port = reserve_port(f"{self._seed}:torchrun")
+            self._agents_holder, self.agent_port = reserve_port(f"{self._seed}:torchrun", listening=True)
         else:  # beside it, for a firewall that lets the one through is often told of its neighbours, too
             neighbour = self._gang.master_port + (1 if self._gang.master_port < LAST_OF_ALL else -1)
-            self._agents_holder, self.agent_port = hold_port(neighbour), neighbour
+            self._agents_holder, self.agent_port = hold_port(neighbour, listening=True), neighbour
 
 
 def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:

@@ -26,8 +26,16 @@ class Launch:
     variables: Mapping[str, Variable]
     stdout: Path
     stderr: Path
+    listener: int | None = None
+    """The socket that listens at the master port, which rank 0 takes over."""
     agent_port: int | None = None
     """Where torchrun's agents meet on node 0, if torchrun starts the ranks."""
+    agents_listener: int | None = None
+    """The socket that listens there, on node 0."""
+
+    def values(self) -> dict[str, str]:
+        """Return the variables as an environment has them."""
+        return {name: variable.value for name, variable in self.variables.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +163,12 @@ class Children:
         """
         self._facts = {"not_forked": why}
         for rank, launch in launches.items():
-            variables = {name: variable.value for name, variable in launch.variables.items()}
             pid = start_rank(
-                launch.run_dir, environment=self._environment | variables, stdout=launch.stdout, stderr=launch.stderr
+                launch.run_dir,
+                environment=self._environment | launch.values(),
+                stdout=launch.stdout,
+                stderr=launch.stderr,
+                listener=launch.listener,
             )
             self._ranks[pid] = rank
             self._news.append(Started(rank, pid))
@@ -174,14 +185,13 @@ class _ForkServer:
         Raises: OSError: it cannot be started.
         """
         self.launches = launches
-        values = {
-            rank: {name: variable.value for name, variable in launch.variables.items()}
-            for rank, launch in launches.items()
-        }
+        values = {rank: launch.values() for rank, launch in launches.items()}
+        listener = next((launch.listener for launch in launches.values() if launch.listener is not None), None)
         common = dict(set.intersection(*(set(each.items()) for each in values.values())))
         order = {
             "modules": modules,
             "ours": ours,
+            "listener": listener,
             "ranks": {
                 rank: {
                     "variables": {name: value for name, value in values[rank].items() if name not in common},
@@ -193,7 +203,7 @@ class _ForkServer:
         }
         run_dir = next(iter(launches.values())).run_dir
         self.pid, self._link = start_fork_server(
-            run_dir, environment={**environment, **common}, log=sys.stderr.fileno()
+            run_dir, environment={**environment, **common}, log=sys.stderr.fileno(), listener=listener
         )
         with contextlib.suppress(OSError):  # it is gone, which its exit says
             self._link.sendall(json.dumps(order).encode() + b"\n")

@@ -4,7 +4,8 @@ What torchrun starts for a rank (torchrun_rank.py) is a task, too.
 
 A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
 `here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor says
-`start` (run_dir, variables, unless, stdout, stderr), `signal` (number), `reap`, `leave` (exit_code). Both ends look at
+`start` (run_dir, variables, unless, stdout, stderr; with it goes the socket that listens at the master port, to rank
+0's), `signal` (number), `reap`, `leave` (exit_code). Both ends look at
 the other one's user. The name of the socket follows from the run's token, so nobody can take it first.
 """
 
@@ -15,9 +16,11 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.dist.acceptor import Acceptor, Refusals
 from clusterddp.dist.environment import GPU, USERS
 from clusterddp.node.gpus import TaskGpus, choose_gpus
 from clusterddp.node.note import note
@@ -43,13 +46,12 @@ class Tasks:
         what: str = "task",
     ) -> None:
         """`what`: what a task of these is called when its end is told."""
-        listener.setblocking(False)
-        self._listener = listener
         self._ranks = tuple(ranks)
         self._host = host
         self._what = what
         self._selector = selector
-        selector.register(listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(listener, selector)
+        self._refusals = Refusals(note)
         self._strangers: list[socket.socket] = []
         """Connections that have not said yet which task they are."""
         self._tasks: dict[int, _Task] = {}
@@ -71,7 +73,7 @@ class Tasks:
 
     def _start(self, rank: int, launch: Launch) -> None:
         task = self._tasks[rank]
-        variables = {name: variable.value for name, variable in launch.variables.items()}
+        variables = launch.values()
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
         choice = choose_gpus([self._tasks[each].gpus for each in self._ranks])
         if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:
@@ -86,7 +88,7 @@ class Tasks:
             "stdout": str(launch.stdout),
             "stderr": str(launch.stderr),
         }
-        self._say(task, order)
+        self._say(task, order, launch.listener)
 
     def signal(self, rank: int, number: int) -> None:
         self._say(self._tasks[rank], {"kind": "signal", "number": number})
@@ -122,14 +124,12 @@ class Tasks:
         pass
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
+        now = time.monotonic()
+        self._refusals.tick(now)
+        for sock, _ in self._acceptor.accept(now):
             pid, uid = peer_of(sock)
             if uid != os.getuid():
-                note(f"process {pid} of user {uid} is none of our tasks")
+                self._refusals.add(f"process {pid} of user {uid} is none of our tasks", now)
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -163,13 +163,13 @@ class Tasks:
             elif kind == "gone":
                 self._lose(task)
 
-    def _say(self, task: _Task, words: dict[str, Any]) -> None:
+    def _say(self, task: _Task, words: dict[str, Any], descriptor: int | None = None) -> None:
         if task.sock is None:
             if words["kind"] == "start":
                 self._news.append(Lost(task.rank, self._obituary(task)))
             return
         try:
-            task.sock.send(json.dumps(words).encode())
+            socket.send_fds(task.sock, [json.dumps(words).encode()], [] if descriptor is None else [descriptor])
         except BlockingIOError:
             note(f"the task of rank {task.rank} (pid {task.pid}) does not listen")
         except OSError:

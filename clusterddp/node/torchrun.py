@@ -25,6 +25,7 @@ from clusterddp.node.clock import Clock
 from clusterddp.node.order import Order
 from clusterddp.node.processes import start_agent
 from clusterddp.node.starter import Ended, Launch, Lost, News
+from clusterddp.node.store_listener import WITH_LISTENER
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.taskwire import PREFIX
 from clusterddp.run.directory import read_tail
@@ -142,7 +143,7 @@ class Torchrun:
         sweep(cookie(self._gang.token, f"a{self._node.node_rank}"), timeout_s=_FAREWELL_S)
 
     def _start_agent(self, launch: Launch) -> int:
-        told = {name: variable.value for name, variable in launch.variables.items()}
+        told = launch.values()
         users = {name: variable.value for name, variable in launch.variables.items() if variable.origin == USERS}
         words = torchrun_words(
             run=self._gang.run,
@@ -162,7 +163,15 @@ class Torchrun:
         environment[COOKIE] = cookie(self._gang.token, f"a{self._node.node_rank}")
         # Slurm sends its signals to every process of a step: what they mean, supervisor and ranks know.
         environment["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        return start_agent((*words, self._socket), environment=environment, cwd=self._launcher_dir, log=self._log)
+        if launch.agents_listener is not None:
+            words = ("-m", WITH_LISTENER, *words[1:])
+        return start_agent(
+            (*words, self._socket),
+            environment=environment,
+            cwd=self._launcher_dir,
+            log=self._log,
+            listener=launch.agents_listener,
+        )
 
     def _hear_tasks(self) -> None:
         if self._tasks is not None:

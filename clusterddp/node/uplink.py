@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from clusterddp.dist.acceptor import Acceptor, Refusals
 from clusterddp.dist.interface import plain_address
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.connecting import Authenticating, Connecting, Found
@@ -75,7 +76,8 @@ class HeadHere:
         self._session = os.urandom(8).hex()
         """Told to who joins: who connects again names it, and is of this start of the run then."""
         self._max_strangers = _MAX_STRANGERS + 4 * len(gang.nodes)
-        selector.register(self._listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(listener, selector)
+        self._refusals = Refusals(note)
         self._strangers: list[Channel] = []
         """Connections that have not proven yet that they belong to the run."""
         self._members: dict[int, Peer] = {}
@@ -110,6 +112,7 @@ class HeadHere:
         self._accept(now)
         for channel in list(self._strangers):
             self._hear_stranger(channel, now)
+        self._refusals.tick(now)
         for node_rank, peer in list(self._members.items()):
             for message in peer.receive(now):
                 self.head.hear(node_rank, message, now)
@@ -127,19 +130,14 @@ class HeadHere:
         return orders
 
     def confess(self, error: str) -> None:
-        self._selector.unregister(self._listener)
-        self._listener.close()
+        self._acceptor.close()
         for peer in self._members.values():
             peer.lose(error)
 
     def _accept(self, now: float) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:  # nobody there, or gone again
-                return
+        for connection, peer in self._acceptor.accept(now):
             if len(self._strangers) >= self._max_strangers:
-                self._drop(self._strangers.pop(0))
+                self._refuse(self._strangers.pop(0), "too many at once have not proven themselves", now)
             channel = Channel(connection, token=self._token, side="head", now=now)
             self._strangers.append(channel)
             self._selector.register(connection, selectors.EVENT_READ, data=peer)
@@ -153,9 +151,12 @@ class HeadHere:
             else:
                 self._take_back(channel, messages[0], now)
         elif messages or channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
-            note(f"a connection was refused: {channel.lost or 'it did not join'}")
             self._strangers.remove(channel)
-            self._drop(channel)
+            self._refuse(channel, channel.lost or "it did not join", now)
+
+    def _refuse(self, channel: Channel, why: str, now: float) -> None:
+        self._refusals.add(why, now)
+        self._drop(channel)
 
     def _take_in(self, channel: Channel, join: Message, now: float) -> None:
         assert self.head is not None

@@ -59,6 +59,14 @@ class Entry:
     code_dir: str | None = None
     """Where the run was submitted from, in the copy of the code; the working directory where there is no copy."""
 
+    @property
+    def takes_listener(self) -> bool:
+        """True when rank 0's own process serves at the master port, and with torch's store, as far as we can tell.
+
+        A command is another process than the rank; a program that starts ranks itself has those serve.
+        """
+        return self.kind != "command" and not self.spawns and self.counts == "processes"
+
     def environment(self, environ: Mapping[str, str]) -> dict[str, str | None]:
         """Compute what the start-up of a rank changes in its environment; see `entry_environment`."""
         return entry_environment(environ, **{name: getattr(self, name) for name in ENVIRONMENT_KEYS})

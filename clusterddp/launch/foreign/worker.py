@@ -70,6 +70,12 @@ class Worker:
         # Where it runs is decided already; as a local one its paths are those of this host.
         return self.resolved.job.model_copy(update={"launcher": "local"})
 
+    @property
+    def takes_listener(self) -> bool:
+        """True when rank 0 takes over the socket that listens at the master port; see `Entry.takes_listener`."""
+        entry = self.job.entry
+        return entry is None or (entry.command is None and entry.counts == "processes")
+
     def decide(self, seen: Seen) -> dict[str, Any]:
         """Decide on rank 0 for all, and make the run's directory here.
 

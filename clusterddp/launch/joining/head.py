@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import errno
-import secrets
 import selectors
 import socket
 import time
@@ -13,15 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterddp.dist.acceptor import Acceptor, Refusals
 from clusterddp.dist.interface import plain_address
+from clusterddp.dist.signed import JOIN_KEY
 from clusterddp.errors import PreflightError
 from clusterddp.launch.attempts import Tell
-from clusterddp.launch.joining.words import Line, Words, prove, veil
+from clusterddp.launch.joining.words import Line, Words, digests_of
 
 _INTRODUCTION_S = 10.0
 """How long a connection may take to say who it is."""
-_MAX_VISITORS = 256
+_MAX_VISITORS = 64
+"""How many may be connected and not have said who they are; or twice as many as there are nodes."""
 _MAX_DIFFERENCES = 3
+_MAX_OBJECTION = 1000
+_MAX_REFUSED = 20
+"""How many refusals are kept for the last word."""
+NO_KEY = f"it does not know the same {JOIN_KEY}"
+_SHOWN_WITH_KEY = f"compare the specs; with the same {JOIN_KEY} on all machines, both values are shown here"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +35,6 @@ class Visitor:
     """Somebody who has connected."""
 
     line: Line
-    nonce: str
     came: float
     peer: str
     reached: str
@@ -53,7 +58,7 @@ class Gathering:
     tell: Tell
     members: dict[int, Visitor] = field(default_factory=dict)
     _strangers: list[Visitor] = field(default_factory=list)
-    _refused: list[str] = field(default_factory=list)
+    _refused: dict[str, None] = field(default_factory=dict)
 
     def gather(self, timeout_s: float) -> None:
         """Wait for every other node.
@@ -62,14 +67,17 @@ class Gathering:
         """
         deadline = time.monotonic() + timeout_s
         listener = self._listen()
+        refusals = Refusals(self.tell)
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(listener, selectors.EVENT_READ)
+                acceptor = Acceptor(listener, selector)
                 self.tell(self._waiting_words(timeout_s))
+                if not self.key:
+                    self.tell(f"note: no {JOIN_KEY} is set: who reaches port {self.port} can take a node's place")
                 while self._missing() and time.monotonic() < deadline:
                     selector.select(0.1)
-                    self._accept(listener)
-                    self._hear_all()
+                    self._accept(acceptor, refusals)
+                    self._hear_all(refusals)
         finally:
             listener.close()
             for stranger in self._strangers:
@@ -88,7 +96,7 @@ class Gathering:
     def begin(self, run: str, token: str, attempt: int, link: dict[str, Any] | None) -> None:
         """Tell all how the run goes on."""
         for visitor in self.members.values():
-            words = {"run": run, "token": veil(token, self.key, visitor.nonce), "attempt": attempt, "link": link}
+            words = {"run": run, "token": visitor.line.signer.veil(token), "attempt": attempt, "link": link}
             visitor.line.say(words | {"master_addr": self.master_addr()})
 
     def say_all(self, words: Words) -> None:
@@ -109,7 +117,6 @@ class Gathering:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(("", self.port))
             listener.listen(128)
-            listener.setblocking(False)
         except OSError as error:
             listener.close()
             taken = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened at: {error.strerror}"
@@ -119,23 +126,27 @@ class Gathering:
             ) from error
         return listener
 
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, peer = listener.accept()
+    def _accept(self, acceptor: Acceptor, refusals: Refusals) -> None:
+        now = time.monotonic()
+        refusals.tick(now)
+        for connection, peer in acceptor.accept(now):
             visitor = Visitor(
-                line=Line(connection),
-                nonce=secrets.token_hex(16),
-                came=time.monotonic(),
+                line=Line(connection, self.key, "head"),
+                came=now,
                 peer=plain_address(str(peer[0])),
                 reached=plain_address(str(connection.getsockname()[0])),
             )
-            if len(self._strangers) >= _MAX_VISITORS:
-                visitor.line.close()
-                return
-            visitor.line.say({"clusterddp": "join", "nonce": visitor.nonce})
+            visitor.line.say({"node_rank": 0})
+            if len(self._strangers) >= max(_MAX_VISITORS, 2 * len(self.hosts)):
+                self._turn_away(self._strangers[0], "too many at once have not said who they are", refusals)
             self._strangers.append(visitor)
 
-    def _hear_all(self) -> None:
+    def _turn_away(self, stranger: Visitor, why: str, refusals: Refusals) -> None:
+        self._strangers.remove(stranger)
+        stranger.line.close()
+        refusals.add(f"{stranger.peer}: {why}", time.monotonic())
+
+    def _hear_all(self, refusals: Refusals) -> None:
         for node_rank, visitor in list(self.members.items()):
             visitor.line.flush()
             visitor.line.hear()
@@ -145,25 +156,36 @@ class Gathering:
                 self._tell_members()
         for visitor in list(self._strangers):
             heard = visitor.line.hear()
+            visitor.line.flush()
             if heard:
                 self._strangers.remove(visitor)
-                self._meet(visitor, heard[0])
+                self._meet(visitor, heard[0], refusals)
+            elif visitor.line.unproven:
+                self._remember(f"{visitor.peer}: {NO_KEY}")
+                self._turn_away(visitor, NO_KEY, refusals)
             elif visitor.line.ended or time.monotonic() - visitor.came > _INTRODUCTION_S:
-                self._strangers.remove(visitor)
-                visitor.line.close()
+                self._turn_away(visitor, "it is no clusterddp join", refusals)
 
-    def _meet(self, visitor: Visitor, words: Words) -> None:
+    def _remember(self, refusal: str) -> None:
+        if len(self._refused) < _MAX_REFUSED:
+            self._refused[refusal] = None
+
+    def _meet(self, visitor: Visitor, words: Words, refusals: Refusals) -> None:
         try:
-            node_rank, visitor.host, visitor.pid = int(words["node_rank"]), str(words["host"]), int(words["pid"])
-            objection = self._objection(visitor, node_rank, words)
+            node_rank, visitor.host, visitor.pid = int(words["node_rank"]), str(words["host"])[:255], int(words["pid"])
+            objection = self._objection(visitor, node_rank, words)[:_MAX_OBJECTION]
         except (KeyError, TypeError, ValueError, AttributeError):
             visitor.line.close()
             return
         if objection:
             who = f"{_spell(node_rank, visitor.host)}, pid {visitor.pid}"
-            self._refused.append(f"{who}: {objection}")
-            self.tell(f"refused {who}: {objection}")
-            visitor.line.say({"refused": f"node 0 ({self.hosts[0]}) refuses {who}: {objection}", "hint": None})
+            self._remember(f"{who}: {objection}")
+            if self.key:
+                self.tell(f"refused {who}: {objection}")
+            else:
+                refusals.add(f"{who}: {objection}", time.monotonic())
+            hint = None if self.key else _SHOWN_WITH_KEY
+            visitor.line.say({"refused": f"node 0 ({self.hosts[0]}) refuses {who}: {objection}", "hint": hint})
             visitor.line.flush_within(1.0)
             visitor.line.close()
             return
@@ -174,13 +196,15 @@ class Gathering:
 
     def _objection(self, visitor: Visitor, node_rank: int, words: Words) -> str:
         """Say why somebody cannot take part; empty when it can."""
-        if not secrets.compare_digest(str(words["proof"]), prove(self.key, visitor.nonce, node_rank)):
-            return "it does not know the same CLUSTERDDP_JOIN_KEY"
         for name, ours in self.facts.items():
             theirs = words["facts"].get(name)
             if theirs != ours:
                 return f"it has {name} {theirs or 'not at all'}, node 0 has {ours or 'none'}"
-        if differences := _differences(words["spec"], self.spec):
+        if self.key:
+            differences = _differences(words["spec"], self.spec)
+        else:
+            differences = _differing_keys(words["digests"], digests_of(self.spec, visitor.line.signer))
+        if differences:
             return f"its spec is another one: {'; '.join(differences)}"
         if not 0 < node_rank < len(self.hosts):
             return f"there are nodes 0 to {len(self.hosts) - 1}"
@@ -206,7 +230,7 @@ class Gathering:
     def _absence(self, missing: Sequence[int], timeout_s: float) -> PreflightError:
         absent = ", ".join(_spell(rank, self.hosts[rank]) for rank in missing)
         here = ", ".join(_spell(rank, self.hosts[rank]) for rank in (0, *sorted(self.members)))
-        refused = "; refused: " + "; ".join(dict.fromkeys(self._refused)) if self._refused else ""
+        refused = "; refused: " + "; ".join(self._refused) if self._refused else ""
         return PreflightError(
             f"{absent} did not come within {timeout_s:g} s; there were {here}{refused}",
             hint=f"clusterddp join has to be typed on each machine, and port {self.port} of {self.hosts[0]} be open",
@@ -215,6 +239,13 @@ class Gathering:
 
 def _spell(node_rank: int, host: str) -> str:
     return f"node {node_rank} ({host})"
+
+
+def _differing_keys(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """Name keys of two specs whose values differ, but no key that only we have."""
+    differing = [key for key in ours if theirs.get(key) != ours[key]] + [key for key in theirs if key not in ours]
+    named = [f"{key} differs" for key in differing if key in theirs][:_MAX_DIFFERENCES]
+    return named + ([f"and {len(differing) - len(named)} more"] if len(differing) > len(named) else [])
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.interface import LOOPBACK_ADDRESS
 from clusterddp.dist.own_host import find_own_index, look_up, read_own_host
-from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.dist.signed import JOIN_KEY
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.attempts import Started, Tell, silence
 from clusterddp.launch.joining.head import Gathering
 from clusterddp.launch.joining.member import Seat
@@ -52,7 +53,6 @@ __all__ = [
     "withdraw",
 ]
 
-JOIN_KEY = "CLUSTERDDP_JOIN_KEY"
 TIMEOUT_S = 300.0
 _AGAIN = "clusterddp join SPEC --resume {run}, on each of them"
 
@@ -192,19 +192,16 @@ def _follow(part: Part, meeting: _Meeting) -> Joined:
     rank = part.node_rank
     seat = Seat(hosts=meeting.hosts, node_rank=rank, port=meeting.port, key=meeting.key, tell=meeting.tell)
     try:
-        words = seat.take(meeting.spec, meeting.facts, meeting.timeout_s)
-        name, token = str(words["run"]), str(words["token"])
-        if Path(name).name != name or name.startswith("."):
-            raise PreflightError(f"{name!r}: node 0 names the run so, and that is no name of a run")
-        plan = part.settled(run=name, token=token, master_addr=str(words["master_addr"]))
-        run, attempt = RunDir(plan.run_dir), int(words["attempt"])
-        shared = run.attempt(attempt).path.exists() and read_run(run).token == token
+        said = seat.take(meeting.spec, meeting.facts, meeting.timeout_s)
+        plan = part.settled(run=said.run, token=said.token, master_addr=said.master_addr)
+        run, attempt = RunDir(plan.run_dir), said.attempt
+        shared = run.attempt(attempt).path.exists() and read_run(run).token == said.token
         if part.earlier and not shared:
             open_again(run, plan, attempt)
         elif not shared:
             plan = make_run(plan, part.environ)
         run = run if shared else _own(plan)
-        supervisor = _start(part, plan, run, attempt, dict(words["link"]))
+        supervisor = _start(part, plan, run, attempt, dict(said.link))
     except BaseException:
         seat.close()
         raise

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.dist.own_host import addresses_of
+from clusterddp.dist.signed import JOIN_KEY
 from clusterddp.errors import PreflightError
 from clusterddp.launch.attempts import Tell
-from clusterddp.launch.joining.words import Line, Words, prove, veil
+from clusterddp.launch.joining.words import Beginning, Line, Words, digests_of
 
 _TRY_S = 3.0
 _PAUSE_S = 0.3
@@ -29,13 +30,12 @@ class Seat:
         self._port = port
         self._key = key
         self._tell = tell
-        self._nonce = ""
         self._waiting_for: list[str] = []
         self._heard: list[Words] = []
         self._line: Line | None = None
 
-    def take(self, spec: Mapping[str, Any], facts: Mapping[str, str | None], timeout_s: float) -> Words:
-        """Find node 0 and wait until all are there; return what it says of the run, the token uncovered.
+    def take(self, spec: Mapping[str, Any], facts: Mapping[str, str | None], timeout_s: float) -> Beginning:
+        """Find node 0 and wait until all are there; return what it says of the run.
 
         Raises: PreflightError: nobody answers, this machine is refused, or not all come in time.
         """
@@ -43,24 +43,38 @@ class Seat:
         head = f"node 0 at {self._hosts[0]}:{self._port}"
         self._tell(f"node {self._node_rank} of {len(self._hosts)} looks for {head}, {timeout_s:g} s at the most")
         self._line = self._connect(head, deadline, timeout_s)
-        greeting = self._next(deadline)
-        if greeting is None or greeting.get("clusterddp") != "join":
-            raise PreflightError(f"{head}: what answers there is no clusterddp join", hint=self._hint())
-        self._nonce = str(greeting["nonce"])
-        proof = prove(self._key, self._nonce, self._node_rank)
-        who = {"node_rank": self._node_rank, "host": socket.gethostname(), "pid": os.getpid()}
-        self._line.say(who | {"facts": dict(facts), "spec": dict(spec), "proof": proof})
+        self._introduce(self._line, head, deadline, spec, facts)
         while (words := self._next(deadline + _GRACE_S)) is not None:
             if "refused" in words:
-                raise PreflightError(str(words["refused"]), hint=words.get("hint"))
+                hint = words.get("hint")
+                raise PreflightError(str(words["refused"]), hint=None if hint is None else str(hint))
             if "run" in words:
-                return words | {"token": veil(str(words["token"]), self._key, self._nonce)}
-            if "waiting_for" in words:
+                return Beginning.from_json(words, self._line.signer)
+            if isinstance(words.get("waiting_for"), list):
                 self._waiting_for = [str(each) for each in words["waiting_for"]]
         if self._line.ended:
             raise PreflightError(f"{head} has gone while all were being waited for", hint="its terminal says why")
         absent = ", ".join(self._waiting_for) or "some node"
         raise PreflightError(f"{absent} did not come within {timeout_s:g} s", hint=self._hint())
+
+    def _introduce(
+        self, line: Line, head: str, deadline: float, spec: Mapping[str, Any], facts: Mapping[str, str | None]
+    ) -> None:
+        """Say who we are, and what we have, once node 0 has proven that it knows the key.
+
+        Raises: PreflightError: it does not.
+        """
+        first = self._next(deadline)
+        if line.unproven:
+            line.say({"unproven": True})
+            line.flush_within(1.0)
+            hint = f"{JOIN_KEY} has to have the same value on all machines, or be set on none"
+            raise PreflightError(f"{head} does not know the same {JOIN_KEY}", hint=hint)
+        if first is None:
+            raise PreflightError(f"{head}: what answers there is no clusterddp join", hint=self._hint())
+        ours = {"spec": dict(spec)} if self._key else {"digests": digests_of(spec, line.signer)}
+        who = {"node_rank": self._node_rank, "host": socket.gethostname(), "pid": os.getpid()}
+        line.say(who | {"facts": dict(facts)} | ours)
 
     def news(self) -> list[Words]:
         """Return what node 0 has said since."""
@@ -82,7 +96,7 @@ class Seat:
             for address in addresses_of(self._hosts[0]):
                 try:
                     left = max(0.1, min(_TRY_S, deadline - time.monotonic()))
-                    return Line(socket.create_connection((address, self._port), timeout=left))
+                    return Line(socket.create_connection((address, self._port), timeout=left), self._key, "member")
                 except OSError as error:
                     why = f"{address}: {error.strerror or 'no answer'}"
             if time.monotonic() + _PAUSE_S >= deadline:

@@ -12,6 +12,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.joining.head import Gathering
 from clusterddp.launch.joining.member import Seat
+from clusterddp.launch.joining.words import MAX_ATTEMPT
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import ProcessIdentity, parse_end, write_end
 
@@ -82,17 +83,18 @@ class Joined:
                     self._take_in(words)
 
     def _take_in(self, words: dict[str, Any]) -> None:
-        if self._shares_files or "attempt" not in words:
+        number, started, ended = words.get("attempt"), words.get("started"), words.get("ended")
+        if self._shares_files or not isinstance(number, int) or not 0 <= number < MAX_ATTEMPT:
             return
-        attempt = self.run.attempt(int(words["attempt"]))
+        attempt = self.run.attempt(number)
         attempt.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if "started" in words:
+        if isinstance(started, dict):
             # Here this node's own supervisor is the one to ask for.
             with contextlib.suppress(ProcessLookupError):
                 own = dataclasses.asdict(ProcessIdentity.of(self._supervisor.pid))
-                write_json(attempt.start, words["started"] | {"supervisor": own})
-        elif "ended" in words:
-            write_end(attempt, parse_end(words["ended"]))
+                write_json(attempt.start, started | {"supervisor": own})
+        elif isinstance(ended, dict):
+            write_end(attempt, parse_end(ended))
 
     def _tell_end(self, company: Gathering) -> None:
         attempts = self.run.attempts()

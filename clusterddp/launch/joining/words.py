@@ -1,49 +1,74 @@
 """What joining machines say to each other before a run: one JSON object a line over TCP.
 
-    node 0    {"clusterddp": "join", "nonce": str}                      as soon as somebody connects
-    node N    {"node_rank", "host", "pid", "facts", "spec", "proof"}    proof: that it knows the key, if there is one
-    node 0    {"waiting_for": [str]}                                    whenever one more has come
-              {"refused": str, "hint": str | null}                      the end for this one
-              {"run", "token", "attempt", "master_addr", "link"}        the beginning; the token is veiled with the key
+    both      their nonces, once they are connected; each line that follows is signed with the key (dist/signed.py)
+    node 0    {"node_rank": 0}                                     which proves that it knows the key
+    node N    {"node_rank", "host", "pid", "facts", "spec"}        once node 0 is proven
+              {"node_rank", "host", "pid", "facts", "digests"}     where there is no key: nobody is proven
+              {"unproven": true}                                   node 0 does not know the key; the end
+    node 0    {"waiting_for": [str]}                               whenever one more has come
+              {"refused": str, "hint": str | null}                 the end for this one
+              {"run", "token", "attempt", "master_addr", "link"}   the beginning; the token is veiled with the key
               {"started": start.json, "attempt": int}, {"ended": end.json, "attempt": int}
 
-Without a key (CLUSTERDDP_JOIN_KEY) whoever can reach the port, or listen on the network, can take part.
+Without a key (CLUSTERDDP_JOIN_KEY) whoever can reach the port can take the place of a node, so no value of the spec is
+sent to anybody: a digest of each is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
+import dataclasses
 import importlib.metadata
 import json
 import platform
 import socket
 import time
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 from clusterddp import __version__
-from clusterddp.wire import read_object
+from clusterddp.dist.signed import Signer, UnprovenError
+from clusterddp.errors import PreflightError
+from clusterddp.run.directory import is_run_name, is_token
+from clusterddp.wire import build
 
 MAX_LINE = 1_000_000
+_OURS = "join"
+MAX_ATTEMPT = 10**6
 Words = dict[str, Any]
+
+
+class Link(TypedDict):
+    """Where the head's supervisor listens."""
+
+    host: str
+    port: int
 
 
 class Line:
     """One end of a conversation; it never waits."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, key: str, side: Literal["head", "member"]) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
+        self.signer = Signer(key, side)
         self.ended = False
+        self.unproven = False
+        """True when the other end has said something that is not signed with our key."""
         self._unread = b""
-        self._unsent = b""
+        self._unsent = self.signer.greeting(_OURS)
+        self._waiting: list[Words] = []
+        self.flush()
 
     def say(self, words: Words) -> None:
-        """Say something, as soon as the other end takes it."""
-        self._unsent += json.dumps(words).encode() + b"\n"
-        self.flush()
+        """Say something, as soon as the other end's nonce is known and it takes it."""
+        if self.signer.met:
+            self._unsent += self.signer.sign(words)
+            self.flush()
+        else:
+            self._waiting.append(words)
 
     def flush(self) -> bool:
         """Hand to the kernel what it takes now; True when that is all."""
@@ -76,11 +101,22 @@ class Line:
         except OSError:
             self.ended = True
         *lines, self._unread = self._unread.split(b"\n")
+        heard: list[Words] = []
         try:
-            return [read_object(line) for line in lines]
-        except ValueError:
-            self.ended = True
-            return []
+            for line in lines:
+                if self.signer.met:
+                    heard.append(self.signer.read(line))
+                else:
+                    self._meet(line)
+        except ValueError as error:
+            self.ended, self.unproven = True, isinstance(error, UnprovenError)
+        return heard
+
+    def _meet(self, line: bytes) -> None:
+        self.signer.meet(line, _OURS)
+        waiting, self._waiting = self._waiting, []
+        for words in waiting:
+            self.say(words)
 
     def close(self) -> None:
         self.ended = True
@@ -98,12 +134,32 @@ def read_facts() -> dict[str, str | None]:
     return {"clusterddp": __version__, "torch": torch, "Python": f"{major}.{minor}"}
 
 
-def prove(key: str, nonce: str, node_rank: int) -> str:
-    """Return what only who knows the key can say to this nonce."""
-    return hmac.new(key.encode(), f"{nonce} {node_rank}".encode(), hashlib.sha256).hexdigest()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """How the run goes on once all are there, as node 0 says it."""
+
+    run: str
+    token: str
+    attempt: int
+    master_addr: str
+    link: Link
+
+    @classmethod
+    def from_json(cls, words: Words, signer: Signer) -> Beginning:
+        """Take what node 0 has said, and uncover the token; without a key it may be anybody who says it.
+
+        Raises: PreflightError: it cannot be what node 0 says.
+        """
+        try:
+            said: Beginning = build(cls, words, "what node 0 says")
+            fits = is_run_name(said.run) and is_token(said.token) and 0 <= said.attempt < MAX_ATTEMPT
+        except ValueError as error:
+            raise PreflightError(f"what answers as node 0 is none: {error}") from error
+        if not (fits and 0 < said.link["port"] < 65536):
+            raise PreflightError(f"what answers as node 0 is none: it names the run {said.run!r:.60}")
+        return dataclasses.replace(said, token=signer.veil(said.token))
 
 
-def veil(token: str, key: str, nonce: str) -> str:
-    """Hide a token from those who do not know the key, or uncover it again."""
-    pad = hmac.new(key.encode(), f"{nonce} token".encode(), hashlib.sha256).digest()
-    return bytes(a ^ b for a, b in zip(bytes.fromhex(token), pad, strict=False)).hex()
+def digests_of(spec: Mapping[str, Any], signer: Signer) -> dict[str, str]:
+    """Return a digest of each value, by dotted key; another one in each conversation."""
+    return {key: signer.digest(f"{key} {json.dumps(value, sort_keys=True)}") for key, value in spec.items()}

@@ -1,0 +1,96 @@
+"""Gives torch's store on rank 0 the socket that listens at the master port already, in place of one that it would bind.
+
+Whoever starts rank 0 hands it that socket (LISTENER_FD), so the port is never without a listener of this run, and no
+other user can take it (dist/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that
+Python code makes is a TCPStore, which does (`master_listen_fd`): its constructor is wrapped once torch is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import runpy
+import socket
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from clusterddp.dist.environment import LISTENER_FD
+
+WITH_LISTENER = "clusterddp.node.store_listener"
+"""Of `python -m MODULE ARGUMENTS` it makes `python -m clusterddp.node.store_listener MODULE ARGUMENTS`."""
+_MODULE = "torch.distributed"
+_TAKES_FD = 3
+"""Where `master_listen_fd` is among the arguments after `is_master`."""
+
+
+def give_listener_to_torch() -> None:
+    """Let this process's store at the master port use the socket that LISTENER_FD names, if it names one.
+
+    Children of this process get neither the variable nor, after an exec, the socket.
+    """
+    descriptor = os.environ.pop(LISTENER_FD, None)
+    if descriptor is None:
+        return
+    os.set_inheritable(int(descriptor), False)
+    listener = socket.socket(fileno=int(descriptor))
+    if _MODULE in sys.modules:  # forked from a process that has imported it
+        _wrap_store(sys.modules[_MODULE], listener)
+    else:
+        sys.meta_path.insert(0, _AfterImport(listener))
+
+
+class _AfterImport:
+    """Finds torch.distributed as the other finders would, and wraps its store once it is loaded."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_wrap(module: ModuleType) -> None:
+                load(module)
+                _wrap_store(module, self._listener)
+
+            spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_store(module: ModuleType, listener: socket.socket) -> None:
+    """Have each store that serves at the listener's port take a duplicate of the socket.
+
+    A duplicate, for a program may destroy its group and make another one at the same port.
+    """
+    store = getattr(module, "TCPStore", None)
+    if store is None:  # this torch was built without torch.distributed
+        return
+    original, ours = store.__init__, listener.getsockname()[1]
+
+    @functools.wraps(original)
+    def take_listener(
+        self: Any, host_name: str, port: int, world_size: Any = None, is_master: bool = False, *rest: Any, **named: Any
+    ) -> None:
+        if is_master and port == ours and len(rest) <= _TAKES_FD and named.get("master_listen_fd") is None:
+            named["master_listen_fd"] = os.dup(listener.fileno())
+        original(self, host_name, port, world_size, is_master, *rest, **named)
+
+    store.__init__ = take_listener
+
+
+def main() -> None:
+    """Run a module of torch's, such as torchrun's agent, whose store takes the listener."""
+    give_listener_to_torch()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
