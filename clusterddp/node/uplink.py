@@ -223,6 +223,7 @@ class HeadElsewhere:
         self._start_timeout_s = gang.start_timeout_s
         self._join_until = now + gang.start_timeout_s
         self._session = ""
+        self._now = now
         self._address: tuple[object, ...] = ()
         self._peer = Peer(limits, selector, self._connect_again, when_quiet=True)
         self._found: Found | None = None
@@ -240,6 +241,7 @@ class HeadElsewhere:
     def pump(self, now: float) -> list[Message]:
         if self.head_lost is not None:
             return []
+        self._now = now
         self._take_probes()
         messages = self._peer.receive(now) if self.joined else self._join(now)
         if self.joined and (found := self._peer.keep_up(now)) is not None:
@@ -255,8 +257,9 @@ class HeadElsewhere:
 
     def confess(self, error: str) -> None:
         self.report({"kind": "failed", "error": error, "weight": CERTAIN})
-        until = time.monotonic() + _CONFESSION_S
-        while self.head_lost is None and (now := time.monotonic()) < until:
+        behind = time.monotonic() - self._now  # as the supervisor's clock is, which does not tick any more
+        until = self._now + _CONFESSION_S
+        while self.head_lost is None and (now := time.monotonic() - behind) < until:
             self.pump(now)
             if self.joined and not self._peer.owes_acknowledgement(now):
                 return
