@@ -80,12 +80,12 @@ def shared_disk(rack: Rack, place: Path, *, at: Path | None = None, hosts: Seque
 
 
 @contextlib.contextmanager
-def away(place: Path) -> Iterator[None]:
-    """Let a directory be at its place no more, as when its mount is gone; open files stay open."""
+def away(place: Path) -> Iterator[Path]:
+    """Let a directory be at its place no more, as when its mount is gone; open files stay open. Yield where it is."""
     elsewhere = place.with_name(f"{place.name}.away")
     place.rename(elsewhere)
     try:
-        yield
+        yield elsewhere
     finally:
         elsewhere.rename(place)
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 from slurm_clusters import fake_commands
+from storage_faults import disk
 
 from clusterddp.cli.doctor import check_lines
 from clusterddp.doctor.job import JobAnswer, JobRequest, sbatch_argv
@@ -166,6 +167,16 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
 )
 def test_a_runs_directory_in_memory_full_or_not_writable_is_red(changes: dict[str, Any], level: str) -> None:
     assert judge_directory(dataclasses.replace(HERE.directory, **changes)).level == level
+
+
+@pytest.mark.root
+def test_a_file_system_without_hard_links_is_noted(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "exfat") as plain:
+        result = judge_directory(dataclasses.replace(read_directory(plain.path / "runs"), free_bytes=10**11))
+    assert result.level == "note"
+    assert "on fuseblk" in result.found
+    assert "only locks keep the hosts of a run apart" in result.found
+    assert judge_directory(dataclasses.replace(read_directory(tmp_path), free_bytes=10**11)).level == "ok"
 
 
 @pytest.mark.parametrize(("limit", "level"), [(-1, "ok"), (65_536, "ok"), (512, "note"), (64, "red")])

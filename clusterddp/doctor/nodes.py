@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterddp.doctor.job import JobAnswer
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size
+from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size, weak_locks
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
 from clusterddp.wire import build
@@ -49,7 +49,8 @@ def _judge_directory(report: dict[str, Any], machine: Machine) -> Result:
         return red(f"{directory.path} is not what it is here: {report['nonce']}", fix)
     if directory.error is not None:
         return red(f"{directory.path}: cannot be written: {directory.error}", fix)
-    return ok(f"the same as here, {size(directory.free_bytes or 0)} free")
+    found = f"the same as here, {size(directory.free_bytes or 0)} free"
+    return weak_locks(directory, found) or ok(found)
 
 
 def _judge_python(machine: Machine, here: Machine) -> Result:

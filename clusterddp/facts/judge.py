@@ -83,7 +83,17 @@ def judge_directory(directory: Directory) -> Result:
         return red(found, f"df -h {directory.path}, then make room: checkpoints need it")
     if free < FEW_FREE:
         return note(found, "checkpoints need room")
-    return ok(found)
+    return weak_locks(directory, found) or ok(found)
+
+
+def weak_locks(directory: Directory, found: str) -> Result | None:
+    """Return a note where records of several hosts are kept apart by locks alone."""
+    if directory.exclusive != "lock":
+        return None
+    return note(
+        f"{found}; no hard links and no exclusive rename: only locks keep the hosts of a run apart",
+        "see docs/storage.md; a runs directory on NFS, Lustre or a local disk has both",
+    )
 
 
 def judge_clock(offset_s: float, than: str) -> Result:

@@ -20,6 +20,7 @@ from clusterddp.dist.devices import visible_gpus
 from clusterddp.dist.interface import read_links
 from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch
+from clusterddp.run.exclusive import Method, probe_exclusive
 from clusterddp.run.storage import find_mount
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
@@ -48,6 +49,8 @@ class Directory:
     free_bytes: int | None = None
     clock_offset_s: float | None = None
     """The file system's clock minus this machine's; a file server has one of its own."""
+    exclusive: Method | None = None
+    """How a record gets a name that none has there; None: not found out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +158,7 @@ def read_directory(path: Path) -> Directory:
             file.write(b"x")
             file.flush()
             offset = os.stat(file.name).st_mtime - (before + time.time()) / 2
+        exclusive = probe_exclusive(existing)
     except OSError as error:
         return dataclasses.replace(seen, error=error.strerror)
-    return dataclasses.replace(seen, free_bytes=free, clock_offset_s=round(offset, 3))
+    return dataclasses.replace(seen, free_bytes=free, clock_offset_s=round(offset, 3), exclusive=exclusive)

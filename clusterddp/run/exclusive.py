@@ -2,7 +2,7 @@
 
 link(2) does it wherever the file system has hard links. Where it has none (vfat, cifs, many FUSE file systems),
 renameat2(2) with RENAME_NOREPLACE does. Where neither can be, a lock on a file beside it does, as far as the file
-system passes locks to the other hosts. docs/launchers.md says what that guarantees on which file system.
+system passes locks to the other hosts. docs/storage.md says what that guarantees on which file system.
 """
 
 from __future__ import annotations
