@@ -8,6 +8,7 @@ from clusterddp.errors import ClusterddpError
 
 MAX_HOSTS = 65_536
 """More than Slurm itself expands; a slip such as `node[1-99999999999]` must not eat the memory."""
+_MAX_NAME, _MAX_SHOWN = 255, 400
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -27,18 +28,18 @@ def expand(text: str) -> tuple[str, ...]:
 
 def _split(text: str) -> list[str]:
     """Split at the commas that are outside of brackets."""
-    parts, depth = [""], 0
+    parts, depth, start = [], 0, 0
     for column, letter in enumerate(text, 1):
         if letter == "," and depth == 0:
-            parts.append("")
+            parts.append(text[start : column - 1])
+            start = column
             continue
         depth += {"[": 1, "]": -1}.get(letter, 0)
         if depth not in (0, 1):
             raise _error(text, column, f"a {letter!r} too many")
-        parts[-1] += letter
     if depth:
         raise _error(text, len(text), "a ']' is missing")
-    return parts
+    return [*parts, text[start:]]
 
 
 def _expand_part(text: str, part: str, column: int, room: int) -> list[str]:
@@ -46,16 +47,20 @@ def _expand_part(text: str, part: str, column: int, room: int) -> list[str]:
     if not part.strip():
         raise _error(text, column, "a host name is missing")
     pieces: list[list[str]] = []
-    size = 1
+    size, length = 1, 0
     rest = part
     while rest:
         plain, bracket, rest = rest.partition("[")
+        length += len(plain)
+        if length > _MAX_NAME:
+            raise _error(text, column, f"a host name has at most {_MAX_NAME} characters")
         pieces.append([plain])
         column += len(plain) + 1
         if bracket:
             inside, _, rest = rest.partition("]")
             numbers = _expand_ranges(text, inside, column, room // size)
             size *= len(numbers)
+            length += len(numbers[-1])
             pieces.append(numbers)
             column += len(inside) + 1
     return ["".join(choice).strip() for choice in itertools.product(*pieces)]
@@ -83,4 +88,4 @@ def _is_number(text: str) -> bool:
 
 
 def _error(text: str, column: int, what: str) -> ClusterddpError:
-    return ClusterddpError(f"host list {text!r}, column {column}: {what}")
+    return ClusterddpError(f"host list {text[:_MAX_SHOWN]!r}, column {column}: {what}")

@@ -11,17 +11,29 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from clusterddp.dist.interface import plain_address
 from clusterddp.errors import PreflightError
 from clusterddp.launch.attempts import Tell
 from clusterddp.launch.joining.words import Line, Words, prove, veil
+from clusterddp.wire import build
 
 _INTRODUCTION_S = 10.0
 """How long a connection may take to say who it is."""
 _MAX_VISITORS = 256
 _MAX_DIFFERENCES = 3
+
+
+class _Introduction(TypedDict):
+    """What a machine says of itself first."""
+
+    node_rank: int
+    host: str
+    pid: int
+    facts: dict[str, Any]
+    spec: dict[str, Any]
+    proof: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,9 +166,10 @@ class Gathering:
 
     def _meet(self, visitor: Visitor, words: Words) -> None:
         try:
-            node_rank, visitor.host, visitor.pid = int(words["node_rank"]), str(words["host"]), int(words["pid"])
-            objection = self._objection(visitor, node_rank, words)
-        except (KeyError, TypeError, ValueError, AttributeError):
+            said = build(_Introduction, words)
+            node_rank, visitor.host, visitor.pid = said["node_rank"], said["host"], said["pid"]
+            objection = self._objection(visitor, node_rank, said)
+        except (TypeError, ValueError):  # TypeError: a proof that is not ASCII
             visitor.line.close()
             return
         if objection:
@@ -172,9 +185,9 @@ class Gathering:
         self.tell(f"{_spell(node_rank, visitor.host)} is there" + self._still())
         self._tell_members()
 
-    def _objection(self, visitor: Visitor, node_rank: int, words: Words) -> str:
+    def _objection(self, visitor: Visitor, node_rank: int, words: _Introduction) -> str:
         """Say why somebody cannot take part; empty when it can."""
-        if not secrets.compare_digest(str(words["proof"]), prove(self.key, visitor.nonce, node_rank)):
+        if not secrets.compare_digest(words["proof"], prove(self.key, visitor.nonce, node_rank)):
             return "it does not know the same CLUSTERDDP_JOIN_KEY"
         for name, ours in self.facts.items():
             theirs = words["facts"].get(name)

@@ -30,7 +30,7 @@ from clusterddp.launch.local.launcher import clear_away, end_by_force, observer,
 from clusterddp.launch.prerequisites import check_trainer
 from clusterddp.launch.staging import make_run
 from clusterddp.launch.supervisors import read_link, start_supervisor, supervisor_log, tell
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, is_run_name, is_token, read_tail
 from clusterddp.run.lease import Lease
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 
@@ -194,18 +194,18 @@ def _follow(part: Part, meeting: _Meeting) -> Joined:
     seat = Seat(hosts=meeting.hosts, node_rank=rank, port=meeting.port, key=meeting.key, tell=meeting.tell)
     try:
         words = seat.take(meeting.spec, meeting.facts, meeting.timeout_s)
-        name, token = str(words["run"]), str(words["token"])
-        if Path(name).name != name or name.startswith("."):
-            raise PreflightError(f"{name!r}: node 0 names the run so, and that is no name of a run")
-        plan = part.settled(run=name, token=token, master_addr=str(words["master_addr"]))
-        run, attempt = RunDir(plan.run_dir), int(words["attempt"])
+        name, token, attempt = words["run"], words["token"], words["attempt"]
+        if not (is_run_name(name) and is_token(token) and 0 <= attempt < MAX_ATTEMPTS):
+            raise PreflightError(f"{name!r:.120}: node 0 names the run so, and that is no name of a run")
+        plan = part.settled(run=name, token=token, master_addr=words["master_addr"])
+        run = RunDir(plan.run_dir)
         shared = run.attempt(attempt).path.exists() and read_run(run).token == token
         if part.earlier and not shared:
             open_again(run, plan, attempt)
         elif not shared:
             plan = make_run(plan, part.environ)
         run = run if shared else _own(plan)
-        supervisor = _start(part, plan, run, attempt, dict(words["link"]))
+        supervisor = _start(part, plan, run, attempt, words["link"])
     except BaseException:
         seat.close()
         raise

@@ -7,17 +7,36 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from clusterddp.dist.own_host import addresses_of
 from clusterddp.errors import PreflightError
 from clusterddp.launch.attempts import Tell
 from clusterddp.launch.joining.words import Line, Words, prove, veil
+from clusterddp.wire import build
 
 _TRY_S = 3.0
 _PAUSE_S = 0.3
 _GRACE_S = 2.0
 """How much longer than our own time-out node 0 may take to say that it gives up: it knows who is missing."""
+
+
+class _Refusal(TypedDict):
+    refused: str
+    hint: str | None
+
+
+class _Link(TypedDict):
+    host: str
+    port: int
+
+
+class _Beginning(TypedDict):
+    run: str
+    token: str
+    attempt: int
+    master_addr: str
+    link: _Link
 
 
 class Seat:
@@ -44,19 +63,25 @@ class Seat:
         self._tell(f"node {self._node_rank} of {len(self._hosts)} looks for {head}, {timeout_s:g} s at the most")
         self._line = self._connect(head, deadline, timeout_s)
         greeting = self._next(deadline)
-        if greeting is None or greeting.get("clusterddp") != "join":
+        if greeting is None or greeting.get("clusterddp") != "join" or not isinstance(greeting.get("nonce"), str):
             raise PreflightError(f"{head}: what answers there is no clusterddp join", hint=self._hint())
-        self._nonce = str(greeting["nonce"])
+        self._nonce = greeting["nonce"]
         proof = prove(self._key, self._nonce, self._node_rank)
         who = {"node_rank": self._node_rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._line.say(who | {"facts": dict(facts), "spec": dict(spec), "proof": proof})
         while (words := self._next(deadline + _GRACE_S)) is not None:
-            if "refused" in words:
-                raise PreflightError(str(words["refused"]), hint=words.get("hint"))
-            if "run" in words:
-                return words | {"token": veil(str(words["token"]), self._key, self._nonce)}
-            if "waiting_for" in words:
-                self._waiting_for = [str(each) for each in words["waiting_for"]]
+            try:
+                if "refused" in words:
+                    refused = build(_Refusal, words, "refusal")
+                    why = refused["refused"] or f"{head} refuses, and says no reason"
+                    raise PreflightError(why, hint=refused["hint"])
+                if "run" in words:
+                    begin = build(_Beginning, words, "beginning")
+                    return {**begin, "token": veil(begin["token"], self._key, self._nonce)}
+                if "waiting_for" in words:
+                    self._waiting_for = build(list[str], words["waiting_for"])
+            except ValueError as error:
+                raise PreflightError(f"{head}: what answers there makes no sense: {error}") from error
         if self._line.ended:
             raise PreflightError(f"{head} has gone while all were being waited for", hint="its terminal says why")
         absent = ", ".join(self._waiting_for) or "some node"
