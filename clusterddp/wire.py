@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -15,6 +16,8 @@ _PLAIN: dict[Any, Any] = {float: (int, float), None: type(None)}
 _MAX_NUMBER = 2**63
 _MAX_DEPTH = 64
 """Deeper than anything that we send, and far from where Python gives up."""
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 60, 60
 
 
 def read_object(data: bytes | str) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def _inside(where: str, name: str) -> str:
 
 
 def _found(value: Any, where: str) -> ValueError:
-    return ValueError(f"{where or 'it'} is {value!r:.60}")
+    return ValueError(f"{where or 'it'} is {_SHOWN.repr(value):.60}")
 
 
 @functools.cache

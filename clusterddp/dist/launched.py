@@ -106,13 +106,13 @@ def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
             hint="entry in the spec names what the ranks run; clusterddp worker is for other launchers",
         )
     procs = environ.get("PET_NPROC_PER_NODE", "")
-    if procs.isdigit() and int(procs) > 1 and not environ.get("TORCHELASTIC_RUN_ID"):
+    if _is_number(procs) and int(procs) > 1 and not environ.get("TORCHELASTIC_RUN_ID"):
         raise UsageError(
             f"PET_NPROC_PER_NODE is {procs}: torchrun is to start {procs} ranks here, and this is none of them",
             hint="torchrun -m clusterddp worker SPEC; torchrun reads PET_* itself",
         )
     tasks = environ.get("SLURM_NTASKS", "")
-    if read_starter(environ) is None and environ.get("SLURM_JOB_ID") and tasks.isdigit() and int(tasks) > 1:
+    if read_starter(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
         raise UsageError(
             f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), and this is none of them",
             hint="srun clusterddp worker SPEC",
@@ -240,12 +240,12 @@ def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> t
         run_id = environ["TORCHELASTIC_RUN_ID"]
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"torchrun {run_id}" if run_id not in {"", "none"} else f"torchrun at {meeting}"
-        return name, int(restarts) if restarts.isdigit() else 0
+        return name, int(restarts) if _is_number(restarts) else 0
     if launched.launcher == "srun":
         restarts = environ.get("SLURM_RESTART_COUNT", "0")
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
         step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
-        return f"srun {job}.{step}", int(restarts) if restarts.isdigit() else 0
+        return f"srun {job}.{step}", int(restarts) if _is_number(restarts) else 0
     if launched.launcher in {"openmpi", "pmix"}:
         namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
         return f"mpirun {namespace or meeting}", 0
@@ -266,6 +266,10 @@ def _identify_mpich(launched: Launched, environ: Mapping[str, str], meeting: str
 
 def _read_port(environ: Mapping[str, str], name: str) -> int:
     text = environ[name].strip()
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+    if not (_is_number(text) and 0 < int(text) < 65536):
         raise UsageError(f"{name} is {environ[name]!r}, a port from 1 to 65535 is expected")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -149,6 +149,8 @@ def _find_starter(environ: Mapping[str, str]) -> Launcher | None:
 def _read(environ: Mapping[str, str], name: str) -> int:
     text = environ[name].strip()
     if name == "SLURM_STEP_TASKS_PER_NODE":
+        if not environ.get("SLURM_NODEID"):
+            raise UsageError(f"{name} is set, and SLURM_NODEID is not")
         counts, node = expand_counts(text), _read(environ, "SLURM_NODEID")
         if node >= len(counts):
             raise UsageError(f"SLURM_NODEID is {node}, and {name} ({text}) has {len(counts)} nodes")

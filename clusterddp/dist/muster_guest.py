@@ -130,7 +130,8 @@ def _stay(visit: Visit, words: dict[str, Any] | None, deadline: float) -> dict[s
     while words is not None:
         if "refused" in words:
             hint = words.get("hint")
-            raise refusal(str(words["refused"]), None if hint is None else str(hint))
+            why = str(words["refused"]) or "rank 0 refuses, and says no reason"
+            raise refusal(why, None if hint is None else str(hint))
         if "decided" in words:
             return (
                 words["decided"] if isinstance(words["decided"], dict) else "something else than rank 0 answers there"

@@ -66,10 +66,10 @@ def expand_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
-        too_many = match and max(1, int(match[1])) * int(match[2] or 1) + len(counts) > MAX_TASKS
-        if match is None or too_many:
+        times = int(match[2] or 1) if match else 0
+        if match is None or int(match[1]) * times > MAX_TASKS or len(counts) + times > MAX_TASKS:
             raise ClusterddpError(f"tasks per node {text!r}: a count such as 2 or 2(x3) is expected, not {part!r}")
-        counts += [int(match[1])] * int(match[2] or 1)
+        counts += [int(match[1])] * times
     return tuple(counts)
 
 
@@ -113,6 +113,6 @@ def _one_of(environ: Mapping[str, str], *names: str) -> str:
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
     text = _one_of(environ, *names)
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise ClusterddpError(f"{names[0]} is {text!r}, a number is expected")
     return int(text)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from clusterddp.doctor.probe import MARK, join_lines
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.facts.machine import Machine
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.explain import explain_waiting
 from clusterddp.slurm.identity import job_name, job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm, Wanted
+from clusterddp.wire import build, read_object
 
 SCRIPT = """\
 #!/bin/sh
@@ -46,6 +47,34 @@ _LAG_S = 5.0
 """How late a file may be seen here that a node has written: NFS."""
 
 
+class _Way(TypedDict, total=False):
+    source: str
+    interface: str | None
+    clock_offset_s: float
+    first: dict[str, Any] | None
+    """The first node's own report."""
+
+
+class Way(_Way):
+    """How a node came to the first one (doctor/probe.py)."""
+
+    name: str
+    addresses: tuple[str, ...]
+    reached: str | None
+    error: str
+
+
+class Report(TypedDict):
+    """What a node says of itself (doctor/probe.py)."""
+
+    node_rank: int
+    node: str
+    nonce: str
+    machine: Machine
+    way: Way | None
+    done: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
     """What the doctor's job asks Slurm for, and how its tasks start."""
@@ -65,7 +94,7 @@ class JobAnswer:
 
     job_id: str | None
     nodes: tuple[str, ...]
-    reports: dict[str, dict[str, Any]]
+    reports: dict[str, Report]
     """Node -> its last report."""
     submitted: float
     collected: float
@@ -164,7 +193,10 @@ def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ
         if error.transient or "memory" not in error.message.lower():
             raise
         answer = run_slurm([*(word for word in argv if word != f"--mem={_MEMORY}"), *script], environ=environ)
-    return answer.strip().splitlines()[-1].partition(";")[0]
+    job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
+    if not job_id.isdecimal():
+        raise SlurmError(f"sbatch: no number of a job in its answer: {answer!r:.80}", transient=True)
+    return job_id
 
 
 def _await_reports(
@@ -204,25 +236,34 @@ def _all_done(request: JobRequest, directory: Path) -> bool:
     return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
 
 
-def _read_reports(directory: Path) -> Iterator[dict[str, Any]]:
+def _read_reports(directory: Path) -> Iterator[Report]:
     for path in directory.glob("node-*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            yield json.loads(path.read_text())
+        with contextlib.suppress(OSError):
+            yield from _parse_reports([path.read_text(errors="replace")])
 
 
-def _collect(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Gather what is known of each node: its file, else its line in the job's output, else what a peer passed on."""
+def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
+    """Read reports, and what each has passed on; one that makes no sense was not heard."""
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            report = build(Report, read_object(text), "report")
+            first = report["way"].get("first") if report["way"] else None
+            if first is not None:
+                with contextlib.suppress(ValueError):
+                    yield build(Report, first | {"way": None}, "report")
+            yield report
+
+
+def _collect(directory: Path) -> tuple[dict[str, Report], tuple[str, ...]]:
+    """Gather what is known of each node: the newest of its file, its line in the output, what a peer passed on."""
     with contextlib.suppress(OSError):
         os.listdir(directory)  # NFS: look at the directory anew
     try:
         lines = (directory / "job.out").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    printed = [json.loads(text) for text in join_lines(lines)]
-    filed = list(_read_reports(directory))
-    passed_on = [first for report in (*printed, *filed) if (first := (report["way"] or {}).get("first"))]
-    reports: dict[str, dict[str, Any]] = {}
-    for report in (*passed_on, *printed, *filed):
+    reports: dict[str, Report] = {}
+    for report in (*_parse_reports(join_lines(lines)), *_read_reports(directory)):
         known = reports.get(report["node"])
         if known is None or report["done"] or not known["done"]:
             reports[report["node"]] = report

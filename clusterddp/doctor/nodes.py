@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from clusterddp.doctor.job import JobAnswer
+from clusterddp.doctor.job import JobAnswer, Report, Way
 from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size, weak_locks
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
-from clusterddp.wire import build
 
 _OF_NODES = ("torch", "GPUs", "open files", "shared memory")
 """Checks of a machine that are asked of each node as they are asked here."""
@@ -29,8 +27,8 @@ def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
     return [Check(name=name, results=results) for name, results in found.items() if results]
 
 
-def _judge_node(report: dict[str, Any], answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
-    machine = build(Machine, report["machine"], "machine")
+def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
+    machine = report["machine"]
     yield "runs directory", _judge_directory(report, machine)
     yield "Python", _judge_python(machine, here)
     for name, result in judge_machine(machine, needs):
@@ -42,7 +40,7 @@ def _judge_node(report: dict[str, Any], answer: JobAnswer, here: Machine, needs:
     yield "size", ok(f"{machine.cores} cores for the task, {size(machine.memory_bytes)} memory")
 
 
-def _judge_directory(report: dict[str, Any], machine: Machine) -> Result:
+def _judge_directory(report: Report, machine: Machine) -> Result:
     directory = machine.directory
     fix = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
     if report["nonce"] != "same":
@@ -76,11 +74,11 @@ def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Res
     return result
 
 
-def _judge_way(way: dict[str, Any]) -> Result:
+def _judge_way(way: Way) -> Result:
     name, addresses = way["name"], way["addresses"]
     if way["reached"] is not None:
-        by = f" by {way['interface']}" if way["interface"] else ""
-        return ok(f"{way['reached']}, from {way['source']}{by}")
+        by = f" by {way['interface']}" if way.get("interface") else ""
+        return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
     if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
         return red(
             f"{name} is {', '.join(addresses)} here, which is this very host",
@@ -91,10 +89,10 @@ def _judge_way(way: dict[str, Any]) -> Result:
     return red(f"not reached: {way['error']}", "the nodes' firewall has to let jobs connect to each other")
 
 
-def _judge_clock(report: dict[str, Any], machine: Machine, answer: JobAnswer) -> Result:
+def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
     """Compare clocks: with the first node by asking it, with this machine by when the report can have been made."""
-    way = report["way"] or {}
-    if way.get("reached") is not None:
+    way = report["way"]
+    if way is not None and "clock_offset_s" in way:
         against_first = judge_clock(way["clock_offset_s"], f"that of {way['name']}")
         if against_first.level != "ok":
             return against_first

@@ -161,6 +161,7 @@ def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any
         "interface": interface_of(source, machine.interfaces),
         "clock_offset_s": round(said["time"] - (before + after) / 2, 3),
         "first": said["report"],
+        "error": "",
     }
 
 

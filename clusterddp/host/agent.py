@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 from clusterddp.errors import ClusterddpError
 from clusterddp.host import facts, gpus, login, mirror, network, runs, store, table, trial
 from clusterddp.host.agent_types import Body, Host, Operation, Reply
+from clusterddp.host.requests import REQUESTS
+from clusterddp.wire import build, read_object
 
 OPERATIONS: dict[str, Operation] = {
     **facts.OPERATIONS,
@@ -59,15 +61,26 @@ def is_asked(requests: BinaryIO, patience_s: float) -> bool:
 
 
 def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer one request."""
-    request = json.loads(line)
-    body = Body(requests, int(request.pop("size", 0)), progress=lambda: signal.alarm(host.patience_s))
+    """Answer one request.
+
+    Raises: SystemExit: where the next one begins cannot be told.
+    """
     try:
-        operation = OPERATIONS.get(request["do"])
+        request = read_object(line)
+        head = build({"do": str, "size": int | None}, request, "request")
+    except ValueError as error:
+        raise SystemExit(f"what was asked is no request: {error}") from None
+    do, size = head["do"], head["size"] or 0
+    if size < 0:
+        raise SystemExit(f"what was asked is no request: request.size is {size}")
+    body = Body(requests, size, progress=lambda: signal.alarm(host.patience_s))
+    try:
+        operation = OPERATIONS.get(do)
         if operation is None:
-            raise ClusterddpError(f"{request['do']}: this agent knows no such operation")
+            raise ClusterddpError(f"{do:.60}: this agent knows no such operation")
+        facts = build(REQUESTS.get(do, {}), request, "request")
         signal.alarm(0 if body.size == 0 else host.patience_s)
-        answer = operation(host, request, body)
+        answer = operation(host, facts, body)
         signal.alarm(0)
         body.drain()
     except EOFError:
@@ -90,6 +103,8 @@ def say(answers: BinaryIO, words: dict[str, Any]) -> None:
 
 def failure(error: Exception) -> dict[str, Any]:
     """Describe an error for the launcher; of our own mistakes with all that helps to find them."""
+    if isinstance(error, ValueError):  # of what was asked: a name that cannot be one
+        error = ClusterddpError(f"what was asked makes no sense: {error}")
     if isinstance(error, ClusterddpError):
         return {"ok": False, "error": error.message, "hint": error.hint}
     if isinstance(error, OSError) and error.strerror:

@@ -16,15 +16,15 @@ def machine(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Tell of this machine; `data_dir`: of that directory too, `variables`: what the run sets for its ranks."""
     from clusterddp.facts.host import read_host  # most agents are never asked for it
 
-    data_dir = request.get("data_dir")
-    environ = inherited_environment() | request.get("variables", {})
+    data_dir = request["data_dir"]
+    environ = inherited_environment() | (request["variables"] or {})
     python_path = os.pathsep.join(filter(None, (str(host.package), environ.get("PYTHONPATH"))))
     facts = read_host(
         host.root,
         environ | {"PYTHONPATH": python_path},
         executable=sys.executable,
         data_dir=find_place(data_dir) if data_dir else None,
-        with_driver=bool(request.get("with_driver")),
+        with_driver=bool(request["with_driver"]),
     )
     return {"facts": facts.to_json()}
 

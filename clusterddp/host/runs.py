@@ -85,7 +85,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         os.close(descriptor)
     hold = host.hold(Hold(process, token))
     hold.tell(order)
-    host.patience_s = int(request["patience_s"])
+    host.patience_s = request["patience_s"]
     answer = _read_answer(process, float(order["gang"]["start_timeout_s"]))
     if answer is None:
         head = order["gang"]["nodes"][0]["host"]
@@ -120,7 +120,7 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """End every process of a run on this host; those that answer for it may first put things in order, if asked to."""
     family = f"{request['token']}."
-    deadline = time.monotonic() + float(request.get("patience_s", 0.0))
+    deadline = time.monotonic() + (request["patience_s"] or 0.0)
     while any(answers_for_its_run(process) for process in find_processes(family)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = len(find_processes(family))

@@ -20,6 +20,7 @@ from clusterddp.host.staging import staging
 from clusterddp.run.snapshot import tree_sum
 from clusterddp.run.tree import show
 from clusterddp.run.tree_stream import receive_tree
+from clusterddp.wire import build
 
 _SUM = re.compile(r"[0-9a-f]{64}")
 _NONCE = re.compile(r"[0-9a-f]{16,64}")
@@ -39,8 +40,8 @@ def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Take files: `kind` is `code` (a snapshot, with its `sum`), or `data` (for a `target`)."""
     if request["kind"] == "data":
-        return data.put(host, request, body)
-    wanted = request["sum"]
+        return data.put(host, build({"target": str}, request, "request"), body)
+    wanted = request["sum"] or ""
     target = find_code(host.root, wanted)
     with refusing_disk(target.parent, body.size), staging(target.parent) as tree:
         receive_tree(body.read, tree, read_only=True)

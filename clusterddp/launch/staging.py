@@ -129,7 +129,7 @@ def _is_abandoned(staging: Path) -> bool:
     age_s = time.time() - staging.stat().st_mtime
     try:
         record = read_json(staging / "run.json") or read_json(staging / SWEEP_RECORD) or {}
-        alive = ProcessIdentity(**record["submitter"]).alive()
+        alive = ProcessIdentity.from_json(record["submitter"]).alive()
     except (ClusterddpError, KeyError, TypeError):
         return age_s > _NAMELESS_AFTER_S
     return age_s > _FOREIGN_AFTER_S if alive is None else not alive

@@ -34,8 +34,7 @@ from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.slurm import launcher as slurm
 from clusterddp.launch.ssh import launcher as ssh
 from clusterddp.launch.staging import make_run
-from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.gang import Gang
+from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import (
     FOREIGN,
     AttemptEnd,
@@ -43,6 +42,7 @@ from clusterddp.run.record import (
     RootCause,
     RunRecord,
     log_event,
+    read_gang,
     read_run,
 )
 from clusterddp.run.state import read_state
@@ -249,7 +249,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
     """Ask for a checkpoint and the end, and wait for both."""
     environ = inherited_environment()
     launcher = _LAUNCHERS[record.launcher]
-    gang = Gang.from_json((read_json(run.plan) or {})["gang"])
+    gang = read_gang(run)
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, environ, home)

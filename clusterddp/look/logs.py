@@ -11,10 +11,9 @@ from typing import Protocol
 
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
-from clusterddp.look.status import read_gang
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import read_end, read_ranks
+from clusterddp.run.record import read_end, read_gang, read_ranks
 from clusterddp.run.state import read_state
 
 PIECE_BYTES = 64 * 1024

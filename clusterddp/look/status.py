@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
-from clusterddp.run.directory import AttemptDir, RunDir, read_json, read_jsonl
+from clusterddp.run.directory import AttemptDir, RunDir, read_jsonl
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
-from clusterddp.run.record import RankRecord, RootCause, RunRecord, read_ranks, read_run
+from clusterddp.run.record import RankRecord, RootCause, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
+from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
@@ -26,6 +28,18 @@ RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_
 """PENDING: not started yet. RUNNING. COMPLETED: ended with exit code 0. FAILED: ended with another one by itself.
 KILLED: ended by a signal, as the whole gang is when one rank fails. NOT_STARTED: the run ended before its turn.
 LOST: its end was not recorded, and the run is over. UNKNOWN: it belongs to a machine that cannot be asked from here."""
+
+
+class _AnyEvent(TypedDict):
+    time: float
+    event: str
+
+
+class _Event(_AnyEvent, total=False):
+    """A row of the run's history, as far as it is read here."""
+
+    attempt: int | None
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +156,7 @@ def read_status(run: RunDir) -> RunStatus:
     view, gang = read_state(run, record=record), read_gang(run)
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
-    start = (attempt and read_json(attempt.start)) or {}
+    start: Start = (attempt and read_start(attempt)) or {}
     silence = read_silence(run) if record.launcher == "ssh" else {}
     return RunStatus(
         run=run.name,
@@ -191,7 +205,7 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
     )
 
 
-def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: dict[str, Any]) -> dict[str, float]:
+def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 
     prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
@@ -199,27 +213,23 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: dict[
     ranks have met. data: until the data set is there. first_step: until it is done, with all that is built for it. The
     last three are rank 0's, and known of the built-in trainer only. `start`: what start.json holds.
     """
-    events = {row.get("event"): row for row in read_jsonl(run.events) if row.get("attempt") == attempt}
+    events: dict[str, _Event] = {}
+    for row in read_jsonl(run.events):
+        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+            event = build(_Event, row)
+            events |= {event["event"]: event} if event.get("attempt") == attempt else {}
     phases: dict[str, float] = {}
-    submitted = events.get("submitted")
+    submitted = events["submitted"]["time"] if "submitted" in events else None
     if submitted is not None and attempt == record.base_attempt:
-        phases["prepare"] = submitted["time"] - _created(record)
-    imported = max((node["import_s"] for node in start.get("nodes", ()) if "import_s" in node), default=None)
+        phases["prepare"] = submitted - _created(record)
+    imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
     if submitted is not None and "started" in start:
-        phases["launch"] = start["started"] - submitted["time"] - (imported or 0.0)
-    steps = dict(events.get("first_step", {}).get("phases", {}))
+        phases["launch"] = start["started"] - submitted - (imported or 0.0)
+    steps = dict(events["first_step"].get("phases", {})) if "first_step" in events else {}
     own = steps.pop("import", None)
     if imported is not None or own is not None:
         phases["import"] = (imported or 0.0) + (own or 0.0)
     return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
-
-
-def read_gang(run: RunDir) -> Gang:
-    """Read who takes part in a run from its plan."""
-    plan = read_json(run.plan)
-    if plan is None:
-        raise FileNotFoundError(2, os.strerror(2), str(run.plan))
-    return Gang.from_json(plan["gang"])
 
 
 def find_job_log(run: RunDir) -> str | None:
@@ -268,7 +278,7 @@ def _job_json(job: Job | None) -> dict[str, Any] | None:
 
 
 def _rank_statuses(
-    gang: Gang, attempt: AttemptDir | None, start: dict[str, Any], view: RunView, silence: Collection[str]
+    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, silence: Collection[str]
 ) -> tuple[RankStatus, ...]:
     records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
     found = {node.get("node_rank"): node for node in start.get("nodes", ())}

@@ -12,19 +12,27 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypedDict, TypeVar
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 from clusterddp.run.exclusive import name_new
-from clusterddp.wire import read_object, read_value
+from clusterddp.wire import build, read_object, read_value
 
+_T = TypeVar("_T")
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 _TAIL_BYTES = 8_192
+MAX_ATTEMPTS = 1_000_000
+"""More than any run has."""
 MAX_RECORD_BYTES = 1 << 26
 """Of a record: the plan of a thousand nodes takes one MiB."""
 STAGING_PREFIX = ".staging-"
 SWEEP_RECORD = "sweep.json"
 """What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
+
+
+class _Created(TypedDict):
+    created_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class RunDir:
         Raises: OSError: the run's directory is away.
         """
         try:
-            names = [name for name in os.listdir(self.path / "attempts") if name.isdigit()]
+            names = [name for name in os.listdir(self.path / "attempts") if _NUMBER.fullmatch(name)]
         except FileNotFoundError:
             os.stat(self.path)
             return []
@@ -203,7 +211,7 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     runs: list[RunDir] = []
     for place in list_places(runs_dir):
         runs += [RunDir(place)] if is_file(RunDir(place).record) else list_runs(place)
-    return sorted(runs, key=lambda run: (_created_ns(run), run.name))
+    return sorted(runs, key=lambda run: (created_ns(run), run.name))
 
 
 def list_places(runs_dir: Path) -> list[Path]:
@@ -311,14 +319,44 @@ def read_json(path: Path) -> Any | None:
     return value
 
 
+def read_record(kind: type[_T], path: Path) -> _T | None:
+    """Read a record; None when there is none.
+
+    Raises: ClusterddpError: what is there is none; see `read_json` and `build`.
+    """
+    value = read_json(path)
+    return None if value is None else build_record(kind, value, str(path))
+
+
+def build_record(kind: type[_T], value: Any, where: str) -> _T:
+    """Make a record of JSON.
+
+    Raises: ClusterddpError: it holds something else, `where`.
+    """
+    try:
+        return build(kind, value)
+    except ValueError as error:
+        raise ClusterddpError(f"{where}: not a {kind.__name__}: {error}") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that others may have put there: a pipe or a device is not waited for, and not read.
+
+    Raises: ClusterddpError: it is no file. OSError: it cannot be opened.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ClusterddpError(f"{path}: is no file")
+    return file
+
+
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a file that others may have put there: a pipe or a device is not waited for, and not read.
+    """Read a file that others may have put there, whole.
 
     Raises: ClusterddpError: it is no file, or has more than `max_bytes`. OSError: it cannot be opened.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ClusterddpError(f"{path}: is no file")
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ClusterddpError(f"{path}: has more than {max_bytes:,} bytes")
@@ -344,31 +382,36 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read rows; a last line that is still being written, or was cut by a crash, is left out."""
+    """Read rows; a last line that is still being written, or was cut by a crash, is left out.
+
+    Raises: ClusterddpError: it is no file.
+    """
     try:
-        data = path.read_bytes()
+        file = open_regular(path)
     except FileNotFoundError:
         return
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError):
-            yield read_object(line)
+    with file:
+        while line := file.readline(MAX_RECORD_BYTES):
+            with contextlib.suppress(ValueError):
+                yield read_object(line)
 
 
-def _created_ns(run: RunDir) -> int:
-    """One run whose record is damaged must not hide all the others: it counts as the oldest."""
+def created_ns(run: RunDir) -> int:
+    """Read when a run was made; one whose record is damaged must not hide all the others: it counts as the oldest."""
     try:
-        return int(read_json(run.record)["created_ns"])  # type: ignore[index]
-    except (ClusterddpError, OSError, TypeError, KeyError, ValueError):
+        found = read_record(_Created, run.record)
+    except (ClusterddpError, OSError):
         return 0
+    return found["created_ns"] if found else 0
 
 
 def read_tail(path: Path) -> str:
     """Read the end of a log, without the blank lines that follow it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").rstrip()
-    except OSError:
+            return file.read(_TAIL_BYTES).decode("utf-8", errors="replace").rstrip()
+    except (OSError, ClusterddpError):
         return ""
 
 

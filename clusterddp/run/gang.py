@@ -17,6 +17,7 @@ from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
+_MAX_SPAWNS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +189,15 @@ class Gang:
         Raises: ValueError: it is none; see `build`.
         """
         return build(cls, data, "gang")
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: a rank is missing or there twice, or what the entry starts is not said of each node."""
+        ranks = sorted(rank for node in self.nodes for rank in node.ranks)
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"gang: its {len(ranks)} ranks are not 0 to {len(ranks) - 1}, each once")
+        spawns = self.entry.spawns
+        if spawns and (len(spawns) != len(self.nodes) or min(spawns) < 1 or max(spawns) > _MAX_SPAWNS):
+            raise ValueError("gang.entry.spawns is not a number of ranks for each node")
 
 
 def _fields(value: Gang | Entry | Node) -> dict[str, Any]:

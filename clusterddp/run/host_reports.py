@@ -11,6 +11,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import AttemptEnd, RunRecord, parse_end
+from clusterddp.wire import build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,18 +67,11 @@ def read_reports(run: RunDir) -> dict[str, HostReport]:
     """
     try:
         data = read_json(reports_path(run)) or {}
-        return {host: _report(host, facts) for host, facts in data.get("hosts", {}).items()}
-    except (ClusterddpError, TypeError, AttributeError):
+        return {host: build(HostReport, facts | {"host": host}) for host, facts in data.get("hosts", {}).items()}
+    except (ClusterddpError, ValueError, TypeError, AttributeError):
         return {}
 
 
 def write_reports(run: RunDir, reports: Iterable[HostReport]) -> None:
     """Replace what is known of the hosts."""
     write_json(reports_path(run), {"hosts": {report.host: dataclasses.asdict(report) for report in reports}})
-
-
-def _report(host: str, facts: dict[str, Any]) -> HostReport:
-    known = {field.name for field in dataclasses.fields(HostReport)}
-    values: dict[str, Any] = {key: value for key, value in facts.items() if key in known}
-    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-    return HostReport(**values | {"host": host})

@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from clusterddp.run.directory import AttemptDir, RunDir, read_json, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir, read_tail
 from clusterddp.run.host_reports import HostReport, read_reports, start_of
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, Start, read_gang, read_start
 from clusterddp.run.view import RunState, RunView, final_view
 
 
@@ -26,7 +25,7 @@ class _Known:
     record: RunRecord
     attempt: AttemptDir | None
     end: AttemptEnd | None
-    start: dict[str, Any] | None
+    start: Start | None
     """`start.json` of the newest attempt."""
     hosts: tuple[str, ...]
     """In the order of the nodes: the head's first."""
@@ -65,11 +64,11 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
         record=record,
         attempt=attempt,
         end=end,
-        start=read_json(attempt.start) if attempt else None,
+        start=read_start(attempt) if attempt else None,
         hosts=read_hosts(run),
         reports={host: report for host, report in read_reports(run).items() if report.start == start_of(record)},
     )
-    submitter = ProcessIdentity(**record.submitter) if record.submitter else None
+    submitter = ProcessIdentity.from_json(record.submitter) if record.submitter else None
     if record.job_id is None and submitter and submitter.alive():
         return known.view(RunState.REQUEUED if end else RunState.PENDING, "is being started")
     if is_foreign(run):
@@ -83,8 +82,7 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
 
 def read_hosts(run: RunDir) -> tuple[str, ...]:
     """Read the SSH names of the hosts of a run, in the order of its nodes."""
-    plan = read_json(run.plan) or {}
-    return tuple(dict.fromkeys(node["host"] for node in plan["gang"]["nodes"]))
+    return tuple(dict.fromkeys(node.host for node in read_gang(run).nodes))
 
 
 def is_foreign(run: RunDir) -> bool:
@@ -143,7 +141,8 @@ def _why_lost(known: _Known) -> str:
     head = known.head
     if head and not head.has_run and known.record.job_id is not None:
         words += f"; its directory on {head.host} is gone"
-    boot = ((known.start or {}).get("supervisor") or {}).get("boot")
+    supervisor = (known.start or {}).get("supervisor")
+    boot = supervisor.boot if supervisor else None
     if head and boot and head.boot and head.boot != boot:
         words += f"; {head.host} was started anew since"
     left = [report.host for report in known.reports.values() if report.alive]

@@ -202,7 +202,7 @@ def _nowhere(known: _Run, words: str) -> RunView:
 
 def _unsubmitted(known: _Run) -> RunView:
     """Tell the state of a run that has no job: it is being submitted, or it never was."""
-    submitter = ProcessIdentity(**known.record.submitter) if known.record.submitter else None
+    submitter = ProcessIdentity.from_json(known.record.submitter) if known.record.submitter else None
     alive = submitter.alive() if submitter else False
     quiet_s = _quiet_s(known)
     if alive or quiet_s < (RECORD_GRACE_S if alive is False else SUBMIT_GRACE_S):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import signal
@@ -15,12 +16,11 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_json, read_record, write_json
+from clusterddp.run.gang import Gang
 from clusterddp.run.process_table import read_process
-from clusterddp.wire import build
 
 _T = TypeVar("_T")
 FOREIGN = "none"
@@ -51,6 +51,14 @@ class ProcessIdentity:
         """
         process = read_process(os.getpid() if pid is None else pid)
         return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.started)
+
+    @classmethod
+    def from_json(cls, data: Any) -> ProcessIdentity:
+        """Rebuild one from a record.
+
+        Raises: ClusterddpError: it is none.
+        """
+        return build_record(cls, data, "the process of a record")
 
     def alive(self) -> bool | None:
         """Say whether the process lives; None when it belongs to another machine, which cannot be asked from here."""
@@ -150,12 +158,53 @@ class RankRecord:
     error: str | None = None
 
 
+class StartedNode(TypedDict, total=False):
+    """What `start.json` says of a node, as far as it is read."""
+
+    node_rank: int
+    host: str
+    interface: str | None
+    import_s: float | None
+
+
+class Start(TypedDict, total=False):
+    """What is read of `start.json`: how an attempt began."""
+
+    started: float
+    supervisor: ProcessIdentity
+    master_addr: str | None
+    master_port: int | None
+    nodes: list[StartedNode]
+
+
+class _Planned(TypedDict):
+    """What every plan holds."""
+
+    gang: Gang
+
+
 def write_run(directory: RunDir, record: RunRecord) -> None:
     write_json(directory.record, dataclasses.asdict(record))
 
 
 def read_run(directory: RunDir) -> RunRecord:
     return _read(RunRecord, directory.record)
+
+
+def read_gang(directory: RunDir) -> Gang:
+    """Read who takes part in a run from its plan.
+
+    Raises: ClusterddpError: it is no plan. FileNotFoundError: there is none.
+    """
+    return _read(_Planned, directory.plan)["gang"]
+
+
+def read_start(attempt: AttemptDir) -> Start | None:
+    """Read how an attempt began; None: it has not.
+
+    Raises: ClusterddpError: it holds something else.
+    """
+    return read_record(Start, attempt.start)
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
@@ -189,7 +238,7 @@ def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
     The log of a root cause is one of the run's own, or none: a host or another user may have written the file.
     Raises: ClusterddpError: it holds something else, `where`.
     """
-    end = _build(AttemptEnd, data, where)
+    end = build_record(AttemptEnd, data, where)
     cause = end.root_cause
     if cause is None or cause.log is None or _LOG.fullmatch(cause.log):
         return end
@@ -243,18 +292,7 @@ def boot_id() -> str:
 
 
 def _read(kind: type[_T], path: Path) -> _T:
-    data = read_json(path)
-    if data is None:
-        raise FileNotFoundError(path)
-    return _build(kind, data, str(path))
-
-
-def _build(kind: type[_T], data: Any, where: str) -> _T:
-    """Make a record of JSON.
-
-    Raises: ClusterddpError: it holds something else, `where`.
-    """
-    try:
-        return build(kind, data)
-    except ValueError as error:
-        raise ClusterddpError(f"{where}: not a {kind.__name__}: {error}") from error
+    record = read_record(kind, path)
+    if record is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return record

@@ -18,8 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import FOREIGN, AttemptEnd, ProcessIdentity, RunRecord, drop_secrets, read_end, read_run
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.record import (
+    FOREIGN,
+    AttemptEnd,
+    ProcessIdentity,
+    RunRecord,
+    Start,
+    drop_secrets,
+    read_end,
+    read_run,
+    read_start,
+)
 from clusterddp.run.spool import deliver_end, read_spooled
 from clusterddp.run.sweep import answers_for_its_run, find_processes
 from clusterddp.run.view import RunState, RunView, final_view
@@ -92,7 +102,7 @@ def _read_here(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: A
     """Read the state of a run of this machine that has not ended for good."""
     if newest and end:
         return _restarting(run, record, newest, end)
-    start = read_json(newest.start) if newest else None
+    start = read_start(newest) if newest else None
     if newest and start is not None:
         return _started(run, record, newest, start)
     return _unstarted(run, record, newest)
@@ -120,8 +130,10 @@ def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: Attemp
     return _lost(run, record, attempt, f"was to restart after: {end.reason}; what carried it is gone", end)
 
 
-def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: dict[str, Any]) -> RunView:
-    head = ProcessIdentity(**start["supervisor"])
+def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: Start) -> RunView:
+    head = start.get("supervisor")
+    if head is None:
+        raise ClusterddpError(f"{attempt.start}: names no supervisor")
     alive = head.alive()
     if alive is None:
         return _unknown(attempt, head.host)
@@ -151,7 +163,7 @@ def _answered_for(run: RunDir, record: RunRecord) -> bool:
     """Say whether a process lives on this machine that will still write how the run ended."""
     # The submitter answers until the launcher has named a keeper; later it may live on for days in a notebook.
     identity = record.keeper or record.submitter
-    if identity and ProcessIdentity(**identity).alive():
+    if identity and ProcessIdentity.from_json(identity).alive():
         return True
     # Between the start of the launcher and the record of it, and while a guard or the task puts things in order, only
     # the cookie tells.

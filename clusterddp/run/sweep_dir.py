@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import SWEEP_RECORD, RunDir, list_places, list_runs, read_json, write_json
+from clusterddp.run.directory import (
+    MAX_RECORD_BYTES,
+    SWEEP_RECORD,
+    RunDir,
+    is_run_name,
+    list_places,
+    list_runs,
+    read_record,
+    read_regular,
+    write_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +86,19 @@ class SweepDir:
         return self.path / "launcher"
 
     def run_names(self) -> list[str]:
-        """List the names of all runs, in the order of their tasks."""
+        """List the names of all runs, in the order of their tasks.
+
+        Raises: ClusterddpError: they cannot be read, are no names of runs, or come twice.
+        """
         try:
-            return self.tasks.read_text(encoding="utf-8").split()
+            names = read_regular(self.tasks, MAX_RECORD_BYTES).decode("ascii", errors="replace").split()
         except FileNotFoundError as error:
             raise ClusterddpError(f"{self.tasks}: is gone; it names the runs of the sweep") from error
+        odd = next((name for name in names if not is_run_name(name)), None)
+        if odd is not None or len(set(names)) < len(names):
+            what = "a run comes twice" if odd is None else f"{odd!r:.60} is no name of a run"
+            raise ClusterddpError(f"{self.tasks}: does not name the runs of the sweep: {what}")
+        return names
 
     def runs(self) -> list[RunDir]:
         """List the runs that are there, in the order of their tasks; one that somebody deleted is left out."""
@@ -114,13 +132,10 @@ def write_sweep(sweep: SweepDir, record: SweepRecord) -> None:
 
 def read_sweep(sweep: SweepDir) -> SweepRecord:
     """Read the record of a sweep. Raises: ClusterddpError: it cannot be read."""
-    data = read_json(sweep.record)
-    names = {field.name for field in dataclasses.fields(SweepRecord)}
-    try:
-        known = {key: value for key, value in data.items() if key in names}  # type: ignore[union-attr]
-        return SweepRecord(**known | {"keys": tuple(known["keys"])})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ClusterddpError(f"{sweep.record}: not the record of a sweep: {error}") from error
+    record = read_record(SweepRecord, sweep.record)
+    if record is None:
+        raise ClusterddpError(f"{sweep.record}: is gone")
+    return record
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:

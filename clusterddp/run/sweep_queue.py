@@ -11,8 +11,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir, read_json, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, read_record, write_json
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.view import RunState, RunView
@@ -37,7 +36,7 @@ class QueueRecord:
 
     @property
     def identity(self) -> ProcessIdentity:
-        return ProcessIdentity(**self.process)
+        return ProcessIdentity.from_json(self.process)
 
     @property
     def state(self) -> QueueState:
@@ -57,14 +56,7 @@ def read_queue(sweep: SweepDir) -> QueueRecord | None:
 
     Raises: ClusterddpError: the record cannot be read.
     """
-    data = read_json(sweep.queue)
-    if data is None:
-        return None
-    names = {field.name for field in dataclasses.fields(QueueRecord)}
-    try:
-        return QueueRecord(**{key: value for key, value in data.items() if key in names})
-    except (AttributeError, TypeError) as error:
-        raise ClusterddpError(f"{sweep.queue}: not the record of a queue: {error}") from error
+    return read_record(QueueRecord, sweep.queue)
 
 
 def claim(attempt: AttemptDir) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.wire import build
 
 Kind = Literal["file", "exec", "link", "dir"]
 KINDS: tuple[Kind, ...] = ("file", "exec", "link", "dir")
@@ -115,13 +116,12 @@ def from_json(rows: Any) -> Iterator[Entry]:
 
     Raises: ValueError: somebody else wrote them.
     """
-    for row in rows:
-        name, kind, size, mtime_ns, link, content = row
+    for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
         raw = _raw(name)
         if kind not in KINDS or not is_safe_name(raw):
-            raise ValueError(f"{name!r} ({kind!r}) has no place below a directory")
+            raise ValueError(f"{name!r:.80} ({kind!r:.20}) has no place below a directory")
         sum_ = bytes.fromhex(content)
-        yield Entry(name=raw, kind=kind, size=int(size), mtime_ns=int(mtime_ns), link=_raw(link), sum=sum_)
+        yield Entry(name=raw, kind=kind, size=size, mtime_ns=mtime_ns, link=_raw(link), sum=sum_)
 
 
 def show(name: bytes) -> str:

@@ -10,8 +10,7 @@ import socket
 
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.gang import Gang
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_ranks
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
 
 _TRACEBACK = 8_000
@@ -42,7 +41,7 @@ def read_worker_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None
 
 
 def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
-    alive = ProcessIdentity(**record.submitter).alive() if record.submitter else False
+    alive = ProcessIdentity.from_json(record.submitter).alive() if record.submitter else False
     number = attempt.number if attempt else None
     if alive is None:
         host = record.submitter.get("host", "another host")
@@ -53,7 +52,7 @@ def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
 
 
 def _alive(rank: RankRecord) -> bool | None:
-    return ProcessIdentity(**rank.process).alive() if rank.process else False
+    return ProcessIdentity.from_json(rank.process).alive() if rank.process else False
 
 
 def _killed(rank: RankRecord) -> RootCause:
@@ -74,7 +73,7 @@ def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
 
 
 def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> RunView:
-    size = Gang.from_json((read_json(run.plan) or {})["gang"]).world_size
+    size = read_gang(run).world_size
     words = f"{spell_ranks(rank.rank for rank in ranks)} left with exit code 0"
     if len(ranks) < size:
         words += f"; the other hosts keep the records of the other {size - len(ranks)}"

@@ -64,7 +64,7 @@ class Cluster:
     @property
     def version_number(self) -> tuple[int, int] | None:
         """Year and month of the release: (22, 5)."""
-        match = re.match(r"(\d+)\.(\d+)", self.version or "")
+        match = re.match(r"(\d{1,9})\.(\d{1,9})", self.version or "")
         return (int(match[1]), int(match[2])) if match else None
 
     def partition(self, name: str) -> Partition | None:

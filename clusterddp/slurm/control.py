@@ -68,7 +68,7 @@ def read_job(text: str) -> JobNow:
         name=name.partition("JobName=")[2],
         state=state,
         reason=_field("Reason", rest),
-        restarts=int(restarts) if restarts.isdecimal() else 0,
+        restarts=int(restarts) if restarts.isdecimal() and len(restarts) <= 9 else 0,
         preempted=_field("PreemptTime", rest) not in {"", "None", "Unknown"},
     )
 

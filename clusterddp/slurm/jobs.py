@@ -42,6 +42,7 @@ _PHASES = {
     "LAUNCH_FAILED RECONFIG_FAIL",
 }
 _PHASE_OF_WORD = {word: phase for phase, words in _PHASES.items() for word in words.split()}
+_MAX_DIGITS = 18
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)")
 
 
@@ -86,17 +87,17 @@ def read_squeue(text: str) -> list[Job]:
     for fields in _rows(text, len(SQUEUE_FIELDS)):
         job_id, array_id, task, state, submitted, started, ended, partition, num_nodes, nodes, reason, name = fields
         tag = tag_of(name)
-        if tag is None or not (job_id.isdecimal() and array_id.isdecimal()) or not state:
+        if tag is None or not (_is_number(job_id) and _is_number(array_id)) or not state:
             continue
         jobs.append(
             Job(
-                job_id=f"{array_id}_{task}" if task.isdecimal() else array_id,
+                job_id=f"{array_id}_{task}" if _is_number(task) else array_id,
                 tag=tag,
-                array_index=int(task) if task.isdecimal() else None,
+                array_index=int(task) if _is_number(task) else None,
                 state=_word(state),
                 reason="" if reason == "None" else reason,
                 partition=partition,
-                num_nodes=int(num_nodes) if num_nodes.isdecimal() else None,
+                num_nodes=int(num_nodes) if _is_number(num_nodes) else None,
                 nodes=nodes,
                 submitted=read_time(submitted),
                 started=read_time(started),
@@ -114,19 +115,19 @@ def read_sacct(text: str) -> list[Job]:
         job_id, state, exit_code, submitted, started, ended, partition, num_nodes, nodes, name = fields
         tag = tag_of(name)
         number, _, task = job_id.partition("_")
-        if tag is None or not number.isdecimal() or not state:
+        if tag is None or not _is_number(number) or not state:
             continue
-        by = re.search(r" by (\d+)", state)
+        by = re.search(r" by (\d{1,10})\b", state)
         jobs.append(
             Job(
-                job_id=job_id if task.isdecimal() else number,
+                job_id=job_id if _is_number(task) else number,
                 tag=tag,
-                array_index=int(task) if task.isdecimal() else None,
+                array_index=int(task) if _is_number(task) else None,
                 state=_word(state),
                 cancelled_by=int(by[1]) if by else None,
                 exit_code=exit_code,
                 partition=partition,
-                num_nodes=int(num_nodes) if num_nodes.isdecimal() else None,
+                num_nodes=int(num_nodes) if _is_number(num_nodes) else None,
                 nodes="" if nodes == "None assigned" else nodes,
                 submitted=read_time(submitted),
                 started=read_time(started),
@@ -144,6 +145,10 @@ def read_time(text: str) -> float | None:
         return None
     year, month, day, hour, minute, second = map(int, match.groups())
     return time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _word(state: str) -> str:

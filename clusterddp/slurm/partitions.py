@@ -102,11 +102,11 @@ def parse_node_groups(text: str) -> dict[str, tuple[NodeGroup, ...]]:
 def parse_gpus(gres: str) -> tuple[tuple[str, int], ...]:
     """Read the GPUs of a node's generic resources: `gpu:a100:4(S:0-1),mps:400` has (("a100", 4),)."""
     found: dict[str, int] = {}
-    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+    for item in re.sub(r"\([^()]*\)", "", gres).split(","):
         kind, *words = (word.strip() for word in item.split(":"))
         if kind != "gpu":
             continue
-        count = int(words.pop()) if words and words[-1].isdecimal() else 1
+        count = read_number(words.pop()) or 0 if words and words[-1].isdecimal() else 1
         name = ":".join(word for word in words if word != "no_consume")
         found[name] = found.get(name, 0) + count
     return tuple((name, count) for name, count in found.items() if count)
@@ -160,7 +160,7 @@ def parse_associations(text: str, *, cluster: str | None) -> tuple[Association, 
 
 def parse_time(text: str) -> int | None:
     """Read a time as Slurm prints it, `2-00:00:00`, in seconds; None: no limit, or no time."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})", text.strip())
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -168,7 +168,7 @@ def parse_time(text: str) -> int | None:
 
 
 def read_number(text: str | None) -> int | None:
-    match = re.match(r"\d+", text or "")
+    match = re.match(r"\d{1,18}(?!\d)", text or "")
     return int(match[0]) if match else None
 
 

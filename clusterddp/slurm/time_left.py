@@ -25,7 +25,7 @@ def read_time_left_s(text: str) -> float | None:
 
 def read_duration_s(text: str) -> float | None:
     """Read `2-03:04:05`, `03:04:05` or `04:05`; None for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})", text)
     if match is None:
         return None
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
@@ -34,7 +34,7 @@ def read_duration_s(text: str) -> float | None:
 
 def read_kill_wait_s(text: str) -> float:
     """Read from `scontrol show config` how long processes have between SIGTERM and SIGKILL."""
-    match = re.search(r"^KillWait\s*=\s*(\d+) sec", text, re.M)
+    match = re.search(r"^KillWait\s*=\s*(\d{1,9}) sec", text, re.M)
     return float(match[1]) if match else KILL_WAIT_S
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
+import re
 import shlex
 import subprocess
 import tempfile
@@ -26,6 +26,7 @@ KEY_TYPES = {
 }
 """The type of a key, as files name it -> the algorithms in which it signs."""
 
+_LINE = re.compile(r": line ([0-9]{1,9})\b")
 _MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
 
 Marker = Literal["key", "authority", "revoked"]
@@ -135,7 +136,8 @@ def _parse(text: str, path: Path) -> list[KnownKey]:
     number = 0
     for line in text.splitlines():
         if line.startswith("# Host "):
-            number = int(line.rpartition(": line ")[2].split()[0])
+            found = _LINE.search(line)
+            number = int(found[1]) if found else 0
             continue
         words = line.split()
         marker = _MARKERS.get(words[0], "key") if words else "key"
@@ -144,7 +146,7 @@ def _parse(text: str, path: Path) -> list[KnownKey]:
             continue
         try:
             blob = base64.b64decode(fields[2])
-        except binascii.Error:
+        except ValueError:
             continue
         keys.append(KnownKey(marker=marker, type=fields[1], blob=blob, file=path, line=number))
     return keys
@@ -184,7 +186,7 @@ def _check_pinned(destination: Destination, shown: HostKey, pinned: str) -> Proo
     else:
         try:
             expected = fingerprint(base64.b64decode(pinned.split()[1], validate=True))
-        except (IndexError, binascii.Error) as error:
+        except (IndexError, ValueError) as error:
             found = f"host_key {pinned!r} is no key"
             raise SshError(destination.host, "host key", found, hint="SHA256:... or `TYPE BASE64`") from error
     if shown.fingerprint == expected:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.dist.interface import interface_towards, is_loopback, loopback, named_interface
 from clusterddp.dist.muster_words import Hello
 from clusterddp.errors import PreflightError
-from clusterddp.run.directory import is_run_name, is_token
+from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Decided:
         except ValueError as error:
             raise PreflightError(f"what answers as rank 0 is none: {error}") from error
         ranks = sorted(rank for _, of_host in decided.nodes for rank in of_host)
-        port_fits = 0 < decided.master_port < 65536
-        if not (is_run_name(decided.run) and is_token(decided.token) and 0 <= decided.attempt < 10**6 and port_fits):
+        fits = 0 < decided.master_port < 65536 and 0 <= decided.attempt < MAX_ATTEMPTS
+        if not (is_run_name(decided.run) and is_token(decided.token) and fits):
             raise PreflightError(f"what answers as rank 0 is none: it names the run {decided.run!r:.60}")
         if ranks != list(range(len(ranks))):
             raise PreflightError("what answers as rank 0 is none: its ranks have gaps")

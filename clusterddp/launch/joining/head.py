@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from clusterddp.dist.acceptor import Acceptor, Refusals
 from clusterddp.dist.interface import plain_address
@@ -17,6 +17,7 @@ from clusterddp.dist.signed import JOIN_KEY
 from clusterddp.errors import PreflightError
 from clusterddp.launch.attempts import Tell
 from clusterddp.launch.joining.words import Line, Words, digests_of
+from clusterddp.wire import build
 
 _INTRODUCTION_S = 10.0
 """How long a connection may take to say who it is."""
@@ -28,6 +29,20 @@ _MAX_REFUSED = 20
 """How many refusals are kept for the last word."""
 NO_KEY = f"it does not know the same {JOIN_KEY}"
 _SHOWN_WITH_KEY = f"compare the specs; with the same {JOIN_KEY} on all machines, both values are shown here"
+
+
+class _Machine(TypedDict):
+    node_rank: int
+    host: str
+    pid: int
+    facts: dict[str, Any]
+
+
+class _Introduction(_Machine, total=False):
+    """What a machine sends first: with a key its spec, else digests of it."""
+
+    spec: dict[str, Any]
+    digests: dict[str, str]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,9 +187,10 @@ class Gathering:
 
     def _meet(self, visitor: Visitor, words: Words, refusals: Refusals) -> None:
         try:
-            node_rank, visitor.host, visitor.pid = int(words["node_rank"]), str(words["host"])[:255], int(words["pid"])
-            objection = self._objection(visitor, node_rank, words)[:_MAX_OBJECTION]
-        except (KeyError, TypeError, ValueError, AttributeError):
+            said = build(_Introduction, words)
+            node_rank, visitor.host, visitor.pid = said["node_rank"], said["host"][:255], said["pid"]
+            objection = self._objection(visitor, node_rank, said)[:_MAX_OBJECTION]
+        except ValueError:
             visitor.line.close()
             return
         if objection:
@@ -194,16 +210,16 @@ class Gathering:
         self.tell(f"{_spell(node_rank, visitor.host)} is there" + self._still())
         self._tell_members()
 
-    def _objection(self, visitor: Visitor, node_rank: int, words: Words) -> str:
+    def _objection(self, visitor: Visitor, node_rank: int, words: _Introduction) -> str:
         """Say why somebody cannot take part; empty when it can."""
         for name, ours in self.facts.items():
             theirs = words["facts"].get(name)
             if theirs != ours:
                 return f"it has {name} {theirs or 'not at all'}, node 0 has {ours or 'none'}"
         if self.key:
-            differences = _differences(words["spec"], self.spec)
+            differences = _differences(words.get("spec", {}), self.spec)
         else:
-            differences = _differing_keys(words["digests"], digests_of(self.spec, visitor.line.signer))
+            differences = _differing_keys(words.get("digests", {}), digests_of(self.spec, visitor.line.signer))
         if differences:
             return f"its spec is another one: {'; '.join(differences)}"
         if not 0 < node_rank < len(self.hosts):

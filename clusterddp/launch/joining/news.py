@@ -12,9 +12,9 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.joining.head import Gathering
 from clusterddp.launch.joining.member import Seat
-from clusterddp.launch.joining.words import MAX_ATTEMPT
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, read_json, write_json
 from clusterddp.run.record import ProcessIdentity, parse_end, write_end
+from clusterddp.wire import build
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 10.0
@@ -83,18 +83,21 @@ class Joined:
                     self._take_in(words)
 
     def _take_in(self, words: dict[str, Any]) -> None:
-        number, started, ended = words.get("attempt"), words.get("started"), words.get("ended")
-        if self._shares_files or not isinstance(number, int) or not 0 <= number < MAX_ATTEMPT:
+        try:
+            words = build({"attempt": int, "started": dict[str, Any] | None, "ended": dict[str, Any] | None}, words)
+        except ValueError:
             return
-        attempt = self.run.attempt(number)
+        if self._shares_files or not 0 <= words["attempt"] < MAX_ATTEMPTS:
+            return
+        attempt = self.run.attempt(words["attempt"])
         attempt.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if isinstance(started, dict):
+        if words["started"] is not None:
             # Here this node's own supervisor is the one to ask for.
             with contextlib.suppress(ProcessLookupError):
                 own = dataclasses.asdict(ProcessIdentity.of(self._supervisor.pid))
-                write_json(attempt.start, started | {"supervisor": own})
-        elif isinstance(ended, dict):
-            write_end(attempt, parse_end(ended))
+                write_json(attempt.start, words["started"] | {"supervisor": own})
+        elif words["ended"] is not None:
+            write_end(attempt, parse_end(words["ended"]))
 
     def _tell_end(self, company: Gathering) -> None:
         attempts = self.run.attempts()

@@ -30,12 +30,11 @@ from typing import Any, Literal, TypedDict
 from clusterddp import __version__
 from clusterddp.dist.signed import Signer, UnprovenError
 from clusterddp.errors import PreflightError
-from clusterddp.run.directory import is_run_name, is_token
+from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
 from clusterddp.wire import build
 
 MAX_LINE = 1_000_000
 _OURS = "join"
-MAX_ATTEMPT = 10**6
 Words = dict[str, Any]
 
 
@@ -152,7 +151,7 @@ class Beginning:
         """
         try:
             said: Beginning = build(cls, words, "what node 0 says")
-            fits = is_run_name(said.run) and is_token(said.token) and 0 <= said.attempt < MAX_ATTEMPT
+            fits = is_run_name(said.run) and is_token(said.token) and 0 <= said.attempt < MAX_ATTEMPTS
         except ValueError as error:
             raise PreflightError(f"what answers as node 0 is none: {error}") from error
         if not (fits and 0 < said.link["port"] < 65536):

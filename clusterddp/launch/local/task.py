@@ -25,9 +25,9 @@ from clusterddp.errors import RunFailedError
 from clusterddp.launch.attempts import end_or_spool, end_run, final_end
 from clusterddp.launch.local.leases import receive_leases
 from clusterddp.launch.supervisors import read_link, start_supervisor, supervisor_log, tell
-from clusterddp.run.directory import RunDir, read_json, read_tail
+from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, RootCause, signal_name
+from clusterddp.run.record import AttemptEnd, RootCause, read_gang, signal_name
 from clusterddp.run.stop import request_stop
 from clusterddp.run.storage import retry_outage
 from clusterddp.run.sweep import sweep
@@ -53,7 +53,7 @@ def carry(run_dir: str, attempt: int) -> str:
 
     _die_with(int(submitit.JobEnvironment().job_id))
     run = RunDir(Path(run_dir))
-    gang = Gang.from_json((read_json(run.plan) or {})["gang"])
+    gang = read_gang(run)
     _stop_on_signal(run)
     if final_end(run) is not None:
         pass  # who submitted it was interrupted, and wanted nothing of it

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.seal import is_sealed, seal
-from clusterddp.run.directory import list_places, list_runs, read_json, write_json, write_text
+from clusterddp.run.directory import created_ns, list_places, list_runs, read_record, write_json, write_text
 
 FOLDER = ".login"
 _SEALED = "where a run was sent"
@@ -67,10 +67,9 @@ def list_sent_runs(runs_dir: Path) -> list[SentRun]:
     """List what is noted, oldest first; a note that cannot be read, or that this user has not written, is none."""
     found = []
     for path in sorted((runs_dir / FOLDER).glob("*.json")):
-        with contextlib.suppress(ClusterddpError, OSError, TypeError, AttributeError):
-            data = read_json(path) or {}
-            sent = SentRun(**data | {"secrets": tuple(data.get("secrets", ()))})
-            if sent.is_sealed():
+        with contextlib.suppress(ClusterddpError, OSError):
+            sent = read_record(SentRun, path)
+            if sent is not None and sent.is_sealed():
                 found.append(sent)
     return sorted(found, key=lambda sent: sent.created_ns)
 
@@ -85,7 +84,7 @@ def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
         return None
     if name == "@last":
         here = list_runs(runs_dir)[-1:]
-        newest = max((int((read_json(run.record) or {}).get("created_ns", 0)) for run in here), default=0)
+        newest = max(map(created_ns, here), default=0)
         return sent_runs[-1] if sent_runs[-1].created_ns > newest else None
     exact = [sent for sent in sent_runs if name == sent.run or name.startswith(f"{sent.run}.")]
     found = exact or [sent for sent in sent_runs if sent.run.startswith(name)]

@@ -89,7 +89,7 @@ def was_never_reached(run: RunDir) -> bool:
 def _is_being_started(record: RunRecord) -> bool:
     if record.queued:
         return True
-    submitter = ProcessIdentity(**record.submitter) if record.submitter else None
+    submitter = ProcessIdentity.from_json(record.submitter) if record.submitter else None
     return record.job_id is None and submitter is not None and bool(submitter.alive())
 
 
