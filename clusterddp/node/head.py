@@ -268,7 +268,9 @@ class Head:
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
-        end = dataclasses.replace(end, warning=attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port))
+        end = dataclasses.replace(
+            end, warning=attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port)
+        )
         sequel = self._sequel(end, all_gone=ending.all_gone)
         if sequel == "here" and not self._make_next(attempt):
             sequel = "nothing"

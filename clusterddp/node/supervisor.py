@@ -38,8 +38,8 @@ Kinds of messages between a node and the head, by direct call on node 0, by link
 node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
 `rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
 (error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to the
-master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr, master_port, agent_port), `stop` (reason),
-`kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
+master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `welcome`, `start` (attempt, restart, master_addr,
+master_port, agent_port), `stop` (reason), `kill` (whole_gang), `finish` (exit_code). Both ways: `beat`.
 """
 
 from __future__ import annotations
