@@ -284,3 +284,105 @@ def test_a_name_that_a_spec_does_not_take_is_changed_and_said() -> None:
     found = read("#SBATCH --job-name='my job/1'\nsrun python t.py\n")
     assert found.values["name"] == "my_job_1"
     assert any("my_job_1" in each.why for each in found.left)
+
+
+@pytest.mark.parametrize(
+    ("command", "nodes", "per_node"),
+    [
+        ("torchrun --nnodes 2 --nproc_per_node 4 t.py", 2, 4),
+        ("torchrun --nnodes=2:4 --nproc_per_node 4 t.py", 2, 4),
+        ("N=2; torchrun --nnodes $N --nproc_per_node 4 t.py", 2, 4),
+        ("python -m torch.distributed.launch --nnodes=2 --nproc_per_node=4 t.py", 2, 4),
+        ("srun -N2 python t.py", 2, 1),
+        ("srun -N 2 -n 8 python t.py", 2, 4),
+        ("srun --nodes=2-4 --ntasks-per-node=4 python t.py", 2, 4),
+        ("srun -n 8 --ntasks-per-node=4 python t.py", 2, 4),
+        ("srun -w a,b --ntasks-per-node=4 python t.py", 2, 4),
+        ("srun -N2 torchrun --nnodes 2 --nproc_per_node 4 t.py", 2, 4),
+        ("mpirun -H a:2,b:2 python t.py", 2, 2),
+        ("mpirun -np 4 -host a:2,b:2 python t.py", 2, 2),
+        ("mpirun -np 4 -H a,b python t.py", 2, 2),
+        ("mpirun -np 4 -H a:4,b:4 python t.py", 1, 4),
+        ("mpirun -np 4 --bynode -H a:4,b:4 python t.py", 2, 2),
+        ("mpirun --map-by ppr:3:node -H a:4,b:4 python t.py", 2, 3),
+        ("mpirun -np 4 -npernode 2 python t.py", 2, 2),
+        ("mpirun -np 4 -hostfile hostfile python t.py", 2, 2),
+        ("mpiexec.hydra -hosts a,b -n 4 -ppn 2 python t.py", 2, 2),
+        ("mpiexec.hydra -f hostfile -n 8 -ppn 4 python t.py", 2, 4),
+        ("mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 4 t.py", 2, 4),
+        ("horovodrun -np 4 -H a:2,b:2 python t.py", 2, 2),
+        ("accelerate launch --num_machines 2 --num_processes 16 t.py", 2, 8),
+        ("deepspeed --num_nodes 2 --num_gpus 4 t.py", 2, 4),
+        ("deepspeed --hostfile hostfile t.py", 2, 2),
+        ("deepspeed --hostfile hostfile --num_nodes 1 t.py", 1, 2),
+        ("deepspeed --include a:0,1@b:0,1 t.py", 2, 2),
+    ],
+)
+def test_a_script_without_a_job_has_the_nodes_and_ranks_that_its_line_starts(
+    tmp_path: Path, command: str, nodes: int, per_node: int
+) -> None:
+    (tmp_path / "hostfile").write_text("a slots=2\nb slots=2\n")
+    found = imported(tmp_path, f"#!/bin/bash\nmodule load cuda\n{command}\n", kind="slurm")
+    resources = found.resolved.job.resources
+    assert (resources.nodes, resources.ranks_per_node) == (nodes, per_node)
+    assert not [each for each in found.left if each.why == "resources decides how many ranks are where"]
+
+
+def test_what_srun_asks_slurm_for_without_a_job_becomes_the_job(tmp_path: Path) -> None:
+    line = "srun -p gpu -A vision -N2 --ntasks-per-node=4 --gres=gpu:4 -c 8 -t 1:00:00 --mem=64G -l python t.py\n"
+    options = choose_options(imported(tmp_path, line, kind="slurm").resolved.job, {}).sbatch
+    wanted = {
+        "partition": "gpu", "account": "vision", "nodes": "2", "ntasks_per_node": "4", "gres": "gpu:4",
+        "cpus_per_task": "8", "time": "1:00:00", "mem": "64G",
+    }  # fmt: skip
+    assert {name: options[name] for name in wanted} == wanted
+
+
+def test_hosts_that_a_line_names_become_those_of_a_run_over_ssh(tmp_path: Path) -> None:
+    job = imported(tmp_path, "mpirun -H a:2,b:2 python t.py\n", kind="slurm").resolved.job
+    assert (job.launcher, [(host.host, host.gpus) for host in job.ssh.hosts]) == ("ssh", [("a", None), ("b", None)])
+    job = imported(tmp_path, "mpirun -np 3 -H a:2,b:2 python t.py\n", kind="slurm").resolved.job
+    assert [(host.host, host.gpus) for host in job.ssh.hosts] == [("a", 2), ("b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("job", "command", "nodes", "listed"),
+    [
+        ("-N 4", "srun -N 2 python t.py", 2, ("#SBATCH -N 4", "srun -N 2 (line 2) starts ranks on 2: the spec has 2")),
+        (
+            "-N 4",
+            "srun torchrun --nnodes 2 t.py",
+            2,
+            ("#SBATCH -N 4", "torchrun --nnodes 2 (line 2) starts ranks on 2"),
+        ),
+        ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("#SBATCH -N 1", "mpirun -H a:2,b:2 (line 2) starts ranks on 2")),
+        ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("a, b", "in a job Slurm chooses the hosts")),
+        ("-N 2", "srun torchrun t.py", 2, ("srun torchrun t.py", "torchrun without --nnodes starts a world on each")),
+        ("-N 2 --ntasks-per-node=4", "srun -n 4 python t.py", 2, ("srun -n 4 python t.py", "this line starts 2")),
+        ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not go into 2 nodes")),
+        (
+            "-p gpu",
+            "srun torchrun --nnodes $SLURM_NNODES t.py",
+            1,
+            ("torchrun --nnodes {num_nodes}", "does not say how"),
+        ),
+        ("-N 1", "mpirun -hostfile none python t.py", 1, ("mpirun -hostfile none", "its hosts cannot be read")),
+    ],
+)
+def test_where_the_job_and_the_line_disagree_that_is_said(
+    tmp_path: Path, job: str, command: str, nodes: int, listed: tuple[str, str]
+) -> None:
+    found = imported(tmp_path, f"#SBATCH {job}\n{command}\n")
+    assert found.resolved.job.resources.nodes == nodes
+    text, why = listed
+    assert [each for each in found.left if each.text == text and why in each.why], found.left
+
+
+def test_a_job_that_names_its_nodes_and_not_their_number_has_all_of_them(tmp_path: Path) -> None:
+    options = asked(tmp_path, "#SBATCH -w node[1-3]\nsrun python t.py\n")
+    assert (options["nodes"], options["nodelist"]) == ("3", "node[1-3]")
+
+
+def test_a_variable_of_slurm_that_the_script_does_not_size_stays_unknown() -> None:
+    found = read("#SBATCH -p gpu\nsrun python t.py --tasks $SLURM_NTASKS\n")
+    assert found.values["entry"]["args"] == ["--tasks", "$SLURM_NTASKS"]

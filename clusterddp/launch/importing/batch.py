@@ -6,11 +6,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from clusterddp.errors import UsageError
 from clusterddp.launch.importing.command import Command, read_command
 from clusterddp.launch.importing.findings import Findings
+from clusterddp.launch.importing.hosts import set_hosts
+from clusterddp.launch.importing.launch_line import read_launch_line
 from clusterddp.launch.importing.sbatch import Given, read_sbatch_lines
 from clusterddp.launch.importing.shell import Statement, Word, split_statements
 from clusterddp.launch.importing.sizes import SIZES, read_sizes, set_sizes
@@ -44,17 +46,20 @@ class Candidate:
     """The keyword that it stands behind, if any."""
 
 
-def read_batch_script(text: str, findings: Findings, *, line: int | None = None) -> None:
+def read_batch_script(text: str, findings: Findings, *, line: int | None = None, place: Path = Path()) -> None:
     """Read a batch script into `findings`; nothing of it is executed.
 
-    `line`: where the command that trains stands, when there are several.
+    `line`: where the command that trains stands, when there are several. `place`: where it looks for hostfiles.
     Raises: UsageError: no command that trains can be told, or more than one.
     """
-    given = read_sbatch_lines(text, findings)
-    sizes = read_sizes(given, findings)
-    variables = Variables(given=sizes.as_variables)
+    job = read_sbatch_lines(text, findings)
+    of_job = read_sizes(job, Findings(source=findings.source))
+    variables = Variables(given=of_job.as_variables if SIZES & job.keys() else {})
     candidates = _Reader(findings, variables).read(split_statements(text))
     chosen = _choose(candidates, findings, line)
+    launch = read_launch_line(chosen.command, job, findings, chosen.statement.line, place)
+    given = launch.given
+    sizes = read_sizes(given, findings)
     _name(given, findings)
     for name, (value, at) in chosen.exports.items():
         known = name == "OMP_NUM_THREADS" and value.text == str(sizes.cpus_per_task)
@@ -62,11 +67,13 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None)
     for name, value in chosen.command.env.items():
         set_variable(name, value, findings, chosen.statement.line)
     _carry_options(given, findings)
-    ranks = count_ranks(chosen.command, sizes)
-    if ranks.doubt:
-        findings.lose(chosen.statement.text, ranks.doubt, chosen.statement.line)
+    ranks = count_ranks(chosen.command, sizes, launch)
+    for doubt in ranks.doubts:
+        findings.lose(chosen.statement.text, doubt, chosen.statement.line)
     set_sizes(given, sizes, ranks.per_node, findings)
-    carry_levels(chosen.command, findings, chosen.statement.line)
+    if launch.hosts and not job:
+        set_hosts(launch.hosts_to_write(ranks.per_node), findings)
+    carry_levels(chosen.command, findings, chosen.statement.line, settled=launch.settled)
     _carry_entry(chosen, findings)
     for raw, default in variables.defaults.items():
         findings.lose(raw, f'the default is taken: "{default}"')
@@ -224,9 +231,9 @@ def _carry_options(given: Mapping[str, Given], findings: Findings) -> None:
             section = findings.values.setdefault("container", {})
             section |= {"image": value} if name == "container_image" else {"mounts": value.split(",")}
         elif name in OWNED:
-            findings.lose(f"#SBATCH {option.text}", OWNED[name], entry.line, fate="ours")
+            findings.lose(entry.text, OWNED[name], entry.line, fate="ours")
         elif len(name) == 1:
-            findings.lose(f"#SBATCH {option.text}", "no option of sbatch that is known here", entry.line)
+            findings.lose(entry.text, "no option of sbatch that is known here", entry.line)
         else:
             findings.set(f"slurm.{name}", True if value is None else value)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from clusterddp.launch.importing.findings import Findings
 from clusterddp.launch.importing.surroundings import set_variable
 from clusterddp.launch.importing.values import Text
 from clusterddp.spec.hostfile import read_hostfile
-from clusterddp.spec.tree import ListNode, Mapping, Scalar
+from clusterddp.spec.tree import ListNode, Mapping, Node, Scalar
+
+Host = tuple[str, int | None]
+"""A host or a set of hosts, and its slots where they are given."""
 
 
 def read_hosts(path: Path, findings: Findings) -> None:
@@ -16,17 +20,26 @@ def read_hosts(path: Path, findings: Findings) -> None:
 
     Raises: SpecError: with every line that is wrong.
     """
-    hosts: list[object] = []
-    node = read_hostfile(path).node
+    set_hosts(list_hosts(read_hostfile(path).node), findings)
+
+
+def list_hosts(node: Node | None) -> list[Host]:
+    """Return the hosts of a hostfile or of `a:2,b:2`, with their slots where they have some."""
     assert isinstance(node, ListNode)
+    hosts: list[Host] = []
     for item in node.items:
         if isinstance(item, Scalar):
-            hosts.append(item.text)
+            hosts.append((item.text, None))
         elif isinstance(item, Mapping):
             entries = {key: value.text for key, value in item.entries.items() if isinstance(value, Scalar)}
-            hosts.append({"host": entries["host"], "gpus": int(entries["gpus"])})
+            hosts.append((entries["host"], int(entries["gpus"])))
+    return hosts
+
+
+def set_hosts(hosts: Iterable[Host], findings: Findings) -> None:
+    """Make the hosts those of a run over SSH."""
     findings.set("launcher", "ssh")
-    findings.set("ssh.hosts", hosts)
+    findings.set("ssh.hosts", [host if slots is None else {"host": host, "gpus": slots} for host, slots in hosts])
 
 
 def read_env_file(text: str, findings: Findings) -> None:

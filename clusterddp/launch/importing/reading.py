@@ -55,7 +55,7 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
         if len(text) > MAX_SCRIPT:
             raise UsageError(f"{path}: is larger than {MAX_SCRIPT:,} characters, expected a batch script")
         findings.set("launcher", "slurm")
-        read_batch_script(text, findings, line=line)
+        read_batch_script(text, findings, line=line, place=path.parent)
     elif kind == "hostfile":
         read_hosts(path, findings)
     elif kind == "env":

@@ -20,6 +20,12 @@ class Given:
 
     option: Option
     line: int
+    of: str = "#SBATCH"
+    """What it is given to: the job, or the program of the line that starts the ranks."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.of} {self.option.text}"
 
 
 def read_sbatch_lines(text: str, findings: Findings) -> dict[str, Given]:

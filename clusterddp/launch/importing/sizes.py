@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clusterddp.dist.hostlist import MAX_HOSTS, count
+from clusterddp.errors import ClusterddpError
 from clusterddp.launch.importing.findings import Findings
 from clusterddp.launch.importing.sbatch import Given
 
@@ -17,6 +19,7 @@ SIZES = frozenset(
     }
 )  # fmt: skip
 """Options that decide the sizes, or follow from them."""
+GPU_SIZES = frozenset({"gres", "gpus", "gpus_per_node", "gpus_per_task"})
 _NUMBERS = ("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "cpus_per_task", "cpus_per_gpu")
 
 
@@ -137,18 +140,26 @@ def _refuse_odd_numbers(given: Mapping[str, Given], findings: Findings) -> None:
 
 
 def _say(given: Mapping[str, Given], name: str, why: str, findings: Findings) -> None:
-    findings.lose(f"#SBATCH {given[name].option.text}", why, given[name].line)
+    findings.lose(given[name].text, why, given[name].line)
 
 
 def _nodes(given: Mapping[str, Given], findings: Findings) -> int | None:
     value = _value(given, "nodes")
     if not value:
-        return None
+        return _count_named(given)
     number = re.fullmatch("0*([1-9][0-9]{0,5})(-.*)?", value)
     if number is None or number[2]:
         why = "a spec has one number of nodes" + (": the smallest is taken" if number else ", from 1: 1 is taken")
         _say(given, "nodes", why, findings)
     return int(number[1]) if number else 1
+
+
+def _count_named(given: Mapping[str, Given]) -> int | None:
+    """Count the hosts of --nodelist, all of which a job gets that does not say how many nodes it wants."""
+    try:
+        return count(_value(given, "nodelist"), limit=MAX_HOSTS) or None
+    except ClusterddpError:  # the path of a file with the hosts
+        return None
 
 
 def _gpus_per_node(given: Mapping[str, Given], nodes: int | None) -> int | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from clusterddp.launch.importing.command import STARTS_RANKS, Command, Level
 from clusterddp.launch.importing.findings import Findings
+from clusterddp.launch.importing.launch_line import LaunchLine, ranks_of_mapping
 from clusterddp.launch.importing.options import Option, words
 from clusterddp.launch.importing.sizes import Sizes
 from clusterddp.launch.importing.surroundings import set_variable
-from clusterddp.launch.importing.values import Text, as_written, is_fixed
+from clusterddp.launch.importing.values import Text, as_written, fixed_number, is_fixed
 from clusterddp.spec.slurm_options import SRUN_OPTIONS
 
 _RENDEZVOUS = "the ranks find each other by clusterddp's own rendezvous"
@@ -59,36 +61,45 @@ _ACCELERATE_VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """How many ranks the command starts on each node, and from where that is known."""
+    """How many ranks the command starts on each node, and what of that is not sure."""
 
     per_node: int
-    doubt: str = ""
+    doubts: tuple[str, ...] = ()
 
 
-def count_ranks(command: Command, sizes: Sizes) -> Ranks:
+def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
     """Count the ranks that a command starts on each node."""
     inner = next((level for level in reversed(command.levels) if level.starter in STARTS_RANKS), None)
     if inner is not None:
-        return _count_started(inner, sizes)
+        return _count_started(inner, sizes, launch)
     outer = [level for level in command.levels if level.starter in {"srun", "mpirun", "horovodrun"}]
     if not outer:
         few = sizes.tasks_per_node * sizes.nodes > 1 or (sizes.gpus_per_node or 1) > 1
         doubt = "the script starts one process, without srun or torchrun: one rank on each node; a program that "
-        return Ranks(per_node=1, doubt=f"{doubt}starts its own ranks needs entry.owns_ranks: true" if few else "")
-    per_node = sizes.tasks_per_node
+        return Ranks(per_node=1, doubts=(f"{doubt}starts its own ranks needs entry.owns_ranks: true",) if few else ())
+    if launch.hosts:
+        return _count_on_hosts(launch)
+    ranks = Ranks(per_node=sizes.tasks_per_node)
     for level in outer:
-        per_node = _count_tasks(level, sizes, per_node)
-    return Ranks(per_node=per_node)
+        ranks = _count_tasks(level, sizes, ranks)
+    if ranks.per_node != sizes.tasks_per_node and sizes.tasks_per_node > 1:
+        doubt = f"the job has {sizes.tasks_per_node} tasks on each node, this line starts {ranks.per_node}"
+        ranks = dataclasses.replace(ranks, doubts=(*ranks.doubts, doubt))
+    return ranks
 
 
-def carry_levels(command: Command, findings: Findings, line: int) -> None:
-    """Carry what the options of the starting programs say into the spec, and list the others."""
+def carry_levels(command: Command, findings: Findings, line: int, *, settled: Collection[str]) -> None:
+    """Carry what the options of the starting programs say into the spec, and list the others.
+
+    `settled`: names of options that the sizes have followed.
+    """
     for level in command.levels:
         local_rank = {"launch": "use_env", "deepspeed": "no_local_rank"}.get(level.starter)
         if local_rank and command.python and not any(option.name == local_rank for option in level.options):
             findings.set("entry.local_rank_arg", True)
         for option in level.options:
-            _carry(level, option, findings, line)
+            if option.name not in settled or not is_fixed(option.value or Text("")):
+                _carry(level, option, findings, line)
 
 
 def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
@@ -114,42 +125,61 @@ def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
         findings.lose(text, f"no key of a spec says this option of {level.starter}", line)
 
 
-def _count_started(level: Level, sizes: Sizes) -> Ranks:
+def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
     given = {option.name: option.value for option in level.options}
     if level.starter == "accelerate":
         total = _number(given.get("num_processes"))
-        return Ranks(per_node=max(1, total // sizes.nodes) if total else sizes.gpus_per_node or 1)
+        return _share(total, sizes.nodes) if total else Ranks(per_node=sizes.gpus_per_node or 1)
     wanted = given.get("num_gpus" if level.starter == "deepspeed" else "nproc_per_node")
-    number = _number(wanted)
-    if number:
-        return Ranks(per_node=number)
+    doubts: tuple[str, ...] = ()
+    if level.starter != "deepspeed" and sizes.nodes > 1 and "nnodes" not in given:
+        doubts = (f"{level.starter} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
+    if number := _number(wanted):
+        return Ranks(per_node=number, doubts=doubts)
+    if level.starter == "deepspeed" and any(slots for _, slots in launch.hosts):
+        return _count_on_hosts(launch)
     if wanted is None and level.starter != "deepspeed":
-        return Ranks(per_node=1)
+        return Ranks(per_node=1, doubts=doubts)
     if wanted is not None and wanted.text == "cpu":
-        return Ranks(per_node=sizes.cpus_per_task or 1)
+        return Ranks(per_node=sizes.cpus_per_task or 1, doubts=doubts)
     known = sizes.gpus_per_node
     words_ = as_written(wanted.text) if wanted else "one for each GPU"
     doubt = "" if known else f"{words_}: how many ranks that is on a node the script does not say; the spec has 1"
     if known and wanted is not None and wanted.text not in {"gpu", "auto"}:
         doubt = f"{words_}: taken as one rank for each of {known} GPUs"
-    return Ranks(per_node=known or 1, doubt=doubt)
+    return Ranks(per_node=known or 1, doubts=(*doubts, doubt) if doubt else doubts)
 
 
-def _count_tasks(level: Level, sizes: Sizes, per_node: int) -> int:
+def _count_tasks(level: Level, sizes: Sizes, so_far: Ranks) -> Ranks:
     given = {option.name: option.value for option in level.options}
     for name in ("ntasks_per_node", "npernode", "ppn"):
         if number := _number(given.get(name)):
-            return number
-    nodes = _number(given.get("nodes")) or sizes.nodes
+            return Ranks(per_node=number)
+    if (mapped := given.get("map_by")) and (number := ranks_of_mapping(mapped)):
+        return Ranks(per_node=number)
     for name in ("ntasks", "np", "num_proc"):
         if number := _number(given.get(name)):
-            return max(1, -(-number // nodes))
-    return per_node
+            return _share(number, sizes.nodes)
+    return so_far
+
+
+def _count_on_hosts(launch: LaunchLine) -> Ranks:
+    """Count the ranks of a host; where hosts have different numbers each says its own in ssh.hosts."""
+    numbers = [slots or 1 for _, slots in launch.hosts]
+    listed = ", ".join(f"{host} {slots or 1}" for host, slots in launch.hosts[:8])
+    doubt = f"hosts have different numbers of ranks, which a spec says as their GPUs: {listed}"
+    return Ranks(per_node=max(numbers), doubts=(doubt,) if len(set(numbers)) > 1 else ())
+
+
+def _share(total: int, nodes: int) -> Ranks:
+    """Lay out so many ranks on nodes, each of which has the same number in a spec."""
+    each = max(1, -(-total // nodes))
+    doubt = f"{total} ranks do not go into {nodes} nodes: the spec has {each} on each"
+    return Ranks(per_node=each, doubts=() if each * nodes == total else (doubt,))
 
 
 def _number(value: Text | None) -> int | None:
-    known = value is not None and is_fixed(value) and value.text.isdigit() and len(value.text) < 6
-    return max(1, int(value.text)) if known and value is not None else None
+    return fixed_number(value) if value else None
 
 
 def _restarts(value: str, findings: Findings, line: int) -> bool:

@@ -132,6 +132,13 @@ def is_fixed(text: Text) -> bool:
     return not text.unknown and _MARK not in text.text
 
 
+def fixed_number(text: Text) -> int | None:
+    """Return a count from 1 that is the same for every rank and known here."""
+    written = text.text
+    known = is_fixed(text) and written.isascii() and written.isdigit() and len(written) < 6
+    return int(written) or None if known else None
+
+
 def split_assignment(word: Word) -> tuple[str, Word, bool] | None:
     """Split `NAME=value` and `NAME+=value` into the name, the value, and whether it is added."""
     written = ""
