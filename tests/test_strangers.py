@@ -126,8 +126,11 @@ def call(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def seat(port: int, key: str) -> Seat:
-    return Seat(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+def take_seat(port: int, key: str) -> None:
+    """Be node 1, and leave."""
+    seat = Seat(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+    with contextlib.closing(seat):
+        seat.take(SPEC, FACTS, PATIENCE * 5)
 
 
 def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
@@ -158,7 +161,7 @@ def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
     got: list[bytes] = []
     refused = pytest.raises(PreflightError, match="does not know the same CLUSTERDDP_JOIN_KEY")
     with serving(lambda sock: got.append(_false_node_0(sock))) as port, refused:
-        seat(port, "mum").take(SPEC, FACTS, PATIENCE * 5)
+        take_seat(port, "mum")
     assert b"a-secret-value" not in got[0]
     assert b"API_KEY" not in got[0]
     assert b"torch" not in got[0]
@@ -167,7 +170,7 @@ def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
 def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
     got: list[bytes] = []
     with serving(lambda sock: got.append(_false_node_0(sock))) as port, pytest.raises(PreflightError):
-        seat(port, "").take(SPEC, FACTS, PATIENCE * 5)
+        take_seat(port, "")
     assert b"API_KEY" in got[0]
     assert b"a-secret-value" not in got[0]
 
@@ -196,11 +199,9 @@ def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
         head.send(begin | change)
         head.read_all()
 
-    with serving(answer) as port:
-        member = seat(port, "")
-        with pytest.raises(PreflightError, match="what answers as node 0 is none"):
-            member.take(SPEC, FACTS, PATIENCE * 5)
-        member.close()
+    refused = pytest.raises(PreflightError, match="what answers as node 0 is none")
+    with serving(answer) as port, refused:
+        take_seat(port, "")
 
 
 def test_node_0_with_a_key_sends_a_stranger_nothing_but_a_nonce_and_a_signature() -> None:
@@ -297,7 +298,9 @@ def test_a_listener_without_descriptors_rests_and_goes_on() -> None:
         acceptor = Acceptor(server, selector)
         caller = socket.create_connection(server.getsockname())
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
         try:
             assert acceptor.accept(0.0) == []
         finally:
@@ -357,7 +360,7 @@ def _false_node_0(sock: socket.socket) -> bytes:
     """Be a node 0 that knows no key; return all that came."""
     head = Stranger(sock, "join", "head")
     head.send({"node_rank": 0})
-    with contextlib.suppress(AssertionError, ValueError):
+    with contextlib.suppress(AssertionError, ValueError, OSError):
         head.read()
         head.send({"refused": "no", "hint": None})
     return head.read_all()
