@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gang_runs import GangRun, make_gang, started, wait_until
+from gang_runs import GangRun, make_gang, running, started, wait_until
 from port_thief import MEET, STEAL, steal
 from worker_ranks import Place
 
@@ -68,6 +68,13 @@ def test_a_command_binds_the_port_itself(tmp_path: Path) -> None:
     program = "let_steal = print\n" + MEET
     with started(tmp_path, make_gang(tmp_path, program, ranks_per_node=1, entry=command)) as gang:
         assert gang.await_end(60) == [0, 0], gang.attempt().stderr(0).read_text()
+
+
+def test_a_script_that_binds_the_port_in_another_way_is_told_what_to_do(tmp_path: Path) -> None:
+    program = "import socket\nif rank == 0: socket.create_server(('', int(os.environ['MASTER_PORT'])))\n"
+    with running(tmp_path, program, ranks_per_node=1) as gang:
+        assert gang.await_end() == [1, 1]
+        assert "is to be an entry.command" in gang.attempt().stderr(0).read_text()
 
 
 def test_the_trainer_meets_at_a_port_that_another_user_wants(here: Path) -> None:

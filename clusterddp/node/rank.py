@@ -12,6 +12,7 @@ It imports next to nothing: sixteen of these start at once on two cores.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import json
@@ -29,6 +30,10 @@ from clusterddp.node.entry import run_entry
 
 ENDING = "ENDING"
 """The file beside the stop file that tells a rank what SIGTERM means: it is there when the gang is being ended."""
+_PORT_LISTENS = (
+    "hint: at MASTER_PORT a socket of the run listens already, which torch's store takes over; "
+    "a program that binds the port itself is to be an entry.command (docs/entry.md)\n"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -136,6 +141,8 @@ def _fail(error: BaseException) -> NoReturn:
     import traceback
 
     told = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
+    if getattr(error, "errno", None) == errno.EADDRINUSE and "clusterddp.node.store_listener" in sys.modules:
+        told += _PORT_LISTENS
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(told)
     words = "".join(traceback.format_exception_only(type(error), error)).strip()
