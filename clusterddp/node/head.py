@@ -129,7 +129,7 @@ class Head:
         if why == HOST_SILENT and is_cut_off(self._interface):
             self._fail_nodes((own,), f"{own.host} is cut off, its {self._interface} is down", now)
         name = f"supervisor of node {node_rank} on {node.host} (pid {self._muster.pids[node_rank]})"
-        # Who ends for a reason reports it first.
+        # A supervisor that ends for a reason of its own reports it first.
         self._fail_nodes((node,), f"{name} was killed" if why == GONE else f"{name} is lost: {why}", now)
         self._confirm(node_rank, [])
 

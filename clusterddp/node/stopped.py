@@ -10,7 +10,7 @@ from clusterddp.run.process_table import is_stopped
 from clusterddp.run.record import RankRecord
 
 LOOK_EVERY_S = 5.0
-"""Who is found stopped at two looks is reported: ranks of a job that was suspended go on a moment after us."""
+"""A rank that is stopped at two looks is reported: those of a suspended job may be resumed a moment after us."""
 
 
 class StoppedRanks:

@@ -74,7 +74,7 @@ class HeadHere:
         self._selector = selector
         self._listener = listener
         self._session = os.urandom(8).hex()
-        """Told to who joins: who connects again names it, and is of this start of the run then."""
+        """Sent to each node that joins. A node that connects again names it, so it is of this start of the run."""
         self._max_strangers = _MAX_STRANGERS + 4 * len(gang.nodes)
         self._acceptor = Acceptor(listener, selector)
         self._refusals = Refusals(note)
@@ -210,7 +210,7 @@ class HeadElsewhere:
         listener: socket.socket,
         now: float,
     ) -> None:
-        """`listener`: that the head asks, after a connection broke, whether this process is there."""
+        """`listener`: the head connects to it after a connection broke, to see whether this process lives."""
         self.exit_code: int | None = None
         self.head_lost: str | None = None
         """Why the head is lost, when it is."""
