@@ -89,6 +89,7 @@ def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
             submitter=dataclasses.asdict(ProcessIdentity.of()),
             keeper=None,
             job_id=None,
+            job_tag=None,
             base_attempt=number,
             queued=queued,
         ),

@@ -150,6 +150,10 @@ class RunDir:
         """On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed."""
         return self.launcher_dir / "secrets.json"
 
+    def job_answer(self, tag: str) -> Path:
+        """On Slurm: what sbatch answered to the submit of the job with this tag."""
+        return self.launcher_dir / f"job-{tag}.json"
+
     @property
     def cancel_file(self) -> Path:
         """Whoever creates this file asks the supervisors to end the run at once."""

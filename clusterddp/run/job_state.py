@@ -98,7 +98,7 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         array_index=record.array_index,
         job_id=record.job_id,
         since=record.created_ns / 1e9,
-        noted=os.stat(run.record).st_mtime,
+        noted=max(_times([run.record, run.job_answer(record.job_tag)])),
         cluster=record.cluster,
         owner=owner,
     )
@@ -249,8 +249,15 @@ def _quiet_s(known: _Run) -> float:
 def _signs_of_life(known: _Run) -> Iterator[float]:
     yield 0.0
     files: list[Path] = [known.run.record, *_job_logs(known.run)]
+    if known.record.job_tag:
+        files.append(known.run.job_answer(known.record.job_tag))
     if known.attempt:
         files += [known.attempt.path, known.attempt.ranks, known.attempt.claim]
+    yield from _times(files)
+
+
+def _times(files: Iterable[Path]) -> Iterator[float]:
+    """Yield when each of the files that are there was last touched."""
     for path in files:
         try:
             yield os.stat(path).st_mtime

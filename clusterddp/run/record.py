@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, read_json, write_json
 from clusterddp.run.process_table import read_process
+from clusterddp.slurm.identity import is_tag
 from clusterddp.wire import build
 
 _T = TypeVar("_T")
@@ -76,7 +77,7 @@ class RunRecord:
     parent: str | None = None
     """The run that this one repeats (`rerun`)."""
     job_id: str | None = None
-    """What the launcher answered; None: not started, or the answer was lost."""
+    """What the launcher answered; None: not started, or the answer was lost. On Slurm it is in a file of its own."""
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The `ProcessIdentity` of the process that submits, to tell a submit under way from one that died."""
     keeper: dict[str, Any] | None = None
@@ -95,6 +96,17 @@ class RunRecord:
     """On Slurm: the cluster that sbatch named, where it names one."""
     queued: bool = False
     """In a sweep elsewhere than on Slurm: the queue of the sweep has still to start the newest attempt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswer:
+    """`launcher/job-<tag>.json`: what sbatch answered to one submit.
+
+    Not in `run.json`: by the time of the answer the job may have run, and its follow-up job may be in the record.
+    """
+
+    job_id: str
+    cluster: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +162,19 @@ def write_run(directory: RunDir, record: RunRecord) -> None:
 
 
 def read_run(directory: RunDir) -> RunRecord:
-    return _read(RunRecord, directory.record)
+    record = _read(RunRecord, directory.record)
+    if record.job_id is not None or record.job_tag is None or not is_tag(record.job_tag):
+        return record
+    path = directory.job_answer(record.job_tag)
+    data = read_json(path)
+    if data is None:
+        return record
+    answer = _build(JobAnswer, data, str(path))
+    return dataclasses.replace(record, job_id=answer.job_id, cluster=answer.cluster)
+
+
+def write_job_answer(directory: RunDir, tag: str, answer: JobAnswer) -> None:
+    write_json(directory.job_answer(tag), dataclasses.asdict(answer))
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
