@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, sync_directory
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, read_end, read_run, write_end, write_run
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
@@ -51,6 +53,16 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
     sync_directory(attempt.path)
     sync_directory(attempt.path.parent)
     return attempt
+
+
+def refuse_to_end(path: Path) -> None:
+    """Refuse to end what another user has started, a run or a sweep.
+
+    Raises: UsageError: the directory belongs to another user.
+    """
+    if is_of_another_user(path):
+        owner = os.stat(path).st_uid
+        raise UsageError(f"{path.name} belongs to another user (uid {owner}), who alone can end it")
 
 
 def refuse_resume(run: RunDir, view: RunView, *, instead: str) -> None:

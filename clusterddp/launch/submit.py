@@ -22,6 +22,7 @@ from clusterddp.launch.attempts import (
     final_end,
     make_next_attempt,
     refuse_resume,
+    refuse_to_end,
     silence,
 )
 from clusterddp.launch.foreign import launcher as foreign
@@ -171,9 +172,10 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     """End a run; with `save`, let it write a checkpoint first. Return in words what became of it.
 
     A run that has ended is left as it is, and a second cancel only waits for the first.
-    Raises: ClusterddpError: it has not ended in time.
+    Raises: ClusterddpError: it has not ended in time. UsageError: it is another user's.
     """
     run = RunDir(run.path.absolute())
+    refuse_to_end(run.path)
     with kept_fresh([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as home:
         home.look()
         return _end(run, home, save=save, timeout_s=timeout_s)

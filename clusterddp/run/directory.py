@@ -171,6 +171,11 @@ class RunDir:
         return [self.attempt(number) for number in sorted(map(int, names))]
 
 
+def is_of_another_user(path: Path) -> bool:
+    """Say whether a run's directory, or a sweep's, is another user's; to root each is its own."""
+    return os.geteuid() not in {0, os.stat(path).st_uid}
+
+
 def is_run_name(name: str) -> bool:
     """Say whether another process may name a run so: it is one directory below that of all runs."""
     return _RUN_NAME.fullmatch(name) is not None

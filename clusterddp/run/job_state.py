@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.run.directory import AttemptDir, RunDir, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, read_tail
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.explain import explain_end, explain_waiting
@@ -91,8 +92,6 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
     """Return how Slurm is asked for the job of a run; None before there can be one."""
     if record.launcher != "slurm" or record.job_tag is None:
         return None
-    # root may look at a run of somebody else; a file system that maps owners must not hide a user's own jobs from them.
-    owner = os.getuid() or os.stat(run.path).st_uid
     return Wanted(
         tag=record.job_tag,
         array_index=record.array_index,
@@ -100,8 +99,20 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         since=record.created_ns / 1e9,
         noted=max(_times([run.record, run.job_answer(record.job_tag)])),
         cluster=record.cluster,
-        owner=owner,
+        owners=_owners(run),
     )
+
+
+def _owners(run: RunDir) -> tuple[int, ...]:
+    """Return the users of whom one has the run's job: the owner of its files, or, where these are mapped, who looks."""
+    own, owner = os.getuid(), os.stat(run.path).st_uid
+    if own in {0, owner}:
+        return (owner,)
+    try:
+        pwd.getpwuid(owner)
+    except KeyError:
+        return (own,)  # squeue refuses to be asked for a user that it does not know
+    return (own, owner)
 
 
 def read_job_state(
@@ -183,6 +194,9 @@ def _ended(known: _Run, job: Job) -> RunView:
 
 def _nowhere(known: _Run, words: str) -> RunView:
     """Tell the state of a run whose job Slurm does not know, as `words` say."""
+    if is_of_another_user(known.run.path):
+        reason = f"belongs to another user, whose jobs Slurm may not show to you: {words}"
+        return known.view(RunState.UNKNOWN, reason)
     if known.record.job_id is None and not known.was_started and known.end is None:
         return _unsubmitted(known)
     if known.run.cancel_file.exists():
