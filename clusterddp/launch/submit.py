@@ -65,6 +65,8 @@ _CANCELLED = {
 }
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
+_RESUME_LOOK_S = 60.0
+"""How long `resume` waits for the answers of busy hosts; what they say decides whether it may start anything."""
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -103,7 +105,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     environ = inherited_environment()
     record = read_run(run)
     with kept_fresh([run], environ) as home:
-        home.look()
+        home.look(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
     refuse_foreign(run)
