@@ -197,6 +197,17 @@ def test_a_job_that_a_node_could_not_start_says_what_that_usually_means(
     assert "usually it does not see the run's directory" in view.reason
 
 
+def test_a_script_that_failed_and_left_no_word_here_may_not_have_seen_the_run_s_directory(
+    rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
+) -> None:
+    """As where slurmstepd (24.11) makes the directory of the output on the node's own disk."""
+    run = make()
+    job = submit_job(rack, run, "--output=/dev/null", script="exit 1")
+    await_state(rack, job, "FAILED")
+    view = read_at_rest(run, slurm)
+    assert (view.state, "usually its nodes do not see the run's directory" in view.reason) == (RunState.FAILED, True)
+
+
 def test_the_end_of_a_job_is_no_end_of_the_run_while_the_record_may_be_on_its_way(
     rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
 ) -> None:

@@ -189,7 +189,7 @@ def _ended(known: _Run, job: Job) -> RunView:
         return known.view(RunState.LOST, reason, job)
     if job.state == "COMPLETED":
         return known.view(RunState.LOST, f"{words}, but nobody recorded how the run ended{_last_words(known)}", job)
-    return known.view(RunState.FAILED, words + _last_words(known), job)
+    return known.view(RunState.FAILED, words + (_last_words(known) or _why_wordless(known, job)), job)
 
 
 def _nowhere(known: _Run, words: str) -> RunView:
@@ -286,6 +286,16 @@ def _last_words(known: _Run) -> str:
         if lines:
             return f'; {path.relative_to(known.run.path)} ends with "{lines[-1].strip()[:300]}"'
     return ""
+
+
+def _why_wordless(known: _Run, job: Job) -> str:
+    """Say what it usually means that a job has failed without a claim and without any output here.
+
+    A newer slurmstepd makes a missing output directory on the node's own disk, and the batch script complains there.
+    """
+    if known.was_claimed or job.exit_code.partition(":")[0] not in {"", "1"} or _job_logs(known.run)[0].exists():
+        return ""
+    return "; its output is not to be seen here: usually its nodes do not see the run's directory"
 
 
 def _job_logs(run: RunDir) -> tuple[Path, Path]:
