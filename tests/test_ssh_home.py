@@ -184,7 +184,7 @@ def test_nothing_is_known_and_no_host_answers_is_told_by_the_exit_code(own_place
 def test_resume_waits_for_a_host_that_is_busy(own_place: SshPlace) -> None:
     """Once, Python takes longer to start there than a look waits; nobody has seen the end of the run before."""
     (own_place.path / "fail.py").write_text("raise SystemExit(3)\n")
-    slow = "#!/bin/sh\nif rm /srv/slow 2>/dev/null; then sleep 14; fi\nexec /opt/bare/bin/python \"$@\"\n"
+    slow = '#!/bin/sh\nif rm /srv/slow 2>/dev/null; then sleep 14; fi\nexec /opt/bare/bin/python "$@"\n'
     for node in ("node1", "node2"):
         python = own_place.rack.outside(node, "/srv/python")
         python.write_text(slow)
