@@ -7,7 +7,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import PATIENCE_S, Answer
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.failure import Failure
-from clusterddp.node.job_watch import JobWatch
+from clusterddp.node.job_watch import Intent, JobWatch, bring_home
 from clusterddp.node.muster import Muster
 from clusterddp.node.order import SlurmOrder
 from clusterddp.node.rendezvous import choose_address
@@ -76,6 +76,11 @@ def job(**changes):
         (job(state="RUNNING", preempted=True), "goes_on", "the job was preempted"),
         (job(reason="TimeLimit"), "goes_on", "the time limit of the job is reached"),
         (job(reason="NodeDown"), "goes_on", "Slurm ended the job (NodeDown)"),
+        (
+            job(reason="JobLaunchFailure"),
+            "failed",
+            "the job's batch script was killed, or ended before its ranks (JobLaunchFailure)",
+        ),
     ],
 )
 def test_the_controller_s_words_tell_why_sigterm_came(now, kind, words):
@@ -101,6 +106,37 @@ def test_what_is_left_of_the_job_ends_before_slurm_kills():
 
 def test_a_warning_of_preemption_leaves_the_time_that_the_cluster_grants():
     assert after_term(job(state="RUNNING", preempted=True)).ends_by is None
+
+
+def test_the_end_of_a_preemption_s_grace_is_no_time_limit():
+    warned = Answer(job=job(state="RUNNING", preempted=True), asked=100.2, time_left_s=30.0)
+    watched = watch(Answer(job=RUNNING, asked=0.0, time_left_s=600.0), warned)
+    watched.tick(0.0)
+    watched.tick(0.1)
+    watched.on_term(100.0)
+    words = [intent.words for step in range(300) if (intent := watched.tick(100.0 + step / 10))]
+    assert words == ["the job was preempted"]
+
+
+def test_the_time_limit_does_not_rename_a_preemption(tmp_path):
+    attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
+    for intent in (
+        Intent(kind="goes_on", words="the job was preempted"),
+        Intent(kind="time_is_up", words="the time limit approaches"),
+    ):
+        bring_home(intent, attempt)
+        attempt.stop(intent.words, 1.0)
+    assert attempt.stop_reason == "the job was preempted"
+
+
+def test_a_killed_batch_script_fails_the_run_and_nobody_has_cancelled_it(tmp_path):
+    attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
+    attempt.begun = 1.0
+    attempt.stop("SIGTERM to the supervisor of node 0", 2.0)
+    bring_home(Intent(kind="failed", words="the script was killed"), attempt)
+    end = attempt.verdict(stop_confirmed=True)
+    assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
+    assert sequel_of(attempt, end, on_slurm=True, final=False, able=True) == "nothing"
 
 
 def test_ranks_are_asked_to_stop_a_lead_before_the_job_s_end():

@@ -187,6 +187,17 @@ def test_scancel_ends_the_gang_at_once(rack):
     await_nothing_left(run)
 
 
+def test_a_killed_batch_script_is_no_cancel(rack):
+    code = "import time, clusterddp\nprint('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)\n"
+    run = make_slurm_run(rack, "script", code, more="restarts: 1", resources=TWO_BY_TWO)
+    job = start_run(rack, run)
+    await_up(run, 0)
+    rack.run(HEAD, ["scancel", "--batch", "--signal=KILL", job])
+    end = await_final_end(run, 20)
+    assert (end.outcome, end.root_cause.rank) == ("FAILED", None)
+    assert "the job's batch script was killed" in end.reason
+
+
 def test_a_requeued_job_goes_on_with_the_next_attempt(rack):
     code = ONCE + "import clusterddp\n"
     code = code.replace('== "0": time', '== "0" and not clusterddp.should_stop(): time')

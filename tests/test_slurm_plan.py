@@ -17,6 +17,7 @@ from launch_runs import plan_text
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
+from clusterddp.launch.slurm.ask import ask_scheduler
 from clusterddp.launch.slurm.launcher import renew, write_variables
 from clusterddp.launch.slurm.options import Options, memory_text, without_waiting
 from clusterddp.launch.staging import make_run
@@ -383,3 +384,15 @@ def test_the_script_passes_its_arguments_on_as_they_are(tmp_path: Path) -> None:
     )
     assert done.stdout == f"/i p|/l p|-m|clusterddp.launch.slurm.batch|{odd}|"
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("article", ["", "a "], ids=["22.05", "26.05"])
+def test_the_scheduler_s_estimate_is_read(tmp_path: Path, article: str) -> None:
+    """A fake sbatch prints what Slurm 26.05 does, which was not at hand."""
+    words = f"Job 7 to start at 2026-11-25T10:00:00 {article}using 8 processors on nodes node[1-2] in partition low"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: {words}' >&2\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    slurm = plan(tmp_path).slurm
+    assert slurm is not None
+    verdict = ask_scheduler(slurm, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert (verdict.start, verdict.nodes) == ("2026-11-25T10:00:00", "node[1-2]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, name_of_job, update_record
-from rack.plan import USER
+from rack.plan import USER, USER_ID
 from rack.rack import Rack
 from rack_slurm import await_state, eventually, reach_slurm, submit_job
 
@@ -197,6 +197,17 @@ def test_a_job_that_a_node_could_not_start_says_what_that_usually_means(
     assert "usually it does not see the run's directory" in view.reason
 
 
+def test_a_script_that_failed_and_left_no_word_here_may_not_have_seen_the_run_s_directory(
+    rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
+) -> None:
+    """As where slurmstepd (24.11) makes the directory of the output on the node's own disk."""
+    run = make()
+    job = submit_job(rack, run, "--output=/dev/null", script="exit 1")
+    await_state(rack, job, "FAILED")
+    view = read_at_rest(run, slurm)
+    assert (view.state, "usually its nodes do not see the run's directory" in view.reason) == (RunState.FAILED, True)
+
+
 def test_the_end_of_a_job_is_no_end_of_the_run_while_the_record_may_be_on_its_way(
     rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
 ) -> None:
@@ -224,6 +235,46 @@ def test_a_job_whose_time_was_up_has_failed_and_says_so(rack: Rack, slurm: Slurm
     await_state(rack, job, "TIMEOUT")
     view = read_at_rest(run, slurm)
     assert (view.state, "its time was up" in view.reason) == (RunState.FAILED, True)
+
+
+def test_a_run_of_another_user_runs_for_whoever_looks_and_only_its_owner_ends_it(
+    rack: Rack, make: Callable[..., RunDir]
+) -> None:
+    run, forgotten = make(), make(job_id="4711")
+    job = submit_job(rack, run, script="sleep 300")
+    await_state(rack, job, "RUNNING")
+    for each in (run, forgotten):
+        begin_attempt(each)
+        age(each)
+        rack.run("head", ["chmod", "-R", "a+rX", str(each.path)])
+    assert seen_by_ana(rack, run, forgotten) == (
+        f"RUNNING\n2 {run.name} belongs to another user (uid 0), who alone can end it\n"
+        f"UNKNOWN\n2 {forgotten.name} belongs to another user (uid 0), who alone can end it\n"
+    )
+
+
+def seen_by_ana(rack: Rack, *runs: RunDir) -> str:
+    """Read the state of runs as another user than their owner, and cancel them; her own Python is out of reach."""
+    program = """
+import os, sys
+from pathlib import Path
+import clusterddp.run.job_state
+from clusterddp.errors import ClusterddpError
+from clusterddp.launch.submit import cancel
+from clusterddp.run.directory import RunDir
+from clusterddp.run.state import read_state
+os.setgroups([])
+os.setresgid(*[int(sys.argv[1])] * 3)
+os.setresuid(*[int(sys.argv[1])] * 3)
+for path in sys.argv[2:]:
+    print(read_state(RunDir(Path(path))).state.value)
+    try:
+        print(cancel(RunDir(Path(path))))
+    except ClusterddpError as error:
+        print(error.exit_code, error.message)
+"""
+    argv = [sys.executable, "-c", program, str(USER_ID), *(str(run.path) for run in runs)]
+    return rack.run("head", argv, env={"PYTHONPATH": str(REPOSITORY)}).stdout
 
 
 @pytest.mark.parametrize("user", ["root", USER])

@@ -118,3 +118,28 @@ def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_pe
     await_true(lambda: own_person.slurm("squeue", check=False))
     assert own_person.status()["state"] == "PENDING"
     assert len(own_person.jobs()) == 1
+
+
+def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: Person) -> None:
+    """The first job starts, loses its task and is followed by another one before sbatch has answered the submit."""
+    place = own_person.place
+    late = f"until grep -qs follow_up {place}/runs/*/events.jsonl; do sleep 0.1; done"
+    wrapper = own_person.wrap_sbatch(
+        f'if ! mkdir {place}/first; then {SBATCH}; fi; said=$(/usr/bin/sbatch "$@"); {late}; echo "$said"'
+    )
+    own_person.write_spec(
+        "restarts: 1\nslurm: {requeue: false, no_requeue: true}", resources="{nodes: 1, procs_per_node: 2}"
+    )
+    (place / "entry.py").write_text(
+        "import os, signal, time\n"
+        "if (os.environ['CLUSTERDDP_ATTEMPT'], os.environ['RANK']) == ('0', '1'):\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        f"while not os.path.exists('{place}/done'):\n    time.sleep(0.05)\n"
+    )
+    done = own_person.clusterddp("submit", "job.yaml", environ=wrapper)
+    assert done.returncode == 0, done.stderr
+    await_true(lambda: own_person.status()["state"] not in {"PENDING", "REQUEUED", "UNKNOWN"}, 60)
+    status = own_person.status()
+    assert (status["state"], status["job_id"], own_person.record().job_id) == ("RUNNING", "2", "2"), status["reason"]
+    (place / "done").touch()
+    assert own_person.clusterddp("wait").returncode == 0

@@ -177,8 +177,23 @@ def test_nothing_is_known_and_no_host_answers_is_told_by_the_exit_code(own_place
     await_started(own_place, run)
     for node in ("node1", "node2"):
         own_place.rack.power_off(node)
-    codes = [own_place.clusterddp(word, run.name, check=False).returncode for word in ("status", "wait", "logs")]
-    assert codes == [3, 3, 3]
+    commands = (["status"], ["wait", "--timeout", "1"], ["logs"])
+    assert [own_place.clusterddp(*words, run.name, check=False).returncode for words in commands] == [3, 3, 3]
+
+
+def test_resume_waits_for_a_host_that_is_busy(own_place: SshPlace) -> None:
+    """Once, Python takes longer to start there than a look waits; nobody has seen the end of the run before."""
+    (own_place.path / "fail.py").write_text("raise SystemExit(3)\n")
+    slow = '#!/bin/sh\nif rm /srv/slow 2>/dev/null; then sleep 14; fi\nexec /opt/bare/bin/python "$@"\n'
+    for node in ("node1", "node2"):
+        python = own_place.rack.outside(node, "/srv/python")
+        python.write_text(slow)
+        python.chmod(0o755)
+    run = own_place.submit(SPEC.replace("/opt/bare/bin/python", "/srv/python") + "entry: {script: fail.py}\n")
+    wait_until(own_place.host_run_dir("node1", run).attempt(0).end.exists, 60)
+    own_place.rack.outside("node1", "/srv/slow").touch()
+    done = own_place.clusterddp("resume", run.name, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_hosts_that_were_off_and_are_on_again_have_lost_the_run(own_place: SshPlace) -> None:

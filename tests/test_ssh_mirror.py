@@ -14,9 +14,13 @@ import pytest
 from agent_hosts import Hosts, running_hosts
 from rack.rack import wait_until
 
+from clusterddp.cli.terminal import Terminal
+from clusterddp.cli.watch import watch_until_ended
+from clusterddp.errors import PreflightError
 from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
+from clusterddp.run.view import RunState
 
 
 @pytest.fixture
@@ -171,6 +175,24 @@ def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
     wait_until(lambda: mirror.look() or len(hosts.said) > 1, 20)
     mirror.close()
     assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)", "gpu02 answers again"]
+
+
+def test_who_waits_asks_hosts_again_that_have_not_answered_yet(hosts: Hosts) -> None:
+    hosts.start()
+    write_end(hosts.head.attempt(0), AttemptEnd(outcome="COMPLETED", reason="done"))
+    hosts.down.update(hosts.names)
+    threading.Timer(1.0, hosts.down.clear).start()
+    mirror = hosts.mirror()
+    assert watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=60).state is RunState.COMPLETED
+    mirror.close()
+
+
+def test_who_waited_in_vain_for_hosts_is_told_for_how_long(hosts: Hosts) -> None:
+    hosts.down.update(hosts.names)
+    mirror = hosts.mirror()
+    with pytest.raises(PreflightError, match=r"gpu01 cannot be reached .*; its hosts were asked for 1 s"):
+        watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=1.0)
+    mirror.close()
 
 
 def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> None:

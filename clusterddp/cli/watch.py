@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
 
 _POLL_INTERVAL_S = 0.25
+_SIGHT_S = 60.0
+"""How long the hosts of a run of which nothing is known are asked again and again, where no limit is given."""
 _LINE_INTERVAL_S = 10.0
 """How long nothing is said where a line cannot be drawn again, unless something has happened."""
 _WAITING_LINE_INTERVAL_S = 300.0
@@ -74,7 +76,8 @@ def watch_until_ended(
 ) -> RunView:
     """Show how the run goes on until it has ended; `home` keeps its files as new as they can be.
 
-    Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: it is out of sight.
+    Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
+    by then, or for a minute where there is no limit, and nothing is known of it.
     """
     with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
         return _poll(run, show, timeout_s, home)
@@ -168,15 +171,17 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunVi
     from clusterddp.look.progress import read_progress
     from clusterddp.run.state import read_state
 
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    begun = time.monotonic()
     while True:
         home.look()
         view = read_state(run)
-        demand_sight(run, view)
+        waited_s = time.monotonic() - begun
+        if waited_s >= (_SIGHT_S if timeout_s is None else timeout_s):
+            demand_sight(run, view, asked_s=waited_s)
         show(view, read_progress(run))
         if view.finished:
             return view
-        if deadline is not None and time.monotonic() >= deadline:
+        if timeout_s is not None and waited_s >= timeout_s:
             raise ClusterddpError(f"{run.name} is still {view.state.value} after {timeout_s:g} s")
         time.sleep(_POLL_INTERVAL_S)
 

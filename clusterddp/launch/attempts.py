@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.directory import AttemptDir, RunDir, sync_directory
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, sync_directory
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, read_end, read_run, write_end, write_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.storage import retry_outage
@@ -55,6 +57,16 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
     return attempt
 
 
+def refuse_to_end(path: Path) -> None:
+    """Refuse to end what another user has started, a run or a sweep.
+
+    Raises: UsageError: the directory belongs to another user.
+    """
+    if is_of_another_user(path):
+        owner = os.stat(path).st_uid
+        raise UsageError(f"{path.name} belongs to another user (uid {owner}), who alone can end it")
+
+
 def refuse_resume(run: RunDir, view: RunView, *, instead: str) -> None:
     """Let only a run go on that has ended before it was done; `instead`: what else to do with one that is done.
 
@@ -91,6 +103,7 @@ def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
             submitter=dataclasses.asdict(ProcessIdentity.of()),
             keeper=None,
             job_id=None,
+            job_tag=None,
             base_attempt=number,
             queued=queued,
         ),

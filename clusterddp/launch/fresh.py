@@ -87,13 +87,14 @@ def is_out_of_sight(run: RunDir, state: RunState) -> bool:
     return was_never_reached(run)
 
 
-def demand_sight(run: RunDir, view: RunView) -> None:
-    """See to it that something is known of a run.
+def demand_sight(run: RunDir, view: RunView, *, asked_s: float | None = None) -> None:
+    """See to it that something is known of a run; `asked_s`: for how long its hosts were asked again and again.
 
     Raises: PreflightError: it is out of sight.
     """
     if is_out_of_sight(run, view.state):
-        raise PreflightError(f"{run.name}: {view.reason}")
+        asked = "" if asked_s is None else f"; its hosts were asked for {asked_s:.0f} s"
+        raise PreflightError(f"{run.name}: {view.reason}{asked}")
 
 
 def _is_on_hosts(run: RunDir) -> bool:

@@ -22,6 +22,7 @@ from clusterddp.launch.attempts import (
     final_end,
     make_next_attempt,
     refuse_resume,
+    refuse_to_end,
     silence,
 )
 from clusterddp.launch.foreign import launcher as foreign
@@ -64,6 +65,8 @@ _CANCELLED = {
 }
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
+_RESUME_LOOK_S = 60.0
+"""How long `resume` waits for the answers of busy hosts; what they say decides whether it may start anything."""
 _ANSWER_S = 5.0
 """How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
 
@@ -102,7 +105,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     environ = inherited_environment()
     record = read_run(run)
     with kept_fresh([run], environ) as home:
-        home.look()
+        home.look(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
     refuse_foreign(run)
@@ -171,9 +174,10 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     """End a run; with `save`, let it write a checkpoint first. Return in words what became of it.
 
     A run that has ended is left as it is, and a second cancel only waits for the first.
-    Raises: ClusterddpError: it has not ended in time.
+    Raises: ClusterddpError: it has not ended in time. UsageError: it is another user's.
     """
     run = RunDir(run.path.absolute())
+    refuse_to_end(run.path)
     with kept_fresh([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as home:
         home.look()
         return _end(run, home, save=save, timeout_s=timeout_s)

@@ -35,6 +35,8 @@ class Attempt:
         """True when the request to stop can be nothing that Slurm wants."""
         self.job_ends = False
         """On Slurm: the job is being taken away, though the run may go on in another start of it."""
+        self.job_failure: str | None = None
+        """On Slurm: why the job has failed although its ranks have not."""
         self.ends_by = float("inf")
         """When what is left of the ranks has to be ended, for Slurm kills soon after."""
         self.connected = False
@@ -124,7 +126,7 @@ class Attempt:
             cause = self.cause()
             return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=self._root_cause(cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
-            return AttemptEnd(outcome="STOPPED", reason=self.stop_reason)
+            return self._stopped(self.stop_reason)
         return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
 
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
@@ -140,6 +142,15 @@ class Attempt:
             return ""
         num_ranks = sum(gang.entry.spawns) or gang.world_size
         return f"no rank connected to {address}:{port}; each of the {num_ranks} ranks may have trained alone"
+
+    def _stopped(self, reason: str) -> AttemptEnd:
+        if self.job_failure is None:
+            return AttemptEnd(outcome="STOPPED", reason=reason)
+        cause = RootCause(
+            rank=None, host=self._gang.nodes[0].host, exit_code=None, error=self.job_failure, log="launcher/job.log"
+        )
+        words = "" if self.begun is None else "; the ranks stopped at a checkpoint"
+        return AttemptEnd(outcome="FAILED", reason=f"{self.job_failure}{words}", root_cause=cause)
 
     def cause(self) -> Failure:
         """Return the failure that the others follow from: the weightiest, of equal ones the first."""

@@ -20,6 +20,8 @@ _AGAIN_S = 1.0
 """A SIGTERM that comes sooner after another one is the same."""
 _STORM_S = 0.1
 """How long Slurm may take to signal every process of the job; it hits our own questions, too."""
+_SCRIPT_ENDED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode")
+"""How Slurm's reasons begin when the batch script has ended before its ranks."""
 _MARGIN_S = 3.0
 """What ending a gang and writing it down take, before Slurm kills."""
 
@@ -28,7 +30,7 @@ _MARGIN_S = 3.0
 class Intent:
     """What Slurm is about to do."""
 
-    kind: Literal["goes_on", "cancelled", "time_is_up"]
+    kind: Literal["goes_on", "cancelled", "time_is_up", "failed"]
     words: str
     ends_by: float | None = None
     """Monotonic time by which everything must be over; None: as long as it takes."""
@@ -77,7 +79,8 @@ class JobWatch:
         if answer.job is None:
             note(f"the controller could not be asked: {answer.error}")
             self._ask_at = now + _RETRY_S
-        elif not answer.job.ends:  # its EndTime would be the moment at which it was ended
+        # EndTime of a job that ends is the moment at which it was ended, of a preempted one the end of its grace.
+        elif not answer.job.ends and not answer.job.preempted:
             self._learn_end(answer)
         if not self.undecided or self._term_at is None:
             return None
@@ -111,6 +114,7 @@ class JobWatch:
         """Say why SIGTERM came; None: Slurm does not end the job."""
         assert self._term_at is not None
         job = answer.job
+        kind: Literal["goes_on", "failed"] = "goes_on"
         if job is None:
             words = "SIGTERM came, and the controller could not be asked why"
         elif job.preempted:
@@ -121,6 +125,9 @@ class JobWatch:
             return None
         elif job.reason == "TimeLimit" or (self._end is not None and self._term_at >= self._end - 1.0):
             words = "the time limit of the job is reached"
+        elif job.reason.startswith(_SCRIPT_ENDED):
+            kind = "failed"
+            words = f"the job's batch script was killed, or ended before its ranks ({job.reason})"
         elif job.reason in {"None", ""}:
             return Intent(kind="cancelled", words="cancelled (scancel)")
         else:
@@ -128,7 +135,7 @@ class JobWatch:
         # A job that is warned of its preemption still runs; for how long, the configuration says, not the job.
         ends = job is None or job.ends
         ends_by = self._term_at + max(1.0, self._allocation.kill_wait_s - _MARGIN_S) if ends else None
-        return Intent(kind="goes_on", words=words, ends_by=ends_by)
+        return Intent(kind=kind, words=words, ends_by=ends_by)
 
 
 def bring_home(intent: Intent, attempt: Attempt) -> bool:
@@ -138,9 +145,12 @@ def bring_home(intent: Intent, attempt: Attempt) -> bool:
         attempt.cancel_reason = attempt.cancel_reason or intent.words
         return False
     attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
-    if attempt.stopped_by_people:
+    if attempt.stopped_by_people or (intent.kind == "time_is_up" and attempt.job_ends):
         return False
-    attempt.job_ends = True
+    if intent.kind == "failed":
+        attempt.job_failure = intent.words  # nobody is left who would have the job started again
+    else:
+        attempt.job_ends = True
     if attempt.stop_reason is None:
         return True
     attempt.stop_reason = intent.words

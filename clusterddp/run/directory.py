@@ -164,6 +164,10 @@ class RunDir:
         """On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed."""
         return self.launcher_dir / "secrets.json"
 
+    def job_answer(self, tag: str) -> Path:
+        """On Slurm: what sbatch answered to the submit of the job with this tag."""
+        return self.launcher_dir / f"job-{tag}.json"
+
     @property
     def cancel_file(self) -> Path:
         """Whoever creates this file asks the supervisors to end the run at once."""
@@ -194,6 +198,11 @@ class RunDir:
         if not attempts:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path / "attempts"))
         return attempts[-1]
+
+
+def is_of_another_user(path: Path) -> bool:
+    """Say whether a run's directory, or a sweep's, is another user's; to root each is its own."""
+    return os.geteuid() not in {0, os.stat(path).st_uid}
 
 
 def is_run_name(name: str) -> bool:

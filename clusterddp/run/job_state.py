@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.run.directory import AttemptDir, RunDir, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, read_tail
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.explain import explain_end, explain_waiting
@@ -91,17 +92,27 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
     """Return how Slurm is asked for the job of a run; None before there can be one."""
     if record.launcher != "slurm" or record.job_tag is None:
         return None
-    # root may look at a run of somebody else; a file system that maps owners must not hide a user's own jobs from them.
-    owner = os.getuid() or os.stat(run.path).st_uid
     return Wanted(
         tag=record.job_tag,
         array_index=record.array_index,
         job_id=record.job_id,
         since=record.created_ns / 1e9,
-        noted=os.stat(run.record).st_mtime,
+        noted=max(_times([run.record, run.job_answer(record.job_tag)])),
         cluster=record.cluster,
-        owner=owner,
+        owners=_owners(run),
     )
+
+
+def _owners(run: RunDir) -> tuple[int, ...]:
+    """Return the users of whom one has the run's job: the owner of its files, or, where these are mapped, who looks."""
+    own, owner = os.getuid(), os.stat(run.path).st_uid
+    if own in {0, owner}:
+        return (owner,)
+    try:
+        pwd.getpwuid(owner)
+    except KeyError:
+        return (own,)  # squeue refuses to be asked for a user that it does not know
+    return (own, owner)
 
 
 def read_job_state(
@@ -178,11 +189,14 @@ def _ended(known: _Run, job: Job) -> RunView:
         return known.view(RunState.LOST, reason, job)
     if job.state == "COMPLETED":
         return known.view(RunState.LOST, f"{words}, but nobody recorded how the run ended{_last_words(known)}", job)
-    return known.view(RunState.FAILED, words + _last_words(known), job)
+    return known.view(RunState.FAILED, words + (_last_words(known) or _why_wordless(known, job)), job)
 
 
 def _nowhere(known: _Run, words: str) -> RunView:
     """Tell the state of a run whose job Slurm does not know, as `words` say."""
+    if is_of_another_user(known.run.path):
+        reason = f"belongs to another user, whose jobs Slurm may not show to you: {words}"
+        return known.view(RunState.UNKNOWN, reason)
     if known.record.job_id is None and not known.was_started and known.end is None:
         return _unsubmitted(known)
     if known.run.cancel_file.exists():
@@ -249,8 +263,15 @@ def _quiet_s(known: _Run) -> float:
 def _signs_of_life(known: _Run) -> Iterator[float]:
     yield 0.0
     files: list[Path] = [known.run.record, *_job_logs(known.run)]
+    if known.record.job_tag:
+        files.append(known.run.job_answer(known.record.job_tag))
     if known.attempt:
         files += [known.attempt.path, known.attempt.ranks, known.attempt.claim]
+    yield from _times(files)
+
+
+def _times(files: Iterable[Path]) -> Iterator[float]:
+    """Yield when each of the files that are there was last touched."""
     for path in files:
         try:
             yield os.stat(path).st_mtime
@@ -265,6 +286,16 @@ def _last_words(known: _Run) -> str:
         if lines:
             return f'; {path.relative_to(known.run.path)} ends with "{lines[-1].strip()[:300]}"'
     return ""
+
+
+def _why_wordless(known: _Run, job: Job) -> str:
+    """Say what it usually means that a job has failed without a claim and without any output here.
+
+    A newer slurmstepd makes a missing output directory on the node's own disk, and the batch script complains there.
+    """
+    if known.was_claimed or job.exit_code.partition(":")[0] not in {"", "1"} or _job_logs(known.run)[0].exists():
+        return ""
+    return "; its output is not to be seen here: usually its nodes do not see the run's directory"
 
 
 def _job_logs(run: RunDir) -> tuple[Path, Path]:

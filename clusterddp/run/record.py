@@ -21,6 +21,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_json, read_record, write_json
 from clusterddp.run.gang import Gang
 from clusterddp.run.process_table import read_process
+from clusterddp.slurm.identity import is_tag
 
 _T = TypeVar("_T")
 FOREIGN = "none"
@@ -85,7 +86,7 @@ class RunRecord:
     parent: str | None = None
     """The run that this one repeats (`rerun`)."""
     job_id: str | None = None
-    """What the launcher answered; None: not started, or the answer was lost."""
+    """What the launcher answered; None: not started, or the answer was lost. On Slurm it is in a file of its own."""
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The `ProcessIdentity` of the process that submits, to tell a submit under way from one that died."""
     keeper: dict[str, Any] | None = None
@@ -104,6 +105,17 @@ class RunRecord:
     """On Slurm: the cluster that sbatch named, where it names one."""
     queued: bool = False
     """In a sweep elsewhere than on Slurm: the queue of the sweep has still to start the newest attempt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswer:
+    """`launcher/job-<tag>.json`: what sbatch answered to one submit.
+
+    Not in `run.json`: by the time of the answer the job may have run, and its follow-up job may be in the record.
+    """
+
+    job_id: str
+    cluster: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +200,17 @@ def write_run(directory: RunDir, record: RunRecord) -> None:
 
 
 def read_run(directory: RunDir) -> RunRecord:
-    return _read(RunRecord, directory.record)
+    record = _read(RunRecord, directory.record)
+    if record.job_id is not None or record.job_tag is None or not is_tag(record.job_tag):
+        return record
+    answer = read_record(JobAnswer, directory.job_answer(record.job_tag))
+    if answer is None:
+        return record
+    return dataclasses.replace(record, job_id=answer.job_id, cluster=answer.cluster)
+
+
+def write_job_answer(directory: RunDir, tag: str, answer: JobAnswer) -> None:
+    write_json(directory.job_answer(tag), dataclasses.asdict(answer))
 
 
 def read_gang(directory: RunDir) -> Gang:

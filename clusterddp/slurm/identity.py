@@ -24,4 +24,9 @@ def job_name(name: str, tag: str) -> str:
 def tag_of(name: str) -> str | None:
     """Return the tag in a job's name; None for a job that is not ours."""
     tag = name.rpartition(".")[2]
-    return tag if len(tag) == TAG_LENGTH and all(digit in "0123456789abcdef" for digit in tag) else None
+    return tag if is_tag(tag) else None
+
+
+def is_tag(text: str) -> bool:
+    """Say whether this can be the tag of a job of ours."""
+    return len(text) == TAG_LENGTH and all(digit in "0123456789abcdef" for digit in text)

@@ -39,12 +39,12 @@ class Wanted:
     noted: float | None = None
     """Seconds since the epoch: when the submit was noted. An older answer of squeue cannot know the job."""
     cluster: str | None = None
-    owner: int = dataclasses.field(default_factory=os.getuid)
-    """The user whose job it is."""
+    owners: tuple[int, ...] = dataclasses.field(default_factory=lambda: (os.getuid(),))
+    """The users of whom one has the job."""
 
 
 _Key = tuple[str, "int | None"]
-_Source = tuple["str | None", int]
+_Source = tuple["str | None", tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Slurm:
 
     def answer_age_s(self, wanted: Wanted) -> float:
         """Return how long ago squeue was asked for this job."""
-        answer = self._queues.get((wanted.cluster, wanted.owner))
+        answer = self._queues.get((wanted.cluster, wanted.owners))
         return time.time() - answer.asked if answer else 0.0
 
     def _queued(self, wanted: Wanted) -> Job | None:
@@ -122,7 +122,7 @@ class Slurm:
         return job
 
     def _queue(self, wanted: Wanted) -> _Answer:
-        source = (wanted.cluster, wanted.owner)
+        source = (wanted.cluster, wanted.owners)
         answer = self._queues.get(source)
         if answer is None or time.monotonic() >= answer.good_until:
             answer = self._queues[source] = self._ask(functools.partial(self._squeue, *source))
@@ -143,9 +143,9 @@ class Slurm:
         return _pick(answer.jobs, wanted)
 
     def _is_undecided(self, other: Wanted, like: Wanted) -> bool:
-        source = (other.cluster, other.owner)
+        source = (other.cluster, other.owners)
         return (
-            source == (like.cluster, like.owner)
+            source == (like.cluster, like.owners)
             and _pick(self._queues[source].jobs, other) is None
             and (other not in self._accounts or time.monotonic() >= self._accounts[other].good_until)
         )
@@ -162,13 +162,13 @@ class Slurm:
         answer.good_until = now + max(self._max_age_s, _AGE_PER_QUERY_S * (now - begun), patience_s)
         return answer
 
-    def _squeue(self, cluster: str | None, owner: int) -> list[Job]:
-        argv = ["squeue", "--noheader", "--array", "--states=all", f"--user={owner}"]
+    def _squeue(self, cluster: str | None, owners: tuple[int, ...]) -> list[Job]:
+        argv = ["squeue", "--noheader", "--array", "--states=all", _of(owners)]
         return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS)}"]))
 
     def _sacct(self, undecided: list[Wanted]) -> list[Job]:
         """Ask for all of them by their ids, and once more for those whose id nobody has told us."""
-        cluster, owner = undecided[0].cluster, undecided[0].owner
+        cluster, owners = undecided[0].cluster, undecided[0].owners
         ids = sorted({wanted.job_id.partition("_")[0] for wanted in undecided if wanted.job_id})
         nameless = [wanted.since for wanted in undecided if not wanted.job_id]
         queries = [
@@ -178,7 +178,7 @@ class Slurm:
             since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in nameless)
             queries.append(time.strftime("--starttime=%Y-%m-%dT%H:%M:%S", time.localtime(max(0, since))))
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
-        argv += [*_on(cluster), f"--user={owner}", f"--format={','.join(SACCT_FIELDS)}"]
+        argv += [*_on(cluster), _of(owners), f"--format={','.join(SACCT_FIELDS)}"]
         try:
             jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
         except SlurmError as error:
@@ -195,6 +195,10 @@ class Slurm:
 
 def _on(cluster: str | None) -> list[str]:
     return [f"--clusters={cluster}"] if cluster else []
+
+
+def _of(owners: tuple[int, ...]) -> str:
+    return f"--user={','.join(map(str, owners))}"
 
 
 def _pick(jobs: Mapping[_Key, Job], wanted: Wanted) -> Job | None:

@@ -10,7 +10,8 @@ from clusterddp.errors import SlurmError
 from clusterddp.launch.slurm.plan import SlurmPlan
 from clusterddp.slurm.commands import call_slurm
 
-_START = re.compile(r"to start at (\S+) using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
+_START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
+"""Slurm 26.05 has an `a` before `using`."""
 _NO_ANSWER = ("no such command", "could not establish a configuration source", "cannot be run")
 """Words of an error that is no answer of the scheduler's."""
 

@@ -16,7 +16,15 @@ from clusterddp.launch.slurm.container import IMPORT_PATH
 from clusterddp.launch.slurm.jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
 from clusterddp.launch.slurm.options import without_waiting
 from clusterddp.run.directory import RunDir, write_json
-from clusterddp.run.record import RunRecord, drop_secrets, log_event, read_run, write_run
+from clusterddp.run.record import (
+    JobAnswer,
+    RunRecord,
+    drop_secrets,
+    log_event,
+    read_run,
+    write_job_answer,
+    write_run,
+)
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
@@ -31,17 +39,19 @@ def start(
 ) -> Started:
     """Submit the job that begins with this attempt.
 
-    The record names the job's tag before sbatch is asked, and its number afterwards; sbatch is asked once. With
-    `keep_variables` a job submits its own successor: the variables and secrets that an earlier submit wrote stay, and
-    what that job waited for is not waited for again.
+    The record names the job's tag before sbatch is asked; the job's number is written beside it afterwards, for the
+    job may have a follow-up in the record by then. sbatch is asked once. With `keep_variables` a job submits its own
+    successor: the variables and secrets that an earlier submit wrote stay, and what that job waited for is not waited
+    for again.
     Raises: SlurmError: Slurm has refused the job; or `transient`: it cannot be told whether Slurm has it.
     """
     plan = _plan_from(run, attempt, waits=not keep_variables)
     if not keep_variables:
         write_variables(run, plan, environ)
+    tag = job_tag(plan.token, attempt)
     record = dataclasses.replace(
         read_run(run),
-        job_tag=job_tag(plan.token, attempt),
+        job_tag=tag,
         job_attempt=attempt,
         job_id=None,
         cluster=None,
@@ -52,7 +62,7 @@ def start(
     answer, said = submit_job(run, plan, record, environ)
     job_id, _, cluster = answer.partition(";")
     try:
-        write_run(run, dataclasses.replace(record, job_id=job_id, cluster=cluster or None))
+        write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
     except ClusterddpError:  # the disk is full: nobody would learn of the job
         withdraw(run, environ)
         raise

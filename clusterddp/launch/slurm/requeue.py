@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 import time
@@ -12,7 +11,7 @@ from clusterddp.launch.attempts import end_run
 from clusterddp.launch.slurm.claim import Carried, JobStart
 from clusterddp.launch.slurm.jobs import find_job
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, write_json
-from clusterddp.run.record import AttemptEnd, RootCause, log_event, read_run, write_run
+from clusterddp.run.record import AttemptEnd, JobAnswer, RootCause, log_event, read_run, write_job_answer
 from clusterddp.run.storage import retry_outage
 from clusterddp.slurm.control import requeue_job, show_job
 from clusterddp.slurm.identity import job_tag
@@ -109,7 +108,7 @@ def _find_follow_up(carried: Carried, number: int) -> str | None:
     job = find_job(carried.run, record, carried.environment)
     if job is None:
         return None
-    write_run(carried.run, dataclasses.replace(record, job_id=job.job_id))
+    write_job_answer(carried.run, record.job_tag, JobAnswer(job_id=job.job_id, cluster=record.cluster))
     return job.job_id
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launch.attempts import end_run
+from clusterddp.launch.attempts import end_run, refuse_to_end
 from clusterddp.launch.submit import cancel
 from clusterddp.launch.sweep.queue_control import cancel_queued, spell_states
 from clusterddp.run.directory import RunDir, write_json
@@ -35,9 +35,10 @@ _Run = tuple[RunDir, RunRecord]
 def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
     """End every run of a sweep; with `save`, those that run may write a checkpoint first. Say what became of them.
 
-    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: it is another user's.
     """
     sweep = SweepDir(sweep.path.absolute())
+    refuse_to_end(sweep.path)
     record = read_sweep(sweep)
     return _cancel_array(sweep, record, save=save) if record.launcher == "slurm" else cancel_queued(sweep, save=save)
 

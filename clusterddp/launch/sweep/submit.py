@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from clusterddp.launch.slurm.launcher import submit_job, variables_for
 from clusterddp.launch.staging import refusal
 from clusterddp.launch.sweep.plan import SweepPlan, rename_sweep
 from clusterddp.launch.sweep.queue_control import SubmittedSweep, submit_to_queue
-from clusterddp.launch.sweep.staging import make_sweep, record_text, replace_files, take_back
-from clusterddp.run.record import read_run
+from clusterddp.launch.sweep.staging import make_sweep, replace_files, take_back
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import JobAnswer, read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
 
 
@@ -78,17 +80,17 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
 
 
 def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
-    """Write the number that Slurm gave into the records of the sweep and of its runs.
+    """Write the number that Slurm gave into the record of the sweep, and beside those of its runs.
 
     A record without it is no harm: jobs are found by their tag.
     """
     record = read_sweep(sweep)
     write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
     texts: dict[Path, str] = {}
-    for run in sweep.runs():
-        known = read_run(run)
-        # A task that has started, failed and asked for a job of its own has the newer record.
-        if known.job_tag == record.job_tag and known.job_id is None:
-            task = f"{job_id}_{known.array_index}"
-            texts[run.record] = record_text(dataclasses.replace(known, job_id=task, cluster=cluster))
+    assert record.job_tag is not None
+    for index, name in enumerate(sweep.run_names()):
+        run = RunDir(sweep.path / name)
+        if run.record.is_file():
+            answer = JobAnswer(job_id=f"{job_id}_{index}", cluster=cluster)
+            texts[run.job_answer(record.job_tag)] = json.dumps(dataclasses.asdict(answer)) + "\n"
     replace_files(texts)
