@@ -55,7 +55,9 @@ class EndRecord:
     take in that time is spooled.
     """
 
-    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S):
+    def __init__(
+        self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S
+    ) -> None:
         self.end = end
         self.is_first = False
         """True when no other process had recorded an end."""
