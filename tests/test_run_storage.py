@@ -124,6 +124,12 @@ def test_an_end_that_was_spooled_is_delivered_and_gone_from_the_spool(run):
     assert (read_end(run.attempt(0)).reason, read_spooled("t" * 32, 0)) == (END.reason, None)
 
 
+def test_a_record_of_another_user_names_no_file_outside_the_spool(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    spool_end("../../../runs/brisk-otter-3/x", 0, END)
+    assert [path.parent.name for path in tmp_path.rglob("*.json")] == ["ends"]
+
+
 def test_a_final_end_takes_the_secrets_along(run):
     run.launcher_dir.mkdir()
     run.job_secrets.write_text(json.dumps({"TOKEN": "canary"}))

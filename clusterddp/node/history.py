@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.note import note
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, write_end
+from clusterddp.run.record import AttemptEnd, ProcessIdentity, drop_secrets, log_event, write_end
 from clusterddp.run.spool import spool_end
 from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
 
@@ -55,7 +55,9 @@ class EndRecord:
     take in that time is spooled.
     """
 
-    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S):
+    def __init__(
+        self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S
+    ) -> None:
         self.end = end
         self.is_first = False
         """True when no other process had recorded an end."""
@@ -89,6 +91,7 @@ class EndRecord:
         self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
         note(f"the end could not be recorded: {error}; it was {self.end.outcome}: {self.end.reason}")
         self.is_first = spool_end(self._token, self._attempt.number, self.end)
+        drop_secrets(RunDir(self._attempt.path.parents[1]))
 
 
 def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S) -> EndRecord:

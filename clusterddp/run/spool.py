@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 
@@ -47,4 +48,6 @@ def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
 def _path(token: str, attempt: int) -> Path:
     # As platformdirs has it, which a host of an SSH run need not have.
     state = os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state"
-    return Path(state).expanduser() / "clusterddp" / "ends" / f"{token}.{attempt}.json"
+    # Hashed, for a record that another user has written must name no other file.
+    name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
+    return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"

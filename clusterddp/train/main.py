@@ -21,6 +21,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, read_json
 from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
+from clusterddp.run.storage import retry_outage
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import Place, join_group, leave_group
@@ -148,8 +149,9 @@ class StartUp:
 def confirm(state: TrainState, assignment: Assignment, setting: Setting) -> None:
     """Say that the run stopped where it was told to, its checkpoint being written."""
     if setting.group.is_first:
-        make_attempt_dirs(assignment.attempt)
-        confirm_stop(assignment.attempt, {"epoch": state.epoch, "step": state.step, "samples": state.samples})
+        retry_outage(lambda: make_attempt_dirs(assignment.attempt))
+        progress = {"epoch": state.epoch, "step": state.step, "samples": state.samples}
+        retry_outage(lambda: confirm_stop(assignment.attempt, progress))
     asked_here = stop_requested(assignment.stop_file)
     why = stop_reason(assignment.stop_file) if asked_here else "asked for on another host"
     setting.reporter.say(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")

@@ -12,8 +12,9 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.launch.joining.head import Gathering
 from clusterddp.launch.joining.member import Seat
-from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, read_json, write_json
+from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, make_attempt_dirs, read_json, write_json
 from clusterddp.run.record import ProcessIdentity, parse_end, write_end
+from clusterddp.run.storage import retry_outage
 from clusterddp.wire import build
 
 _POLL_S = 0.1
@@ -71,16 +72,20 @@ class Joined:
     def _exchange(self) -> None:
         """Tell the others of the start, or take in what node 0 tells."""
         if isinstance(self._company, Gathering):
-            attempts = self.run.attempts()
-            number = attempts[-1].number if attempts else -1
-            started = read_json(attempts[-1].start) if attempts and number > self._told_start else None
-            if started is not None:
-                self._told_start = number
-                self._company.say_all({"started": started, "attempt": number})
+            with contextlib.suppress(OSError, ClusterddpError):  # storage that is away is asked again
+                self._tell_start(self._company)
         elif self._company is not None:
             for words in self._company.news():
                 with contextlib.suppress(OSError, ClusterddpError):
                     self._take_in(words)
+
+    def _tell_start(self, company: Gathering) -> None:
+        attempts = self.run.attempts()
+        number = attempts[-1].number if attempts else -1
+        started = read_json(attempts[-1].start) if attempts and number > self._told_start else None
+        if started is not None:
+            self._told_start = number
+            company.say_all({"started": started, "attempt": number})
 
     def _take_in(self, words: dict[str, Any]) -> None:
         try:
@@ -90,7 +95,7 @@ class Joined:
         if self._shares_files or not 0 <= words["attempt"] < MAX_ATTEMPTS:
             return
         attempt = self.run.attempt(words["attempt"])
-        attempt.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_attempt_dirs(attempt)
         if words["started"] is not None:
             # Here this node's own supervisor is the one to ask for.
             with contextlib.suppress(ProcessLookupError):
@@ -100,7 +105,8 @@ class Joined:
             write_end(attempt, parse_end(words["ended"]))
 
     def _tell_end(self, company: Gathering) -> None:
-        attempts = self.run.attempts()
-        ended = read_json(attempts[-1].end) if attempts else None
-        if ended is not None:
-            company.say_all({"ended": ended, "attempt": attempts[-1].number})
+        with contextlib.suppress(OSError, ClusterddpError):
+            attempt = retry_outage(self.run.newest_attempt)
+            ended = read_json(attempt.end)
+            if ended is not None:
+                company.say_all({"ended": ended, "attempt": attempt.number})

@@ -15,6 +15,7 @@ from typing import Any
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.record import log_event
+from clusterddp.run.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.report.progress import Progress, open_progress
 from clusterddp.train.report.window import TrainReport
@@ -84,8 +85,8 @@ class Reporter:
         Raises: ClusterddpError: a later attempt of the run has begun.
         """
         if self._progress is not None:
-            refuse_if_stale(self._run, self._attempt)
-            write_json(self._run.summary, dict(facts))
+            retry_outage(lambda: refuse_if_stale(self._run, self._attempt))
+            retry_outage(lambda: write_json(self._run.summary, dict(facts)))
 
     def close(self) -> None:
         """Write out what is still on its way."""
