@@ -307,7 +307,8 @@ def build_record(kind: type[_T], value: Any, where: str) -> _T:
     try:
         return build(kind, value)
     except ValueError as error:
-        raise ClusterddpError(f"{where}: not a {kind.__name__}: {error}") from error
+        what = str(error).removeprefix("it.")
+        raise ClusterddpError(f"{where}: not a {kind.__name__}: {what}") from error
 
 
 def open_regular(path: Path) -> BinaryIO:

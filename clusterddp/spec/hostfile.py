@@ -17,6 +17,7 @@ from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
 _PATH = ("ssh", "hosts")
 _SLOTS = ("slots", "gpus")
 _WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
+_HOST_SET = re.compile(r"(?:\[[^\]]*\]?|[^,\s\[])+")
 _NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0*[1-9][0-9]{0,5})")
 _HINTS = {
     "port": "a port belongs in ssh_config",
@@ -56,7 +57,7 @@ def parse_hosts(text: str) -> Override:
 
 def _split(text: str) -> list[str]:
     """Split at commas and blanks outside of brackets."""
-    return [part for part in re.split(r"[,\s]+(?![^\[\]]*\])", text) if part] or [text]
+    return _HOST_SET.findall(text) or [text]
 
 
 def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) -> Node | None:
