@@ -18,6 +18,7 @@ from handmade_runs import make_gang, make_run, start_attempt, train
 
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import log_event
+from clusterddp.wire import read_value
 
 
 class Answering:
@@ -239,11 +240,9 @@ def trees(root: Path) -> Target:
     stream = b"".join(Sending(root=source, entries=entries).chunks())
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
-        import json
-
         if what == "list":
             with contextlib.suppress(ValueError):  # as documented
-                list(from_json(json.loads(data)))
+                list(from_json(read_value(data)))
             return
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
