@@ -25,6 +25,8 @@ NUMBERS = (
     *(10**18, 10**400),
     *(1e308, -1e308, 5e-324, float("nan"), float("inf"), float("-inf"), True, False),
 )  # fmt: skip
+MOST_BYTES = 50_000
+"""What repetition may come to: more takes a second of honest reading."""
 TOKEN = "0123456789abcdef0123456789abcdef"
 DEPTHS = (5, 60, 70, 900, 20_000, 100_000)
 
@@ -102,7 +104,7 @@ def _mutate_value(rng: random.Random, value: Any) -> Any:
     if kind == 0:
         del holder[key]
     elif kind == 1 and isinstance(holder, list):
-        most = 1 + 200_000 // len(json.dumps(holder[key]))
+        most = 1 + MOST_BYTES // len(json.dumps(holder[key]))
         holder[key : key + 1] = [holder[key]] * min(rng.choice((2, 3, 300, 20_000)), most)
     elif kind == 1:
         holder[rng.choice(NASTY)[:100]] = holder[key]
@@ -157,14 +159,14 @@ def _mutate_bytes(rng: random.Random, data: bytes) -> bytes:  # noqa: PLR0911  o
     if kind == 2:
         return (
             data[:end]
-            + data[place:end] * min(rng.choice((1, 2, 50, 5000)), 1 + 200_000 // (end - place + 1))
+            + data[place:end] * min(rng.choice((1, 2, 50, 5000)), 1 + MOST_BYTES // (end - place + 1))
             + data[end:]
         )
     if kind == 3:
         return data[:place] + bytes((rng.randrange(256),)) + data[place + 1 :]
     if kind == 4:
         opening = rng.choice((b"[", b"{", b'{"x":', b"(", b"- ", b"$(", b"${a:-", b"&a [*a,"))
-        return data[:place] + opening * min(rng.choice(DEPTHS), 200_000 // len(opening)) + data[end:]
+        return data[:place] + opening * min(rng.choice(DEPTHS), MOST_BYTES // len(opening)) + data[end:]
     if kind == 5:
         lines = data.split(b"\n")
         first, second = rng.randrange(len(lines)), rng.randrange(len(lines))

@@ -19,6 +19,7 @@ from clusterddp.wire import build, read_object, read_value
 _T = TypeVar("_T")
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+_HALVES = re.compile("[\ud800-\udfff]")
 _TAIL_BYTES = 8_192
 MAX_ATTEMPTS = 1_000_000
 """More than any run has."""
@@ -271,7 +272,7 @@ def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
 
 def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
     """Write `value` as JSON; see `write_text`."""
-    return write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", exclusive=exclusive)
+    return write_text(path, _dump(value, indent=1) + "\n", exclusive=exclusive)
 
 
 def read_json(path: Path) -> Any | None:
@@ -337,7 +338,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """Append one row in a single write, so that rows of several writers never mix."""
-    line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    line = (_dump(row) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(descriptor, line)
@@ -367,6 +368,12 @@ def created_ns(run: RunDir) -> int:
     except (ClusterddpError, OSError):
         return 0
     return found["created_ns"] if found else 0
+
+
+def _dump(value: Any, *, indent: int | None = None) -> str:
+    """Write JSON; halves of a character, which a host may send and UTF-8 does not have, are escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _HALVES.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def read_tail(path: Path) -> str:
