@@ -2,14 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SEED ?= 1
+CASES ?= 200000
 
-.PHONY: help demo test check unit rack wheel clean
+.PHONY: help demo test check unit fuzz rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
 	@echo "make test    what CI runs: linters, types, import contracts, all tests"
 	@echo "make check   linters, types and import contracts only"
 	@echo "make unit    tests that take no longer than ten seconds each"
+	@echo "make fuzz    mutate everything that is read from outside: make fuzz SEED=1 CASES=200000"
 	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/rack/README.md)"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
@@ -23,6 +26,9 @@ test: check
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow"
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz.py --seed $(SEED) --cases $(CASES)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

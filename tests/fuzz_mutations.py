@@ -1,25 +1,33 @@
-"""What a fuzzer makes of valid data: values of other types, nesting, huge numbers, odd characters, paths, cuts, flips."""
+"""What a fuzzer makes of valid data: other types, nesting, huge numbers, odd characters, paths, cuts, flips."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 NASTY = (
-    *("", " ", "\0", "\n", "\t", "\r", "\x1b[2J", "\x1b]0;x\x07", "\x9b31m", "\ud800", "\udcff", "\u202e", "\u2028", "\ufeff"),
-    *("../../../escaped", "/escaped", "~root/escaped", "a/../../../escaped", ".", "..", "/", "//", "~", "x\0y", "-rf", "--", "@last"),
-    *("%s%n", "%(x)s", "{0.__class__}", "$(touch escaped)", "`id`", "${HOME}", "*", "[a-", "[1-65000]", "n[0-9]x[0-9]", "(", "\\", "'", '"'),
-    *("nan", "inf", "-inf", "1e999", "0x10", "-0", "007", "9" * 400, "9" * 5000, "٣", "²", "Ⅷ", "1_000", "null", "true", "[]", "{}"),
+    *("", " ", "\0", "\n", "\t", "\r", "\x1b[2J", "\x1b]0;x\x07", "\x9b31m"),
+    *("\ud800", "\udcff", "\u202e", "\u2028", "\ufeff"),
+    *("../../../escaped", "/escaped", "~root/escaped", "a/../../../escaped", ".", "..", "/", "//", "~"),
+    *("x\0y", "-rf", "--", "@last"),
+    *("%s%n", "%(x)s", "{0.__class__}", "$(touch escaped)", "`id`", "${HOME}", "*"),
+    *("[a-", "[1-65000]", "n[0-9]x[0-9]", "(", "\\", "'", '"'),
+    *("nan", "inf", "-inf", "1e999", "0x10", "-0", "007", "9" * 400, "9" * 5000, "\u0663", "\xb2"),
+    *("\u2167", "1_000", "null", "true", "[]", "{}"),
     *("x" * 300, "x" * 70_000, "é" * 3000, "a:" * 2000, "=" * 500, "\n" * 5000, "a b " * 2000),
 )  # fmt: skip
 NUMBERS = (
-    *(0, 1, -1, 2, 7, 1.5, -0.0, 255, 65_535, 65_536, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63), 2**64, 10**18, 10**400),
+    *(0, 1, -1, 2, 7, 1.5, -0.0, 255, 65_535, 65_536, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63), 2**64),
+    *(10**18, 10**400),
     *(1e308, -1e308, 5e-324, float("nan"), float("inf"), float("-inf"), True, False),
 )  # fmt: skip
+MOST_BYTES = 50_000
+"""What repetition may come to: more takes a second of honest reading."""
+TOKEN = "0123456789abcdef0123456789abcdef"
 DEPTHS = (5, 60, 70, 900, 20_000, 100_000)
 
 
@@ -33,6 +41,22 @@ class Example:
     @property
     def data(self) -> bytes:
         return _encode(self.value)
+
+
+Reader = Callable[[Any, bytes, random.Random], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Something that is read."""
+
+    name: str
+    examples: list[Example]
+    read: Reader
+    """Gets what the example is, its data, and chance."""
+    reads_examples: bool = True
+    """Whether an example that nothing has mutated is read without an error."""
+    is_any_place_allowed: bool = False
 
 
 def mutate(rng: random.Random, example: Example) -> bytes:
@@ -80,9 +104,8 @@ def _mutate_value(rng: random.Random, value: Any) -> Any:
     if kind == 0:
         del holder[key]
     elif kind == 1 and isinstance(holder, list):
-        holder[key : key + 1] = [holder[key]] * min(
-            rng.choice((2, 3, 300, 20_000)), 1 + 200_000 // len(json.dumps(holder[key]))
-        )
+        most = 1 + MOST_BYTES // len(json.dumps(holder[key]))
+        holder[key : key + 1] = [holder[key]] * min(rng.choice((2, 3, 300, 20_000)), most)
     elif kind == 1:
         holder[rng.choice(NASTY)[:100]] = holder[key]
     elif kind == 2:
@@ -136,14 +159,14 @@ def _mutate_bytes(rng: random.Random, data: bytes) -> bytes:  # noqa: PLR0911  o
     if kind == 2:
         return (
             data[:end]
-            + data[place:end] * min(rng.choice((1, 2, 50, 5000)), 1 + 200_000 // (end - place + 1))
+            + data[place:end] * min(rng.choice((1, 2, 50, 5000)), 1 + MOST_BYTES // (end - place + 1))
             + data[end:]
         )
     if kind == 3:
         return data[:place] + bytes((rng.randrange(256),)) + data[place + 1 :]
     if kind == 4:
         opening = rng.choice((b"[", b"{", b'{"x":', b"(", b"- ", b"$(", b"${a:-", b"&a [*a,"))
-        return data[:place] + opening * min(rng.choice(DEPTHS), 200_000 // len(opening)) + data[end:]
+        return data[:place] + opening * min(rng.choice(DEPTHS), MOST_BYTES // len(opening)) + data[end:]
     if kind == 5:
         lines = data.split(b"\n")
         first, second = rng.randrange(len(lines)), rng.randrange(len(lines))

@@ -266,3 +266,17 @@ def test_what_a_record_says_cannot_command_the_terminal(runs_dir: Path, capfd: p
         _, out, _ = command(capfd, *arguments)
         assert not set(out) & {"\x1b", "\x07", "\x9b", "\u202e"}
     assert json.loads(command(capfd, "status", run.name, "-o", "json")[1])["ranks"][0]["host"] == host
+
+
+def test_what_others_wrote_forges_no_line_and_no_colour_of_a_table(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run = make_run(runs_dir)
+    attempt = start_attempt(run)
+    write_json(attempt.rank_record(0), json.loads(attempt.rank_record(0).read_text()) | {"host": "a\n\x1b[30mforged"})
+    write_json(run.record, json.loads(run.record.read_text()) | {"launcher": "local\n\x1b[30mforged"})
+    for arguments in (("status",), ("list",)):
+        _, out, _ = command(capfd, *arguments)
+        assert "\x1b[30m" not in out
+        assert not any(line.strip().startswith("forged") for line in out.splitlines())

@@ -57,7 +57,7 @@ WAY = {"name": "n1", "addresses": ["10.0.0.11"], "reached": "10.0.0.11", "source
 
 def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
     way = {**WAY, "clock_offset_s": 0.0} if node_rank else None
-    data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "nonce": "same", "machine": machine.to_json()}
+    data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "nonce": "same", "machine": machine}
     return data | {"way": way, "done": True} | changes
 
 

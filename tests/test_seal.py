@@ -16,6 +16,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launch.login.record import SentRun, list_sent_runs, write_sent_run
 from clusterddp.launch.plan import read_plan
 from clusterddp.launch.seal import is_sealed, key_path, seal
+from clusterddp.launch.ssh.table import accesses_of
 from clusterddp.launch.ssh.target import find_targets
 from clusterddp.launch.staging import make_run
 from clusterddp.launch.submit import refuse_foreign
@@ -86,6 +87,8 @@ def test_a_plan_that_somebody_has_changed_names_no_host(run: RunDir, change: dic
     assert "names hosts, and does not come from you" in said[0]
     with pytest.raises(ClusterddpError, match="does not come from you"):
         read_plan(run)
+    with pytest.raises(ClusterddpError, match="does not come from you"):
+        accesses_of(run)
 
 
 def test_a_plan_of_another_user_names_no_host(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,6 +105,20 @@ def test_status_of_a_run_from_elsewhere_connects_to_nobody_and_says_so(
     write_json(run.record, record | {"job_id": "gpu01:77"})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     done, calls = clusterddp(tmp_path, "status", run.name)
+    assert "does not come from you" in done.stderr
+    assert calls == ""
+
+
+@pytest.mark.parametrize("command", ["ps", "gc -n", "cancel", "logs", "wait --timeout 0"])
+def test_no_command_connects_to_the_hosts_of_a_run_from_elsewhere(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    record = read_json(run.record)
+    assert record is not None
+    write_json(run.record, record | {"job_id": "gpu01:77"})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    name, *options = command.split()
+    done, calls = clusterddp(tmp_path, name, run.name, *options)
     assert "does not come from you" in done.stderr
     assert calls == ""
 

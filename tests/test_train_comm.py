@@ -27,6 +27,7 @@ from clusterddp.train.comm.shared import SharedMemory, _map, share_memory
 from clusterddp.train.group import Group, mean_over_ranks
 from clusterddp.train.loop import train, train_epoch
 from clusterddp.train.main import summarise
+from clusterddp.train.state import tensors_sha256
 
 MODES = ["exact", "bf16", "powersgd:2", "local:4"]
 PLAIN = {"momentum": 0.0, "nesterov": False, "max_steps": 6}
@@ -110,17 +111,19 @@ def test_all_ranks_end_with_the_same_weights_and_momentum(gang: Gang, tmp_path: 
     assert len({(result["params"], result["momentum"]) for result in results}) == 1
 
 
-def epoch_beside_a_stray(group: Group, path: Path, stray: int | None) -> tuple[dict[str, Any], str]:
+def epoch_beside_a_stray(group: Group, path: Path, stray: int | None, **options: Any) -> tuple[dict[str, Any], str]:
     """Train an epoch in which rank `stray` has other weights from the start; return its end, and what was told."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
-        setting = settle(group, path)
+        setting = settle(group, path, **options)
         state = begin(setting)
         if group.rank == stray:
             with torch.no_grad():
                 state.model.head.weight.view(-1)[0] += 1e-6  # type: ignore[index,operator,union-attr]
         train_epoch(state, setting, lambda: None)
         setting.reporter.close()
-    return outcome(state), told.getvalue()
+    kept = [*state.exchange.common_tensors(), *(state.ema.model.parameters() if state.ema else ())]
+    more = tensors_sha256((str(number), tensor) for number, tensor in enumerate(kept))
+    return outcome(state) | {"more": more}, told.getvalue()
 
 
 @pytest.mark.parametrize("stray", [None, 0, 2])
@@ -132,6 +135,18 @@ def test_ranks_that_have_come_apart_end_the_epoch_as_rank_0_and_that_is_told(
     told = results[0][1]
     assert ("were not those of rank 0" in told) == (stray is not None)
     assert stray is None or f"the weights of {'ranks 1-2' if stray == 0 else 'rank 2'} were not" in told
+
+
+def epoch_with_more_state(group: Group, path: Path, comm: str) -> tuple[dict[str, Any], str]:
+    return epoch_beside_a_stray(group, path, 1, comm=comm, ema=0.9)
+
+
+@pytest.mark.parametrize("comm", ["exact", "powersgd:2"])
+def test_the_running_mean_and_what_the_exchange_keeps_are_brought_together_too(
+    gang: Gang, tmp_path: Path, comm: str
+) -> None:
+    results = gang.run(2, epoch_with_more_state, make_run(tmp_path / "run"), comm)
+    assert len({(end["params"], end["momentum"], end["more"]) for end, _ in results}) == 1
 
 
 def resume_with(group: Group, path: Path, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:

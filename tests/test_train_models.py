@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from clusterddp.train.data.augment import augment, normalize
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.data.download import import_torchvision
-from clusterddp.train.models import build_model
+from clusterddp.train.models import _some_images, build_model
 from clusterddp.train.models.conv3x3 import Conv3x3, SmallMaps
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import resnet18
@@ -314,3 +315,13 @@ def test_a_3x3_convolution_in_fp32_is_torchs_to_the_last_bit() -> None:
     conv, x = Conv3x3(4, 8), torch.randn(2, 4, 4, 4)
 
     assert torch.equal(conv(x), functional.conv2d(x, conv.weight, padding=1))
+
+
+def test_a_set_that_lies_class_by_class_is_whitened_by_images_of_all_its_classes() -> None:
+    images = torch.arange(250, dtype=torch.uint8).repeat_interleave(40).view(-1, 1, 1, 1).expand(-1, 3, 32, 32)
+    ordered = SimpleNamespace(train_images=images, train_labels=torch.arange(10).repeat_interleave(1000))
+    taken = _some_images(ordered)  # type: ignore[arg-type]
+    assert len(taken) == 2000
+    assert taken[:, 0, 0, 0].unique().tolist() == list(range(250))
+    mixed = SimpleNamespace(train_images=images, train_labels=torch.arange(10).repeat(1000))
+    assert _some_images(mixed).equal(images[:2000])  # type: ignore[arg-type]

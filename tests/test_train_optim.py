@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -197,3 +198,13 @@ def test_muons_own_rate_stays_when_a_run_goes_on_with_more_ranks() -> None:
     after.load_state_dict(before.state_dict())
     set_learning_rate(after, schedules[1].peak_lr)
     assert after.param_groups[2]["lr"] == pytest.approx(0.2)
+
+
+def test_gradients_that_are_not_finite_are_still_there_after_muons_step() -> None:
+    conv = nn.Conv2d(3, 8, 3)
+    train = spec(optimizer="muon")
+    optimizer = build_optimizer(conv, train, plan_schedule(train, num_samples=50_000, world_size=1))
+    conv.weight.grad = torch.full_like(conv.weight, math.nan)
+    optimizer.step()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.isnan().all()

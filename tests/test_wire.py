@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import pytest
 
+from clusterddp.run.directory import append_jsonl, read_json, read_jsonl, write_json
 from clusterddp.wire import build, read_object, read_value
 
 
@@ -76,3 +77,12 @@ def test_what_is_no_json_or_nested_deep_is_an_error(data: str | bytes) -> None:
 def test_an_object_is_wanted(data: str) -> None:
     with pytest.raises(ValueError, match="where an object belongs"):
         read_object(data)
+
+
+def test_half_a_character_is_written_so_that_it_reads_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"host": "a\ud800"})
+    append_jsonl(tmp_path / "x.jsonl", {"host": "a\ud800"})
+    assert read_json(path) == {"host": "a\ud800"}
+    assert list(read_jsonl(tmp_path / "x.jsonl")) == [{"host": "a\ud800"}]
+    path.read_text(encoding="utf-8")

@@ -43,7 +43,8 @@ def warning_text(warning: str) -> str:
 
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
     """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
-    lines = [f"{click.style(status.run, bold=True)}  {state_text(status.state.value)}  {_where(status)}"]
+    name, where = printable(status.run), printable(_where(status))
+    lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
         lines.append(f"  {printable(status.reason)}")
     if status.warning:
@@ -56,7 +57,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines.append(f"  start: {phases_text(status.start_phases)}")
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
-    lines += [f"  {run.path}", ""]
+    lines += [f"  {printable(str(run.path))}", ""]
     if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
         lines += _rank_table(status.ranks)
     else:
@@ -172,9 +173,9 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
         until = summary.ended or (now if state in {"PENDING", "RUNNING", "REQUEUED"} else None)
         rows.append(
             [
-                summary.run,
+                printable(summary.run),
                 state_text(state),
-                summary.launcher,
+                printable(summary.launcher),
                 _short_progress(progress),
                 accuracy,
                 _when(summary.created, now),
@@ -227,10 +228,14 @@ def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:
     rows = [[*places, "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
     for rank in ranks:
         place = (rank.node_rank, rank_span(rank.owns)) if rank.owns else (rank.rank, rank.node_rank, rank.local_rank)
-        facts = (*place, rank.host, rank.pid, state_text(rank.state))
         master = f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
-        rows.append(["-" if fact is None else str(fact) for fact in (*facts, rank.exit_code, rank.interface, master)])
+        before, after = (*place, rank.host, rank.pid), (rank.exit_code, rank.interface, master)
+        rows.append([*map(_cell, before), state_text(rank.state), *map(_cell, after)])
     return table(rows, indent="  ")
+
+
+def _cell(fact: object) -> str:
+    return "-" if fact is None else printable(str(fact))
 
 
 def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
@@ -241,7 +246,7 @@ def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
         rows.append(
             [
                 str(node_rank),
-                of_node[0].host,
+                printable(of_node[0].host),
                 rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
                 ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
             ]

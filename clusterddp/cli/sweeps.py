@@ -192,7 +192,7 @@ def _where(status: SweepStatus) -> str:
 
 
 def _carrier(launcher: str, job_id: str) -> str:
-    return f"{launcher} job array {job_id}" if launcher == "slurm" else f"{launcher} queue, pid {job_id}"
+    return printable(f"{launcher} job array {job_id}" if launcher == "slurm" else f"{launcher} queue, pid {job_id}")
 
 
 def _queue_lines(status: SweepStatus) -> list[str]:
@@ -202,7 +202,7 @@ def _queue_lines(status: SweepStatus) -> list[str]:
     if state == "RUNNING":
         return [f"the queue waits: {printable(status.queue.waits_for)}"] if status.queue.waits_for else []
     if state == "UNKNOWN":
-        return [f"the queue is on {host}, which cannot be asked from here"]
+        return [f"the queue is on {printable(host)}, which cannot be asked from here"]
     if "LOST" not in status.states:
         return []
     what = f"has ended: {status.queue.why}" if state == "ENDED" else "is gone"

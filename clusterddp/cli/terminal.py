@@ -77,7 +77,11 @@ def say_error(message: str, *, hint: str | None = None) -> None:
 
 
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
-    """Lay out rows in columns as wide as their widest cell, colour not counted; the first row is the heading."""
+    """Lay out rows in columns as wide as their widest cell, colour not counted; the first row is the heading.
+
+    What others wrote may be part of a cell: no line ends in it.
+    """
+    rows = [[cell.replace("\n", printable("\n")) for cell in row] for row in rows]
     widths = [max(len(click.unstyle(cell)) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -24,6 +24,7 @@ from clusterddp.host.staging import staging
 from clusterddp.run.directory import write_bytes
 from clusterddp.run.tree import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
 from clusterddp.run.tree_stream import receive_tree
+from clusterddp.wire import read_object, read_value
 
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
 """`unsure`: only the sender's sum can tell. `changed`: we sent it, it is as we sent it, and now it is another."""
@@ -120,7 +121,7 @@ def compare(host: Host, request: dict[str, Any], body: Body) -> Reply:
     before = dict(place.known)
     names = set()
     with refusing_disk(place.path, 0):
-        for number, entry in enumerate(from_json(json.loads(body.read_all()))):
+        for number, entry in enumerate(from_json(read_value(body.read_all()))):
             names.add(entry.name)
             verdict = place.judge(entry)
             if verdict != "same":
@@ -163,7 +164,7 @@ def open_place(host: Host, target: str) -> Place:
     record = host.root / "data" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     known: dict[bytes, Known] = {}
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for *row, sent_mtime_ns, by_us in json.loads(record.read_bytes())["known"]:
+        for *row, sent_mtime_ns, by_us in read_object(record.read_bytes())["known"]:
             (here,) = from_json([row])
             known[here.name] = Known(here=here, sent_mtime_ns=int(sent_mtime_ns), by_us=bool(by_us))
     return Place(path=path, record=record, known=known)

@@ -218,9 +218,11 @@ def read_plan_json(run: RunDir) -> dict[str, Any]:
 
     Raises: ClusterddpError: it is gone; it names hosts, and this user has not written it.
     """
-    data: dict[str, Any] | None = read_json(run.plan)
+    data = read_json(run.plan)
     if data is None:
         raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
+    if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
+        raise ClusterddpError(f"{run.plan}: is no plan")
     if data.get("ssh") and not is_sealed(_SEALED, _granted(data), data.get("seal")):
         raise ClusterddpError(f"{run.plan}: names hosts, and does not come from you: they are not asked", hint=hint())
     return data

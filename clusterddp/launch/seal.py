@@ -40,7 +40,9 @@ def is_sealed(what: str, value: Any, found: Any) -> bool:
     Raises: ClusterddpError: others may read the key, or it belongs to another user.
     """
     key = _read_key()
-    return key is not None and isinstance(found, str) and hmac.compare_digest(_hash(key, what, value), found)
+    if key is None or not isinstance(found, str):
+        return False
+    return hmac.compare_digest(_hash(key, what, value).encode(), found.encode(errors="replace"))
 
 
 def key_path() -> Path:

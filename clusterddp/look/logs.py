@@ -111,7 +111,8 @@ def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -
     if follow:
         raise UsageError("--rank failed with --follow: which ranks failed is known when the attempt has ended")
     newest = _newest_attempt(run) if attempt is None else attempt
-    failed = () if newest is None else failed_ranks(run.attempt(newest))
+    known = range(read_gang(run).world_size)
+    failed = tuple(rank for rank in failed_ranks(run.attempt(newest)) if rank in known) if newest is not None else ()
     if not failed:
         raise UsageError(f"--rank failed: no rank of {run.name} has failed")
     return failed

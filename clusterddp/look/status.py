@@ -31,7 +31,6 @@ LOST: its end was not recorded, and the run is over. UNKNOWN: it belongs to a ma
 
 
 class _AnyEvent(TypedDict):
-    time: float
     event: str
 
 
@@ -39,6 +38,7 @@ class _Event(_AnyEvent, total=False):
     """A row of the run's history, as far as it is read here."""
 
     attempt: int | None
+    time: float
     phases: dict[str, float]
 
 
@@ -219,7 +219,7 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
             event = build(_Event, row)
             events |= {event["event"]: event} if event.get("attempt") == attempt else {}
     phases: dict[str, float] = {}
-    submitted = events["submitted"]["time"] if "submitted" in events else None
+    submitted = events["submitted"].get("time") if "submitted" in events else None
     if submitted is not None and attempt == record.base_attempt:
         phases["prepare"] = submitted - _created(record)
     imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)

@@ -21,6 +21,7 @@ from clusterddp.wire import build, read_object, read_value
 _T = TypeVar("_T")
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+_HALVES = re.compile("[\ud800-\udfff]")
 _TAIL_BYTES = 8_192
 MAX_ATTEMPTS = 1_000_000
 """More than any run has."""
@@ -309,7 +310,7 @@ def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
 
 def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
     """Write `value` as JSON; see `write_text`."""
-    return write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", exclusive=exclusive)
+    return write_text(path, _dump(value, indent=1) + "\n", exclusive=exclusive)
 
 
 def read_json(path: Path) -> Any | None:
@@ -345,7 +346,8 @@ def build_record(kind: type[_T], value: Any, where: str) -> _T:
     try:
         return build(kind, value)
     except ValueError as error:
-        raise ClusterddpError(f"{where}: not a {kind.__name__}: {error}") from error
+        what = str(error).removeprefix("it.")
+        raise ClusterddpError(f"{where}: not a {kind.__name__}: {what}") from error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -378,7 +380,7 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     A disk that runs full may take a part of it; the next row begins on a line of its own.
     Raises: OSError: the row is not there, or not whole.
     """
-    line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    line = (_dump(row) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(descriptor).st_size
@@ -412,6 +414,12 @@ def created_ns(run: RunDir) -> int:
     except (ClusterddpError, OSError):
         return 0
     return found["created_ns"] if found else 0
+
+
+def _dump(value: Any, *, indent: int | None = None) -> str:
+    """Write JSON; halves of a character, which a host may send and UTF-8 does not have, are escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _HALVES.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def read_tail(path: Path) -> str:

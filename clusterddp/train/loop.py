@@ -109,15 +109,20 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, window: Windo
 
 
 def bring_together(state: TrainState, setting: Setting) -> None:
-    """Have all ranks end an epoch with rank 0's weights and momentum, and tell whose had come apart.
+    """Have all ranks end an epoch with rank 0's state, all of it that is to be equal, and tell whose had come apart.
+
+    That is the weights, what the optimizer keeps for each, their running mean, and what the exchange has in common.
 
     Each rank moves its own weights, from the same gradients. What multiplies matrices on the way (Muon, PowerSGD) comes
     to other last bits on another kind of processor; a faulty one can come to anything.
     """
-    apart = ranks_apart(list(state.model.parameters()), setting.group)
+    shared = [*state.model.parameters(), *optimizer_tensors(state.optimizer), *state.exchange.common_tensors()]
+    if state.ema is not None and not state.exchange.drifts:
+        shared += state.ema.model.parameters()
+    apart = ranks_apart(shared, setting.group)
     if not apart:
         return
-    for tensor in (*state.model.parameters(), *optimizer_tensors(state.optimizer)):
+    for tensor in shared:
         dist.broadcast(tensor.detach(), src=0)
     setting.reporter.say(
         f"warning: the weights of {spell_ranks(apart)} were not those of rank 0, and are now. Processors of another "

@@ -38,17 +38,22 @@ class Muon(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Turn what is turned, and let SGD move the rest. The gradients of what was turned are gone afterwards."""
+        """Turn what is turned, and let SGD move the rest. Gradients stay, for who looks whether they are finite."""
+        turned: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            if "turns" in group:
-                for weight in group["params"]:
+            for weight in group["params"] if "turns" in group else ():
+                if weight.grad is not None:
+                    turned.append((weight, weight.grad))
                     self._turn(weight, lr=group["lr"], momentum=group["momentum"], nesterov=group["nesterov"])
-        return super().step(closure)
+                    weight.grad = None  # SGD passes it over
+        moved = super().step(closure)
+        for weight, gradient in turned:
+            weight.grad = gradient
+        return moved
 
     def _turn(self, weight: Tensor, *, lr: float, momentum: float, nesterov: bool) -> None:
-        gradient, weight.grad = weight.grad, None
-        if gradient is None:
-            return
+        gradient = weight.grad
+        assert gradient is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)

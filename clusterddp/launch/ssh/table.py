@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from clusterddp.errors import SshError
+from clusterddp.launch.plan import read_plan_json
 from clusterddp.launch.ssh.package import package
 from clusterddp.launch.ssh.plan import SshPlan
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir, build_record
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
 from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
@@ -126,9 +127,12 @@ Machines = ThisMachine | Hosts
 
 
 def accesses_of(run: RunDir) -> list[HostAccess]:
-    """Return the hosts of a run and how they are reached; none for a run that was not started over SSH."""
-    ssh = (read_json(run.plan) or {}).get("ssh")
-    return SshPlan.from_json(ssh).accesses() if ssh else []
+    """Return the hosts of a run and how they are reached; none for a run that was not started over SSH.
+
+    Raises: ClusterddpError: it has no plan, or one that this user has not written.
+    """
+    ssh = read_plan_json(run).get("ssh")
+    return build_record(SshPlan, ssh, str(run.plan)).accesses() if ssh else []
 
 
 def _read(

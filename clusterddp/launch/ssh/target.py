@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,6 @@ from clusterddp.run.host_state import is_foreign
 from clusterddp.run.record import RunRecord, read_run
 
 if TYPE_CHECKING:
-    from filelock import FileLock
-
     from clusterddp.ssh.session import HostAccess
 
 Kind = Literal["grows", "whole", "end", "events", "big"]
@@ -37,6 +37,7 @@ _RANK = re.compile(
 )
 _NODE_LOG = re.compile(r"launcher/(?:supervisor|torchrun)-(\d+)\.log")
 _LOCK_S = 5.0
+_LOCK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,21 +158,28 @@ def locked(run: RunDir, what: str, timeout_s: float = _LOCK_S) -> Iterator[bool]
 
     Raises: ClusterddpError: the file system refuses.
     """
-    from filelock import FileLock, Timeout
-
-    lock: FileLock = FileLock(run.launcher_dir / f".{what}.lock", timeout=timeout_s, mode=0o600)
     try:
-        with contextlib.suppress(NotImplementedError):  # a file system without locks
-            lock.acquire()
-    except Timeout:
-        yield False
-        return
+        file = os.open(run.launcher_dir / f".{what}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise unwritable(run, error) from error
     try:
-        yield True
+        yield _take_lock(file, time.monotonic() + timeout_s)
     finally:
-        lock.release()
+        os.close(file)  # which frees it
+
+
+def _take_lock(file: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
 
 
 def unwritable(run: RunDir, error: OSError) -> ClusterddpError:

@@ -69,6 +69,10 @@ class Exchange:
         """Return what a checkpoint must hold besides and is the same on every rank."""
         return {}
 
+    def common_tensors(self) -> list[Tensor]:
+        """Return what is kept from step to step and is the same on every rank at an epoch's end: float32."""
+        return []
+
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on from what `own_state` and `common_state` were, from nothing if empty; the weights are loaded before."""
 

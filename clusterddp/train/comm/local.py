@@ -94,6 +94,9 @@ class LocalSteps(Exchange):
             state |= {"sum": self._sum.cpu(), "sent": sent, "ranks": self._group.world_size}
         return state
 
+    def common_tensors(self) -> list[Tensor]:
+        return [self._mean]
+
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on; of a sum under way only with the ranks that it is of: the mean of others' weights has it already."""
         self.apart = "mean" in common

@@ -78,6 +78,9 @@ class PowerSgd(Exchange):
     def common_state(self) -> dict[str, Any]:
         return {"rights": [right.cpu() for right in self._rights]}
 
+    def common_tensors(self) -> list[Tensor]:
+        return self._rights
+
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         for mine, saved in zip(self._errors, own.get("errors", self._errors), strict=True):
             mine.copy_(saved)

@@ -32,9 +32,17 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
             return resnet18(channels=channels, num_classes=dataset.num_classes, large_stem=large)
         check_side(dataset.image_size)
         model = FastNet(channels=channels, num_classes=dataset.num_classes, width=spec.width)
-    images = dataset.train_images[:_WHITENING_IMAGES].cpu()
+    images = _some_images(dataset).cpu()
     initialise(model, normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
     return model
+
+
+def _some_images(dataset: Dataset) -> Tensor:
+    """Return the first images; of a set that lies class by class, such as a folder, as many from all over it."""
+    images, labels = dataset.train_images, dataset.train_labels
+    if len(labels) <= _WHITENING_IMAGES or bool((labels[1:] < labels[:-1]).any()):
+        return images[:_WHITENING_IMAGES]
+    return images[torch.arange(_WHITENING_IMAGES, device=images.device) * len(images) // _WHITENING_IMAGES]
 
 
 def initialise(model: nn.Module, images: Tensor) -> None:
