@@ -47,6 +47,7 @@ def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_o
     status = slurm.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status
     assert lines_of(run) == ["0 of 2, 2 each", "1 of 2, 2 each"]
+    assert status["warning"].endswith("; each of the 4 ranks may have trained alone")
     assert "NumTasks=2 " in told
     assert "CPUs/Task=2 " in told
 

@@ -26,6 +26,8 @@ _STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn
 _WORDS = """\
 srun python torchrun train.py -n 4 --nproc_per_node 2 export A=1 $A ${A} $(touch canary) `touch canary` ' \" \\ ; && | &
 ( ) { } <<EOF EOF > # #SBATCH -N --mem=1G if then fi bash -c = * ~ mpirun -x accelerate launch ARGS=( ${ARGS[@]}
+-H a:2,b[1-3] -np --hostfile hosts --map-by ppr:2:node --nnodes 1:3 --num_machines -w n[1-2]
+deepspeed --include a:0@b horovodrun
 \x1b[31m é"""
 _TOKENS = st.sampled_from([*_WORDS.split(), "\u2028", "\n", " "])
 _SCRIPTS = st.lists(_TOKENS, max_size=40).map(" ".join)

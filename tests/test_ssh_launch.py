@@ -55,7 +55,8 @@ def await_started(place: SshPlace, run: RunDir, within_s: float = 40) -> None:
 
 def test_the_trainer_runs_to_its_end_on_hosts_with_nothing_of_ours(place: SshPlace) -> None:
     run = place.submit(TRAIN)
-    assert await_end(place, run).outcome == "COMPLETED"
+    end = await_end(place, run)
+    assert (end.outcome, end.warning) == ("COMPLETED", "")
     summary = read_json(place.host_run_dir("node1", run).summary)
     assert (summary["world_size"], summary["eval_samples"]) == (4, 51)
 
@@ -69,6 +70,19 @@ def test_a_script_runs_from_the_snapshot_of_the_code(place: SshPlace) -> None:
     assert await_end(place, run).outcome == "COMPLETED"
     there = place.host_run_dir("node2", run)
     assert "from the snapshot 3 " in there.attempt(0).stdout(3).read_text()
+
+
+def test_ranks_that_meet_on_each_host_alone_are_warned_of(place: SshPlace) -> None:
+    (place.path / "apart.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "os.environ |= {'MASTER_ADDR': 'localhost', 'RANK': os.environ['LOCAL_RANK'], 'WORLD_SIZE': '2'}\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
+    )
+    run = place.submit(SPEC + "entry: {script: apart.py}\n")
+    end = await_end(place, run)
+    assert end.outcome == "COMPLETED"
+    assert end.warning.startswith("no rank connected to 10.77.0.11:")
+    assert end.warning.endswith("; each of the 4 ranks may have trained alone")
 
 
 def test_ranks_are_told_where_they_stand(place: SshPlace) -> None:
