@@ -61,6 +61,19 @@ def test_a_program_may_meet_twice_and_by_a_store_of_its_own(tmp_path: Path) -> N
         assert stolen(gang) == ""
 
 
+def test_a_named_port_serves_the_store_of_every_attempt(tmp_path: Path) -> None:
+    program = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if attempt == 0: os._exit(rank)
+dist.destroy_process_group()
+"""
+    with running(tmp_path, program, ranks_per_node=1, restarts=1, master_port=18735) as gang:
+        assert gang.await_end(60) == [0, 0], gang.end()
+        assert [gang.end(number).outcome for number in (0, 1)] == ["FAILED", "COMPLETED"]
+
+
 def test_a_command_binds_the_port_itself(tmp_path: Path) -> None:
     command = Entry(
         kind="command", target=sys.executable, args=(str(tmp_path / "program.py"),), working_dir=str(tmp_path)

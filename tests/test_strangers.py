@@ -190,6 +190,7 @@ def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
         {"link": {"host": "127.0.0.1", "port": 70000}},
         {"link": None},
         {"master_addr": ["a"]},
+        {"master_addr": "10.0.0.1\0"},
     ],
 )
 def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
@@ -279,12 +280,17 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
         {"nodes": [["node1", [0, 0]]]},
         {"nodes": [[7, [0]]]},
         {"nodes": "node1"},
+        {"nodes": [["node1", [0]]]},
+        {"nodes": [["node1", [0, 1, 2]]]},
+        {"nodes": [["node\x1b[2J", [0, 1]]]},
+        {"master_addr": "10.0.0.1\0"},
+        {"reached": "x" * 5000},
         {"gpus": "yes"},
     ],
 )
 def test_what_no_rank_0_decides_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PreflightError, match="what answers as rank 0 is none"):
-        Decided.from_json(DECIDED | change)
+        Decided.from_json(DECIDED | change, 2)
 
 
 def test_every_file_that_listens_is_in_the_table_of_listeners() -> None:

@@ -68,7 +68,7 @@ def worker(
             resume=resume,
         )
         told, door = muster(launched, own, here.decide, _timeout_s(resolved.job), terminal.environ.get(JOIN_KEY, ""))
-        decided = Decided.from_json(told)
+        decided = Decided.from_json(told, launched.world_size)
         run = here.settle(decided)
         if launched.rank == 0:
             _tell(here, decided, run.path)

@@ -67,6 +67,8 @@ class Hello:
         hello: Hello = build(cls, data, "hello")
         if min(hello.rank, hello.world_size, hello.pid) < 0:
             raise ValueError("a number from 0 is expected")
+        if not all(text.isprintable() for text in (hello.host, hello.world_size_from, hello.torch)):
+            raise ValueError("a name is expected")
         return hello
 
 

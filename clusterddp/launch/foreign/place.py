@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 
+_MAX_TEXT = 1024
+"""Of a host's name or address, or of what identifies the job."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decided:
     """What rank 0 decides, and all ranks are told."""
@@ -36,8 +40,8 @@ class Decided:
     """The address of rank 0's host by which the others reach it."""
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Decided:
-        """Take what rank 0 has told: whoever answers at its port may have told it.
+    def from_json(cls, data: dict[str, Any], world_size: int) -> Decided:
+        """Take what rank 0 has told `world_size` ranks: without a key, whoever answers at its port may have told it.
 
         Raises: PreflightError: it cannot be what rank 0 says.
         """
@@ -49,8 +53,11 @@ class Decided:
         fits = 0 < decided.master_port < 65536 and 0 <= decided.attempt < MAX_ATTEMPTS
         if not (is_run_name(decided.run) and is_token(decided.token) and fits):
             raise PreflightError(f"what answers as rank 0 is none: it names the run {decided.run!r:.60}")
-        if ranks != list(range(len(ranks))):
-            raise PreflightError("what answers as rank 0 is none: its ranks have gaps")
+        if ranks != list(range(world_size)):
+            raise PreflightError(f"what answers as rank 0 is none: its ranks are not 0 to {world_size - 1}")
+        texts = (decided.identity, decided.master_addr, decided.reached, *(host for host, _ in decided.nodes))
+        if not all(text.isprintable() and len(text) < _MAX_TEXT for text in texts):
+            raise PreflightError("what answers as rank 0 is none: it names a host that cannot be one")
         return decided
 
 

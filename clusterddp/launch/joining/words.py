@@ -154,7 +154,8 @@ class Beginning:
             fits = is_run_name(said.run) and is_token(said.token) and 0 <= said.attempt < MAX_ATTEMPTS
         except ValueError as error:
             raise PreflightError(f"what answers as node 0 is none: {error}") from error
-        if not (fits and 0 < said.link["port"] < 65536):
+        addresses_fit = said.master_addr.isprintable() and said.link["host"].isprintable()
+        if not (fits and addresses_fit and 0 < said.link["port"] < 65536):
             raise PreflightError(f"what answers as node 0 is none: it names the run {said.run!r:.60}")
         return dataclasses.replace(said, token=signer.veil(said.token))
 
