@@ -170,7 +170,7 @@ class HeadHere:
             reached = plain_address(str(channel.sock.getsockname()[0]))
             self.head.hear(node_rank, join | {"reached": reached}, now)
         if node_rank in self._members and join["pid"] == self._pids[node_rank]:
-            self._welcome(channel, self._members[node_rank], 0, now)  # or again: it has missed the first welcome
+            self._welcome(node_rank, channel, 0, now)  # or again: it has missed the first welcome
         else:
             note(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
             self._drop(channel)
@@ -178,16 +178,19 @@ class HeadHere:
     def _take_back(self, channel: Channel, again: Message, now: float) -> None:
         """Go on with a node whose connection broke, or tell it that it counts as lost."""
         node_rank = int(again["node_rank"])
-        peer = self._members.get(node_rank)
-        if peer is not None and again["session"] == self._session:
-            self._welcome(channel, peer, int(again["heard"]), now)
+        if node_rank in self._members and again["session"] == self._session:
+            self._welcome(node_rank, channel, int(again["heard"]), now)
             return
         why = self._given_up.get(node_rank, "it is of another start of the run")
         note(f"node {node_rank} has connected again, too late: {why}")
         channel.send({"kind": "gave_up", "why": why})
         self._drop(channel)
 
-    def _welcome(self, channel: Channel, peer: Peer, heard: int, now: float) -> None:
+    def _welcome(self, node_rank: int, channel: Channel, heard: int, now: float) -> None:
+        assert self.head is not None
+        peer = self._members[node_rank]
+        for message in peer.receive(now):  # over the connection that this one replaces: its last word may be there
+            self.head.hear(node_rank, message, now)
         channel.send({"kind": "welcome", "session": self._session, "heard": peer.heard})
         peer.connect(channel, heard, now)
 
