@@ -27,6 +27,7 @@ while not os.path.exists(os.path.join(os.environ["CLUSTERDDP_RUN_DIR"], "go")) o
 {failure}
 """
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)\n"
+UNTIL_STOP = "import time, clusterddp\nprint('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)\n"
 ONCE = """
 import os, time
 print("up", flush=True)
@@ -187,9 +188,28 @@ def test_scancel_ends_the_gang_at_once(rack):
     await_nothing_left(run)
 
 
+def test_usr2_to_the_tasks_of_a_job_asks_for_a_stop(rack):
+    run = make_slurm_run(rack, "usr2", UNTIL_STOP, resources=TWO_BY_TWO)
+    job = start_run(rack, run)
+    await_up(run, 0)
+    rack.run(HEAD, ["scancel", "--signal=USR2", job])
+    end = await_final_end(run, 20)
+    assert (end.outcome, end.reason.partition(" of node")[0]) == ("STOPPED", "SIGUSR2 to the supervisor")
+
+
+def test_a_suspended_run_goes_on_when_it_is_resumed(rack):
+    run = make_slurm_run(rack, "suspended", UNTIL_STOP, resources=TWO_BY_TWO)
+    job = start_run(rack, run)
+    await_up(run, 0)
+    rack.run(HEAD, ["scontrol", "suspend", job])
+    time.sleep(5)
+    rack.run(HEAD, ["scontrol", "resume", job])
+    run.attempt(0).stop_file.touch()
+    assert await_final_end(run, 20).outcome == "STOPPED"
+
+
 def test_a_killed_batch_script_is_no_cancel(rack):
-    code = "import time, clusterddp\nprint('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)\n"
-    run = make_slurm_run(rack, "script", code, more="restarts: 1", resources=TWO_BY_TWO)
+    run = make_slurm_run(rack, "script", UNTIL_STOP, more="restarts: 1", resources=TWO_BY_TWO)
     job = start_run(rack, run)
     await_up(run, 0)
     rack.run(HEAD, ["scancel", "--batch", "--signal=KILL", job])
@@ -211,9 +231,8 @@ def test_a_requeued_job_goes_on_with_the_next_attempt(rack):
 
 
 def test_a_gang_is_asked_to_stop_before_the_time_limit(rack):
-    code = "import time, clusterddp\nprint('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)\n"
     resources = TWO_BY_TWO.replace("}", ', time: "0:01:00"}')
-    run = make_slurm_run(rack, "limit", code, resources=resources)
+    run = make_slurm_run(rack, "limit", UNTIL_STOP, resources=resources)
     start_run(rack, run)
     end = await_final_end(run, 80)
     assert (end.outcome, end.will_restart) == ("STOPPED", False)
