@@ -19,6 +19,7 @@ from clusterddp.errors import UsageError
 
 DEFAULT_PORT = 29500
 """torchrun's, for those who set MASTER_ADDR alone."""
+_DAEMONS = re.compile(r"([^,\[]{1,255})(?:\[([0-9]{1,2}):([0-9,-]+)\]([^,]{0,255}))?")
 TITLES: dict[Launcher | None, str] = {
     "torchrun": "torchrun",
     "openmpi": "mpirun (Open MPI)",
@@ -225,10 +226,9 @@ def _addresses_of(uri: str) -> tuple[str, ...]:
 def _hosts_of(regex: str) -> tuple[str, ...]:
     """Name the hosts of mpirun's daemons in their order: `head,node[1:1-2]@0(3)` is head, node1, node2."""
     hosts: list[str] = []
-    for name, width, ranges, rest in re.findall(r"([^,\[]+)(?:\[(\d+):([\d,-]+)\]([^,]*))?", regex.partition("@")[0]):
-        for span in ranges.split(",") if ranges else ():
-            first, _, last = span.partition("-")
-            numbers = range(int(first), min(int(last or first), int(first) + MAX_HOSTS) + 1)
+    for name, width, ranges, rest in _DAEMONS.findall(regex.partition("@")[0]):
+        for first, last in re.findall(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", ranges):
+            numbers = range(int(first), min(int(last or first) + 1, int(first) + MAX_HOSTS - len(hosts)))
             hosts += [f"{name}{str(number).zfill(int(width))}{rest}" for number in numbers]
         hosts += [] if ranges else [name]
     return tuple(hosts)
