@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
-class _Seen(TypedDict):
-    """A run, and the `sum` of the files that were told of it before."""
-
+class _Run(TypedDict):
     name: str
     token: str
+
+
+class Seen(_Run, total=False):
+    """A run, and the `sum` of the files that were told of it before (host/mirror.py)."""
+
     seen: str
 
 
@@ -40,7 +43,7 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
     "gpus.lease": {"count": int, "run": str, "when_busy": str | None},
     "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
-    "mirror.changes": {"runs": list[_Seen]},
+    "mirror.changes": {"runs": list[Seen]},
     "mirror.read": {"name": str, "parts": list[Part]},
     "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
     "net.probe": {"nonce": str, "targets": list[Way], "names": list[str], "within_s": float},

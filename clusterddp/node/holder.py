@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from clusterddp.dist.environment import SUPERVISOR_PID, inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
+
+_ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 
 
 class Holder:
@@ -142,13 +145,15 @@ class Holder:
 
     def _hear(self) -> dict[str, Any] | None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._sock, MAX_PACKET, 1, socket.MSG_DONTWAIT)
+            # Not socket.recv_fds, which ignores its flags, and so would wait (Python 3.11).
+            packet, ancillary, _, _ = self._sock.recvmsg(MAX_PACKET, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:
-            packet, descriptors = b"", []
+            packet, ancillary = b"", []
         words = dict(json.loads(packet)) if packet else {"kind": "gone"}
-        return words | ({"listener": descriptors[0]} if descriptors else {})
+        given = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+        return words | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
 
 def connect(name: str) -> socket.socket | None:
