@@ -46,6 +46,8 @@ class Head:
     ) -> None:
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be."""
+        self.node_is_down = False
+        """True once Slurm ends the job because it has lost a node: one that is quiet is not waited for any longer."""
         self._run = run
         self._gang = gang
         self._guard = guard
@@ -243,6 +245,7 @@ class Head:
 
     def _hear_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
+        self.node_is_down |= intent is not None and intent.node_is_down
         if intent is not None and bring_home(intent, self._attempt) and self._ending is None:
             self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
 

@@ -34,6 +34,8 @@ class Intent:
     words: str
     ends_by: float | None = None
     """Monotonic time by which everything must be over; None: as long as it takes."""
+    node_is_down: bool = False
+    """True when Slurm ends the job because it has lost a node."""
 
 
 class JobWatch:
@@ -135,7 +137,8 @@ class JobWatch:
         # A job that is warned of its preemption still runs; for how long, the configuration says, not the job.
         ends = job is None or job.ends
         ends_by = self._term_at + max(1.0, self._allocation.kill_wait_s - _MARGIN_S) if ends else None
-        return Intent(kind=kind, words=words, ends_by=ends_by)
+        node_is_down = job is not None and job.reason == "NodeDown"
+        return Intent(kind=kind, words=words, ends_by=ends_by, node_is_down=node_is_down)
 
 
 def bring_home(intent: Intent, attempt: Attempt) -> bool:

@@ -95,6 +95,12 @@ class Peer:
             return False
         return self.broken or now - self._sent_at < _LAST_ACKNOWLEDGEMENT_S
 
+    def is_quiet(self, now: float) -> bool:
+        """Say whether heartbeats are overdue, which may be nothing."""
+        if self._channel is None:
+            return self.broken
+        return now - self._channel.last_heard > min(QUIET_S, self._limits.host_silence_s / 4)
+
     def connect(self, channel: Channel, heard: int, now: float) -> None:
         """Go on over this connection, which the selector knows; the other end has received `heard` messages."""
         if self._break is not None:
@@ -168,7 +174,7 @@ class Peer:
             self._break, self._answered = _Break(since=now, why=why), False
 
     def _try_again(self, now: float) -> Found | None:
-        if self._break is None and not self._is_quiet(now):
+        if self._break is None and not (self._when_quiet and self.is_quiet(now)):
             self._end_attempt()
             return None
         if self._attempt is None and now >= self._attempt_at:
@@ -194,11 +200,6 @@ class Peer:
         elif now - broken.since > self._limits.host_silence_s:
             within = f"and no other one came within {self._limits.host_silence_s:g} s"
             self.lose(f"{broken.why}, {within}" if self._answered else HOST_SILENT)
-
-    def _is_quiet(self, now: float) -> bool:
-        if not self._when_quiet or self._channel is None:
-            return False
-        return now - self._channel.last_heard > min(QUIET_S, self._limits.host_silence_s / 4)
 
     def _acknowledge(self, heard: int) -> None:
         while self._acknowledged < heard and self._unacknowledged:

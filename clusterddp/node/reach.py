@@ -63,7 +63,16 @@ def reach_head(
         return here
     listener = listen_on_walk([0]) if order.spans_hosts else listen(LOOPBACK_ADDRESS)
     finder = _finder(order, selector, join | {"port": listener.getsockname()[1]})
-    return HeadElsewhere(order.gang, order.node.node_rank, finder, selector, limits, listener=listener, now=now)
+    return HeadElsewhere(
+        order.gang,
+        order.node.node_rank,
+        finder,
+        selector,
+        limits,
+        listener=listener,
+        on_slurm=order.slurm is not None,
+        now=now,
+    )
 
 
 def _finder(order: Order, selector: selectors.BaseSelector, join: Message) -> Finder:

@@ -16,7 +16,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.connecting import Authenticating, Connecting, Found
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
-from clusterddp.node.link import GIVEN_UP, JOIN_TIMEOUT_S, Channel, Message
+from clusterddp.node.link import GIVEN_UP, HOST_SILENT, JOIN_TIMEOUT_S, Channel, Message
 from clusterddp.node.note import note
 from clusterddp.node.peer import Limits, Peer
 from clusterddp.node.search import Finder
@@ -117,6 +117,8 @@ class HeadHere:
             for message in peer.receive(now):
                 self.head.hear(node_rank, message, now)
             peer.keep_up(now)
+            if self.head.node_is_down and peer.is_quiet(now):
+                peer.lose(HOST_SILENT)
             if peer.lost is not None:
                 self._given_up[node_rank] = peer.lost
                 del self._members[node_rank]
@@ -211,6 +213,7 @@ class HeadElsewhere:
         limits: Limits,
         *,
         listener: socket.socket,
+        on_slurm: bool,
         now: float,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to see whether this process lives."""
@@ -223,6 +226,7 @@ class HeadElsewhere:
         self._selector = selector
         self._listener = listener
         self._finder = finder
+        self._on_slurm = on_slurm
         self._start_timeout_s = gang.start_timeout_s
         self._join_until = now + gang.start_timeout_s
         self._session = ""
@@ -240,6 +244,8 @@ class HeadElsewhere:
     def report(self, message: Message) -> None:
         if self.head_lost is None:
             self._peer.send(message)
+        if self._on_slurm and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
+            self._peer.lose(HOST_SILENT)  # as Slurm has found before us: it is about to kill what is left of the job
 
     def pump(self, now: float) -> list[Message]:
         if self.head_lost is not None:
