@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from rack.rack import Rack
 from slurm_place import Place
 from ssh_place import SshPlace
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -42,7 +41,7 @@ def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_o
     echo = "echo $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE each"
     entry = f'entry: {{command: "{echo}", shell: true, owns_ranks: true}}\n'
     run = slurm.submit(SLURM + entry)
-    job = json.loads(run.record.read_text())["job_id"]
+    job = read_run(run).job_id
     told = slurm.rack.run("head", ["scontrol", "show", "job", str(job)]).stdout
     status = slurm.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from rack.rack import Rack, wait_until
 from slurm_place import Place
 from ssh_place import SshPlace
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end
+from clusterddp.run.record import read_end, read_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -48,7 +46,7 @@ def test_a_job_has_one_task_for_each_node_and_its_ranks_are_started_again_by_tor
     place = Place(rack, "start-torchrun")
     (place.path / "entry.py").write_text(SCRIPT)
     run = place.submit(SPEC + "launcher: slurm\n")
-    told = rack.run("head", ["scontrol", "show", "job", json.loads(run.record.read_text())["job_id"]]).stdout
+    told = rack.run("head", ["scontrol", "show", "job", read_run(run).job_id]).stdout
     status = place.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status
     assert "NumTasks=2 " in told
