@@ -21,7 +21,6 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import become_subreaper, signal_group, start_rank
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
 
-
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 
 
