@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from fuzz_mutations import TOKEN, Example, Target, rows
 
+from clusterddp.dist.signed import Signer
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 
@@ -43,6 +44,17 @@ class Wire:
         return lambda *arguments, **named: None
 
 
+def signed(greeting: bytes, side: Literal["head", "member"], of: str, data: bytes) -> bytes:
+    """Return what the other end of a signed connection sends: its greeting, then each line of `data`, signed."""
+    theirs = Signer("k", side)
+    theirs.meet(greeting, of)
+    lines = (
+        theirs._mac(theirs._sends_as, number, line) + b" " + line + b"\n"
+        for number, line in enumerate(data.split(b"\n"))
+    )
+    return theirs.greeting(of) + b"".join(lines)
+
+
 def said_over_sockets() -> Iterator[Target]:
     yield _link()
     yield from _muster()
@@ -51,7 +63,11 @@ def said_over_sockets() -> Iterator[Target]:
 
 
 def _link() -> Target:
+    from clusterddp.node.connecting import Connecting
     from clusterddp.node.link import Channel
+    from clusterddp.node.peer import Limits, Peer
+
+    limits = Limits(host_silence_s=30, heartbeat_timeout_s=60, spans_hosts=True)
 
     def read(is_signed: bool, data: bytes, rng: random.Random) -> None:
         nonce = b'{"nonce": "' + b"a" * 32 + b'"}\n'
@@ -63,17 +79,18 @@ def _link() -> Target:
         ours._nonces = None
         ours.sock = Wire(nonce + signed if is_signed else data + b"\n" + data)  # type: ignore[assignment]
         heard = ours.receive(1.0)
-        ours.keep_alive(2.0, 15.0)
+        peer = Peer(limits, SimpleNamespace(unregister=lambda sock: None), Connecting, when_quiet=False)  # type: ignore[arg-type]
+        peer.take(heard)
         if ours.lost is None or not all(isinstance(each["kind"], str) for each in heard):
             raise AssertionError(f"{ours.lost}: {heard}")
 
-    said = [{"kind": "exit", "rank": 1, "exit_code": 1, "error": "x"}, {"kind": "beat"}]
+    said = [{"kind": "exit", "rank": 1, "exit_code": 1, "error": "x"}, {"kind": "heartbeat", "heard": 3}]
     examples = [Example(value=each, what=True) for each in said] + [Example(value={"nonce": "a" * 32}, what=False)]
     return Target(name="the link of supervisors", examples=examples, read=read)
 
 
 def _muster() -> Iterator[Target]:
-    from clusterddp.dist.muster_guest import Visit, _stay
+    from clusterddp.dist.muster_guest import COMMAND, Visit, _stay
     from clusterddp.dist.muster_host import Guest, _Muster
     from clusterddp.dist.muster_words import own_hello
     from clusterddp.launch.foreign.place import Decided, nodes_of
@@ -92,16 +109,21 @@ def _muster() -> Iterator[Target]:
         from collections import Counter
 
         muster._reached, muster._reached_at_home = Counter(), []
-        guest = Guest(Wire(data + b"\n"))  # type: ignore[arg-type]
+        signer = Signer("k", "head")
+        guest = Guest(Wire(signed(signer.greeting(COMMAND), "member", COMMAND, data)), signer)  # type: ignore[arg-type]
+        muster._strangers = [guest]
         if muster._read(guest) and guest.hello is not None:
             muster._admit(guest)
             nodes_of((own, guest.hello))
 
     def read_decided(what: Any, data: bytes, rng: random.Random) -> None:
-        visit = Visit(Wire(b'{"complete": true}\n' + data + b"\n"))  # type: ignore[arg-type]
+        signer = Signer("k", "member")
+        said = signed(signer.greeting(COMMAND), "head", COMMAND, b'{"complete": true}\n' + data)
+        visit = Visit(Wire(said), signer)  # type: ignore[arg-type]
+        assert visit.meet(time.monotonic() + 1)
         answer = _stay(visit, visit.read(time.monotonic() + 1), time.monotonic() + 1)
         if not isinstance(answer, str):
-            Decided.from_json(answer)
+            Decided.from_json(answer, world_size=4)
 
     decided = Decided(
         run="brisk-otter-3", token=TOKEN, attempt=0, identity="job", nodes=(("a", (0, 1)), ("b", (2, 3))), gpus=False,
@@ -115,28 +137,36 @@ def _muster() -> Iterator[Target]:
 
 
 def _joining() -> Iterator[Target]:
+    from clusterddp.dist.acceptor import Refusals
     from clusterddp.launch.joining.head import Gathering, Visitor
     from clusterddp.launch.joining.member import Seat
-    from clusterddp.launch.joining.words import Line, prove, veil
+    from clusterddp.launch.joining.words import Line
 
     facts: dict[str, str | None] = {"clusterddp": "1", "torch": "2", "Python": "3.12"}
+
+    def line_with(data: bytes, side: Literal["head", "member"]) -> Line:
+        line = Line(Wire(b""), "k", side)  # type: ignore[arg-type]
+        said = signed(line.signer.greeting("join"), "member" if side == "head" else "head", "join", data)
+        line.sock = Wire(said)  # type: ignore[assignment]
+        return line
 
     def gathering() -> Gathering:
         return Gathering(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
 
     def read_visitor(what: Any, data: bytes, rng: random.Random) -> None:
         here = gathering()
-        visitor = Visitor(line=Line(Wire(data + b"\n")), nonce="n", came=time.monotonic(), peer="p", reached="r")  # type: ignore[arg-type]
+        visitor = Visitor(line=line_with(data, "head"), came=time.monotonic(), peer="p", reached="r")
         here._strangers.append(visitor)
-        here._hear_all()
-        here._hear_all()
+        refusals = Refusals(lambda text: None)
+        here._hear_all(refusals)
+        here._hear_all(refusals)
 
-    who = {"node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}, "proof": prove("k", "n", 1)}
+    who = {"node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}}
     yield Target(name="a machine that joins", examples=[Example(value=who)], read=read_visitor)
 
     def read_seat(what: Any, data: bytes, rng: random.Random) -> None:
         seat = Seat(hosts=("a", "b"), node_rank=1, port=1, key="k", tell=lambda text: None)
-        line = Line(Wire(data))  # type: ignore[arg-type]
+        line = line_with(data, "member")
         line.hear_all = line.hear()  # type: ignore[attr-defined]
         seat._heard = line.hear_all  # type: ignore[attr-defined]
         line.ended = True
@@ -144,10 +174,8 @@ def _joining() -> Iterator[Target]:
         seat._next = lambda deadline: seat._heard.pop(0) if seat._heard else None  # type: ignore[method-assign]
         seat.take({"name": "x"}, facts, 0.1)
 
-    begin = {"run": "x", "token": veil(TOKEN, "k", "n"), "attempt": 0, "link": {"host": "a", "port": 7}}
-    words = rows(
-        {"clusterddp": "join", "nonce": "n"}, {"waiting_for": ["node 2 (c)"]}, begin | {"master_addr": "10.0.0.1"}
-    )
+    begin = {"run": "x", "token": TOKEN, "attempt": 0, "link": {"host": "a", "port": 7}, "master_addr": "10.0.0.1"}
+    words = rows({"node_rank": 0}, {"waiting_for": ["node 2 (c)"]}, begin)
     yield Target(name="what node 0 says to a machine", examples=[Example(value=words)], read=read_seat)
 
     def read_news(what: Any, data: bytes, rng: random.Random) -> None:
@@ -158,7 +186,7 @@ def _joining() -> Iterator[Target]:
         run.path.mkdir()
         supervisor = SimpleNamespace(pid=os.getpid(), poll=lambda: None, stdin=None)
         seat = Seat(hosts=("a", "b"), node_rank=1, port=1, key="k", tell=lambda text: None)
-        seat._line = Line(Wire(data + b"\n"))  # type: ignore[arg-type]
+        seat._line = line_with(data, "member")
         Joined(run, 1, supervisor, seat)._exchange()  # type: ignore[arg-type]
 
     started = {

@@ -52,21 +52,21 @@ def meet(head, wire, member, member_wire):
 
 def test_messages_arrive_in_both_directions_and_in_order():
     head, member = make_pair()
-    member.send({"kind": "join", "node_rank": 1})
+    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
     member.send({"kind": "started"})
     head.send({"kind": "start", "text": "ü\n"})
     heard_by_head, heard_by_member = [], []
     for _ in range(3):  # nonces first, in however many pieces
         heard_by_head += hear(head)
         heard_by_member += hear(member)
-    assert heard_by_head == [{"kind": "join", "node_rank": 1}, {"kind": "started"}]
+    assert heard_by_head == [{"kind": "join", "node_rank": 1, "pid": 7, "port": 9}, {"kind": "started"}]
     assert heard_by_member == [{"kind": "start", "text": "ü\n"}]
     assert (head.lost, member.lost, head.proven) == (None, None, True)
 
 
 def test_another_token_is_not_heard():
     head, member = make_pair(member_token="0" * 32)
-    member.send({"kind": "join", "node_rank": 1})
+    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
     hear(head), hear(member)
     assert hear(head) == []
     assert head.lost == "it said something that is not of this run"

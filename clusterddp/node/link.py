@@ -16,10 +16,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from clusterddp.wire import read_object
+from clusterddp.wire import build, read_object
 
 BEAT_S = 1.0
 JOIN_TIMEOUT_S = 5.0
@@ -39,6 +39,13 @@ _MAX_UNSENT = 4 * 1024 * 1024
 
 Message = dict[str, Any]
 """`{"kind": ..., facts}`; the kinds are listed in supervisor.py."""
+_OF_A_CONNECTION: Mapping[str, Mapping[str, Any]] = {
+    "heartbeat": {"heard": int},
+    "join": {"node_rank": int, "pid": int, "port": int},
+    "join_again": {"node_rank": int, "session": str, "heard": int},
+    "welcome": {"session": str, "heard": int},
+}
+"""Kind -> key -> type, of the messages that a link itself reads."""
 
 
 class Channel:
@@ -158,8 +165,7 @@ class Channel:
             raise ValueError("wrong signature")
         self._heard += 1
         message = read_object(body)
-        if not isinstance(message.get("kind"), str):
-            raise TypeError("not a message")
+        build({"kind": str, **_OF_A_CONNECTION.get(str(message.get("kind")), {})}, message)
         return message
 
     def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:

@@ -135,7 +135,7 @@ class Peer:
         new = []
         for message in messages:
             if message["kind"] == "heartbeat":
-                self._acknowledge(int(message["heard"]))
+                self._acknowledge(message["heard"])
             elif message.get("number") == self.heard:
                 self.heard += 1
                 new.append({key: value for key, value in message.items() if key != "number"})
