@@ -74,26 +74,36 @@ def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -
     if size < 0:
         raise SystemExit(f"what was asked is no request: request.size is {size}")
     body = Body(requests, size, progress=lambda: signal.alarm(host.patience_s))
+    answer: dict[str, Any] | Reply | Exception
     try:
-        operation = OPERATIONS.get(do)
-        if operation is None:
-            raise ClusterddpError(f"{do:.60}: this agent knows no such operation")
-        facts = build(REQUESTS.get(do, {}), request, "request")
-        signal.alarm(0 if body.size == 0 else host.patience_s)
-        answer = operation(host, facts, body)
-        signal.alarm(0)
+        try:
+            answer = _perform(host, do, request, body)
+        except EOFError:
+            raise
+        except Exception as error:
+            answer = error
         body.drain()
     except EOFError:
         raise SystemExit("the connection ended in the middle of a request") from None
-    except Exception as error:
-        body.drain()
-        say(answers, failure(error))
+    if isinstance(answer, Exception):
+        say(answers, failure(answer))
         return
     reply = answer if isinstance(answer, Reply) else Reply(facts=answer, chunks=(), size=0)
     say(answers, {"ok": True, **reply.facts, "size": reply.size})
     for chunk in reply.chunks:
         answers.write(chunk)
     answers.flush()
+
+
+def _perform(host: Host, do: str, request: dict[str, Any], body: Body) -> dict[str, Any] | Reply:
+    operation = OPERATIONS.get(do)
+    if operation is None:
+        raise ClusterddpError(f"{do:.60}: this agent knows no such operation")
+    facts = build(REQUESTS.get(do, {}), request, "request")
+    signal.alarm(0 if body.size == 0 else host.patience_s)
+    answer = operation(host, facts, body)
+    signal.alarm(0)
+    return answer
 
 
 def say(answers: BinaryIO, words: dict[str, Any]) -> None:

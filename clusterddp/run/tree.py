@@ -39,6 +39,9 @@ class Entry:
         return self.kind in ("file", "exec")
 
 
+_MAX_PART = 255  # NAME_MAX of Linux's file systems
+
+
 def list_tree(root: Path) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     """List what is below a directory, sorted, and the names of what can not be copied: sockets, devices.
 
@@ -93,8 +96,9 @@ def read_sum(path: bytes) -> bytes:
 
 
 def is_safe_name(name: bytes) -> bool:
-    """Say whether a name stays below the directory that it is relative to."""
-    return bool(name) and b"\0" not in name and not any(part in (b"", b".", b"..") for part in name.split(b"/"))
+    """Say whether a name stays below the directory that it is relative to, and a file system can hold it."""
+    parts = name.split(b"/")
+    return b"\0" not in name and not any(part in (b"", b".", b"..") or len(part) > _MAX_PART for part in parts)
 
 
 def leads_out(entry: Entry) -> bool:

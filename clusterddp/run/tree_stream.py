@@ -126,7 +126,9 @@ def _read_head(taken: Read) -> Entry | None:
         raise ClusterddpError("what arrived is not a stream of files")
     name = taken(name_bytes)
     if not is_safe_name(name):
-        raise ClusterddpError(f"{show(name)!r}: a name that leads out of the directory; nothing of it is kept")
+        raise ClusterddpError(
+            f"{show(name)!r}: a name that leads out of the directory, or is too long; nothing of it is kept"
+        )
     if KINDS[kind] in ("file", "exec"):
         return Entry(name=name, kind=KINDS[kind], size=size, mtime_ns=mtime_ns)
     if size > _MAX_NAME_BYTES or (KINDS[kind] == "dir" and size):
