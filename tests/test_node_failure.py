@@ -113,7 +113,7 @@ def test_a_signal_decides_at_once_and_a_connection_loss_waits(tmp_path):
 
 def test_a_program_that_starts_its_ranks_itself_has_longer_to_say_which_failed(tmp_path):
     for weight, wait in [(OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_SPAWNED_S), (CASCADE, SETTLE_SPAWNED_S)]:
-        attempt = make_watch(tmp_path, spawns=(2, 2, 2, 2))
+        attempt = make_watch(tmp_path, spawns=(2, 2))
         attempt.rank_ended(failed(0, weight), 100.0)
         assert not attempt.is_over(100.0 + wait - 0.01)
         assert attempt.is_over(100.0 + wait)

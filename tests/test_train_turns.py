@@ -62,7 +62,9 @@ def train_in_turns(group: Group, path: Path, at_once: int | None) -> dict[str, A
         spec = TrainSpec.from_json(TINY)
         agreed = agree_on_turns(spec, find_host(group), image_size=32, cores=at_once)
         turns = RecordedTurns(lock=agreed.lock, slot=agreed.slot, is_first=agreed.is_first, words=agreed.words)
-    state = train(settle(group, path / str(group.rank), turns=turns, accumulate=2, epochs=1))
+    run = path / str(group.rank)
+    run.mkdir(parents=True)
+    state = train(settle(group, run, turns=turns, accumulate=2, epochs=1))
     return outcome(state) | {"times": list(TIMES), "words": turns.words}
 
 

@@ -31,7 +31,7 @@ def array_limits(config: str) -> dict[str, int]:
     """
     limits: dict[str, int] = {}
     for key in ("MaxArraySize", "MaxJobCount"):
-        match = re.search(rf"^{key}\s*=\s*(\d{1, 18})\s*$", config, re.MULTILINE)
+        match = re.search(rf"^{key}\s*=\s*(\d{{1,18}})\s*$", config, re.MULTILINE)
         if match:
             limits[f"{key}={match[1]}"] = int(match[1])
     match = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d{1,18})\b", config, re.MULTILINE)

@@ -17,6 +17,7 @@ from clusterddp.launch.ssh.package import package
 from clusterddp.launch.ssh.plan import SshPlan
 from clusterddp.run.directory import RunDir, build_record
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
+from clusterddp.run.record import read_run
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
 from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
 
@@ -131,6 +132,8 @@ def accesses_of(run: RunDir) -> list[HostAccess]:
 
     Raises: ClusterddpError: it has no plan, or one that this user has not written.
     """
+    if read_run(run).launcher != "ssh":
+        return []
     ssh = read_plan_json(run).get("ssh")
     return build_record(SshPlan, ssh, str(run.plan)).accesses() if ssh else []
 
