@@ -3,9 +3,10 @@
     python benchmarks/random_kills.py [SEED [COUNT]]
 
 Each round submits a run of 2 nodes x 2 ranks that trains on the CPU, waits for up to nine seconds, and kills one or two
-of its processes: submitit's controller or the task, supervisors, guards, ranks. Right is: nothing of the run is left,
-it is FAILED, and the cause is named; or, when only guards were killed, that it goes on. A run whose task dies before a
-supervisor is there has nobody who could write its end; it must be LOST.
+of its processes: submitit's controller or the task, supervisors, guards, fork servers, ranks. Right is: nothing of the
+run is left, it is FAILED, and the cause is named; or that it goes on, when only guards were killed, or a fork server
+before there were ranks, in whose place the supervisor starts each by itself. A run whose task dies before a supervisor
+is there has no process that could write its end; it must be LOST.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ def one_round(chance: random.Random, directory: Path) -> tuple[str, bool]:
         os.kill(pid, signal.SIGKILL)
     roles = " ".join(role for _, role in victims)
     if all(role.startswith("g") for _, role in victims):
-        time.sleep(2)
-        state = status(directory, run)["state"]
-        clusterddp(directory, "cancel", run)
-        return f"killed {roles}: the run is {state}", state == "RUNNING"
+        return f"killed {roles}: the run goes on", goes_on(directory, run)
     while processes_of(token) and time.monotonic() < killed_at + GONE_WITHIN_S:
         time.sleep(0.02)
+        start = Path(submitted["run_dir"]) / "attempts/0/start.json"
+        if start.exists() and "the fork server ended with SIGKILL" in start.read_text():
+            return f"killed {roles}, a fork server: the run goes on", goes_on(directory, run)
     took = time.monotonic() - killed_at
     left = processes_of(token)
     found = status(directory, run)
@@ -74,6 +75,16 @@ def one_round(chance: random.Random, directory: Path) -> tuple[str, bool]:
         f"killed {roles}: gone after {took:.2f} s, {found['state']}, {cause['error'] if cause else 'no cause'}",
         right,
     )
+
+
+def goes_on(directory: Path, run: str) -> bool:
+    """Say whether a run reaches its training, and end it."""
+    deadline = time.monotonic() + 60
+    while not (progress := status(directory, run)["progress"]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    state = status(directory, run)["state"]
+    clusterddp(directory, "cancel", run)
+    return bool(progress) and state == "RUNNING"
 
 
 def processes_of(token: str) -> list[tuple[int, str]]:

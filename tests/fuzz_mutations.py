@@ -105,7 +105,9 @@ def _mutate_value(rng: random.Random, value: Any) -> Any:
         del holder[key]
     elif kind == 1 and isinstance(holder, list):
         most = 1 + MOST_BYTES // len(json.dumps(holder[key]))
-        holder[key : key + 1] = [holder[key]] * min(rng.choice((2, 3, 300, 20_000)), most)
+        copies = min(rng.choice((2, 3, 300, 20_000)), most)
+        # Each its own: what the next mutation does to one of them, it does not do to all.
+        holder[key : key + 1] = [copy.deepcopy(holder[key]) for _ in range(copies)]
     elif kind == 1:
         holder[rng.choice(NASTY)[:100]] = holder[key]
     elif kind == 2:
