@@ -28,6 +28,8 @@ _USUAL: dict[str, object] = {
     "tpu_env": [],
 }
 """What `accelerate config` writes where nothing was chosen."""
+_MOST_NAMED = 64
+"""So many machines are written one by one, to be replaced by their names; more as a set."""
 
 
 def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
@@ -69,7 +71,8 @@ def _set_hosts(config: Section, nodes: int, findings: Findings) -> None:
     master = config.take("main_process_ip")
     if nodes > 1:
         findings.set("launcher", "ssh")
-        findings.set("ssh.hosts", [str(master or "host0"), *(f"host{number}" for number in range(1, nodes))])
+        others = [f"host{number}" for number in range(1, nodes)] if nodes <= _MOST_NAMED else [f"host[1-{nodes - 1}]"]
+        findings.set("ssh.hosts", [str(master or "host0"), *others])
         named = "one" if master else "none"
         config.lose("main_process_ip", master, f"the file names {named} of {nodes} machines: write them into ssh.hosts")
     elif master:
