@@ -135,7 +135,7 @@ def test_ps_says_which_host_cannot_be_asked(person: Person) -> None:
 def test_the_hosts_of_a_run_are_those_of_its_plan(person: Person, carriers: Carriers) -> None:
     carriers.start("node2", "n0")
     carriers.start("node2", "n0", token=os.urandom(16).hex())
-    run = make_ssh_run(person.rack.dir / "shared" / carriers.token, carriers.token)
+    run = make_ssh_run(person, person.rack.dir / "shared" / carriers.token, carriers.token)
     (row,) = rows(person.clusterddp("ps", str(run), "-o", "json")).values()
     assert (row["host"], [found["key"] for found in row["runs"]]) == ("node2", [carriers.token[:8]])
 
@@ -189,11 +189,20 @@ def person_environment() -> dict[str, str]:
     return {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def make_ssh_run(path: Path, token: str) -> Path:
-    """Make the record that a launcher keeps of a run on node2."""
+SEAL = """
+import json, pathlib
+from clusterddp.launch.plan import sealed
+path = pathlib.Path({path!r})
+path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
+"""
+
+
+def make_ssh_run(person: Person, path: Path, token: str) -> Path:
+    """Make the record that a launcher of this person keeps of a run on node2."""
     path.mkdir()
     run = RunRecord(run="brisk-otter-3", token=token, name="job", launcher="ssh", created_ns=1)
     write_run(RunDir(path), run)
     hosts = SshPlan(hosts=(SshNode(host="node2", node_rank=0, gpus=0),), root="~/.clusterddp")
     write_json(RunDir(path).plan, {"ssh": hosts.to_json()})
+    person.python(SEAL.format(path=str(RunDir(path).plan)))
     return path

@@ -3,6 +3,7 @@
 Whoever starts rank 0 hands it that socket (LISTENER_FD), so the port is never without a listener of this run, and no
 other user can take it (dist/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that
 Python code makes is a TCPStore, which does (`master_listen_fd`): its constructor is wrapped once torch is imported.
+A socket of Python's that the program binds to the port itself becomes the listener, too.
 """
 
 from __future__ import annotations
@@ -36,10 +37,26 @@ def give_listener_to_torch() -> None:
         return
     os.set_inheritable(int(descriptor), False)
     listener = socket.socket(fileno=int(descriptor))
+    _give_to_binds(listener)
     if _MODULE in sys.modules:  # forked from a process that has imported it
         _wrap_store(sys.modules[_MODULE], listener)
     else:
         sys.meta_path.insert(0, _AfterImport(listener))
+
+
+def _give_to_binds(listener: socket.socket) -> None:
+    """Have each TCP socket that is bound to the listener's port be the listener: on all addresses, listening already."""
+    original, ours = socket.socket.bind, listener.getsockname()[1]
+
+    @functools.wraps(original)
+    def bind(self: socket.socket, address: Any, /) -> None:
+        of_tcp = self.type == socket.SOCK_STREAM and self.family in (socket.AF_INET, socket.AF_INET6)
+        if of_tcp and isinstance(address, tuple) and address[1:2] == (ours,):
+            os.dup2(listener.fileno(), self.fileno(), inheritable=False)
+        else:
+            original(self, address)
+
+    socket.socket.bind = bind  # type: ignore[assignment,method-assign]
 
 
 class _AfterImport:

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
 """Set where a command runs for a laptop: it looks for no further login node."""
 NEEDS = (
-    "click>=8.1.7",
-    "platformdirs>=4.0",
-    "pydantic>=2.7",
-    "pyyaml>=6.0",
-    "rich>=13.0",
+    "click>=8.1.7,<9",
+    "platformdirs>=4.0,<5",
+    "pydantic>=2.7,<3",
+    "pydantic-core>=2.18,<3",
+    "pyyaml>=6.0,<7",
+    "rich>=13.0,<16",
     "submitit>=1.5.3,<1.6",
 )
 """What the command imports there: what clusterddp itself requires, but for what reaches further hosts."""
