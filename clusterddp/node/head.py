@@ -27,6 +27,9 @@ from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
 from clusterddp.run.storage import STORAGE_TIMEOUT_S
 
+_JUDGE_QUIET_S = 1.0
+"""So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
+
 
 class Head:
     """The gang from the first join to the last record."""
@@ -47,7 +50,8 @@ class Head:
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be."""
         self.node_is_down = False
-        """True once Slurm ends the job because it has lost a node: one that is quiet is not waited for any longer."""
+        """True once Slurm has lost a node of the job, or is about to kill what is left of it: a node that is quiet is not
+        waited for any longer."""
         self._run = run
         self._gang = gang
         self._guard = guard
@@ -246,6 +250,7 @@ class Head:
     def _hear_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
         self.node_is_down |= intent is not None and intent.node_is_down
+        self.node_is_down |= now >= self._attempt.ends_by - _JUDGE_QUIET_S
         if intent is not None and bring_home(intent, self._attempt) and self._ending is None:
             self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
 

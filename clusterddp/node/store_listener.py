@@ -45,7 +45,7 @@ def give_listener_to_torch() -> None:
 
 
 def _give_to_binds(listener: socket.socket) -> None:
-    """Have each TCP socket that is bound to the listener's port be the listener: on all addresses, listening already."""
+    """Have each TCP socket that is bound to the listener's port be the listener: it has all addresses, and listens."""
     original, ours = socket.socket.bind, listener.getsockname()[1]
 
     @functools.wraps(original)
