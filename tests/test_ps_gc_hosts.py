@@ -203,6 +203,6 @@ def make_ssh_run(person: Person, path: Path, token: str) -> Path:
     run = RunRecord(run="brisk-otter-3", token=token, name="job", launcher="ssh", created_ns=1)
     write_run(RunDir(path), run)
     hosts = SshPlan(hosts=(SshNode(host="node2", node_rank=0, gpus=0),), root="~/.clusterddp")
-    write_json(RunDir(path).plan, {"ssh": hosts.to_json()})
+    write_json(RunDir(path).plan, {"gang": {"token": token}, "ssh": hosts.to_json()})
     person.python(SEAL.format(path=str(RunDir(path).plan)))
     return path

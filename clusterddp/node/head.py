@@ -50,8 +50,7 @@ class Head:
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be."""
         self.node_is_down = False
-        """True once Slurm has lost a node of the job, or is about to kill what is left of it: a node that is quiet is not
-        waited for any longer."""
+        """True once Slurm has lost a node, or is about to kill what is left of the job: quiet nodes count as lost."""
         self._run = run
         self._gang = gang
         self._guard = guard
