@@ -83,8 +83,23 @@ def test_a_command_binds_the_port_itself(tmp_path: Path) -> None:
         assert gang.await_end(60) == [0, 0], gang.attempt().stderr(0).read_text()
 
 
+def test_a_socket_that_a_script_binds_to_the_port_takes_it_over(tmp_path: Path) -> None:
+    program = """
+import socket, time
+port = int(os.environ['MASTER_PORT'])
+if rank == 0:
+    with socket.create_server(('', port)) as server:
+        assert server.accept()[0].recv(1) == b'x'
+else:
+    socket.create_connection(('127.0.0.1', port)).sendall(b'x')
+"""
+    with running(tmp_path, program, ranks_per_node=1) as gang:
+        assert gang.await_end(60) == [0, 0], gang.attempt().stderr(0).read_text()
+
+
 def test_a_script_that_binds_the_port_in_another_way_is_told_what_to_do(tmp_path: Path) -> None:
-    program = "import socket\nif rank == 0: socket.create_server(('', int(os.environ['MASTER_PORT'])))\n"
+    # As a library in C does: this is what Python's own socket is made of.
+    program = "import _socket\nif rank == 0: _socket.socket().bind(('', int(os.environ['MASTER_PORT'])))\n"
     with running(tmp_path, program, ranks_per_node=1) as gang:
         assert gang.await_end() == [1, 1]
         assert "is to be an entry.command" in gang.attempt().stderr(0).read_text()
