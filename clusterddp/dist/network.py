@@ -75,9 +75,6 @@ class Findings:
     def on_one_machine(self) -> bool:
         return len({host.machine for host in self.hosts}) == 1
 
-    def ways_to(self, target: int, address: str) -> tuple[Way, ...]:
-        return tuple(way for way in self.ways if way.target == target and way.address == address)
-
     def link_used(self, way: Way) -> Link | None:
         """Find the interface by which a try left its host."""
         return self.hosts[way.source].owner(way.left_from)

@@ -131,8 +131,3 @@ def resolve(hosts: Sequence[str]) -> list[str]:
             continue
         addresses += [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] == socket.AF_INET6)]
     return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
-
-
-def candidate_hosts(first_host: str, environ_address: str | None) -> tuple[str, ...]:
-    """List where the head may be: its host by name, then where srun runs, as a rule the same host."""
-    return tuple(dict.fromkeys(host for host in (first_host, environ_address) if host))

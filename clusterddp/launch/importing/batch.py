@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -271,8 +270,3 @@ def _carry_entry(chosen: Candidate, findings: Findings) -> None:
     if chosen.statement.ended_by not in {"\n", ";", ")"}:
         why = "what comes behind it in the script is not carried"
         findings.lose(f"{chosen.statement.text} {chosen.statement.ended_by}", why, line)
-
-
-def as_left_over(findings: Findings) -> Findings:
-    """Return the findings with what is left in the order of the file."""
-    return dataclasses.replace(findings, left=sorted(findings.left, key=lambda left: left.line or 0))
