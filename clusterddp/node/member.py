@@ -29,7 +29,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_d
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, parse_end, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
+from clusterddp.run.storage import is_outage, storage_timeout_s
 from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
@@ -265,7 +265,7 @@ class Member:
                 write_rank(directory, self._unwritten[directory, rank])
                 del self._unwritten[directory, rank]
         except ClusterddpError as error:
-            self._write_by = min(self._write_by, now + STORAGE_TIMEOUT_S)
+            self._write_by = min(self._write_by, now + storage_timeout_s())
             if now >= self._write_by:
                 self._unwritten.clear()
                 if attempt is not None and attempt.ending is None:
