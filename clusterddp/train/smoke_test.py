@@ -201,4 +201,5 @@ if __name__ == "__main__":
     try:
         main(os.environ)
     except ClusterddpError as error:  # which is about the user's files: our frames say nothing
-        sys.exit(f"{error.message}; {error.hint}" if error.hint else error.message)
+        print(f"{error.message}; {error.hint}" if error.hint else error.message, file=sys.stderr, flush=True)
+        os._exit(1)  # at once: on a busy host Python's own end takes longer than the other ranks take to miss this one
