@@ -124,7 +124,8 @@ def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
     """Return what goes before srun so that every rank sees all GPUs of its node, unless the user binds them.
 
     From a number of GPUs for each task, which sbatch leaves in the job's environment, srun concludes that each task
-    sees only its own. `--gpu-bind=none` does not mend that: srun 20.11 refuses it, and with 22.05 no task learns of any GPU.
+    sees only its own. `--gpu-bind=none` does not mend that: srun 20.11 refuses it, and with 22.05 no task learns of any
+    GPU.
     """
     by_task = {"gpus_per_task": "SLURM_GPUS_PER_TASK", "tres_per_task": "SLURM_TRES_PER_TASK"}
     if by_task.keys().isdisjoint(options) or not BIND_OPTIONS.isdisjoint(options):
