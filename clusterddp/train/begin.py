@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from clusterddp.train.checkpoint import Store, decode, read_newest
+from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
 from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
 from clusterddp.train.comm.modes import build_exchange
 from clusterddp.train.comm.shared import share_memory
@@ -45,6 +45,7 @@ class Setting:
     group: Group
     schedule: Schedule
     store: Store
+    writer: Writer
     reporter: Reporter
     stop: StopAgreement
     turns: Turns
@@ -68,6 +69,7 @@ def prepare(
         group=group,
         schedule=schedule,
         store=store,
+        writer=Writer(store),
         reporter=reporter,
         stop=StopAgreement(stop_requested, group),
         turns=turns or Turns(),

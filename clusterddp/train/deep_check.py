@@ -40,7 +40,7 @@ from clusterddp.facts.deep_check import (
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import Group, Place, join_group, leave_group, min_over_ranks
-from clusterddp.train.loop import save, train_epoch
+from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
@@ -204,6 +204,7 @@ def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> T
             on_gpu = _count_calls(state, setting) | {"peak_bytes": torch.cuda.max_memory_allocated(group.device)}
         began = time.perf_counter()
         save(state, setting)
+        await_checkpoint(state, setting)
         setting.stop.settle()
         return Training(
             model=spec.model,

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.train.begin import Setting, begin, introduce
-from clusterddp.train.checkpoint import write_checkpoint
 from clusterddp.train.data.augment import augment
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
@@ -31,14 +30,16 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
     """
     state = begin(setting)
     introduce(state, setting)
-    go_on = not setting.stop.agreed_now()
-    while go_on and not state.finished(setting.schedule):
-        go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
-        if go_on:
-            end_epoch(state, setting)
-    setting.stop.settle()
-    if not state.finished(setting.schedule):
-        save(state, setting)
+    with setting.writer:
+        go_on = not setting.stop.agreed_now()
+        while go_on and not state.finished(setting.schedule):
+            go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
+            if go_on:
+                end_epoch(state, setting)
+        setting.stop.settle()
+        if not state.finished(setting.schedule):
+            save(state, setting)
+        await_checkpoint(state, setting)
     return state
 
 
@@ -53,6 +54,7 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
         set_learning_rate(state.optimizer, schedule.learning_rate(state.step, alone=state.exchange.alone))
         train_step(state, setting, order, window)
         after_step()
+        setting.writer.raise_failure()
         if state.step % spec.log_every == 0:
             report(window, state, setting)
     if window.steps:
@@ -208,10 +210,18 @@ def end_epoch(state: TrainState, setting: Setting) -> None:
 
 
 def save(state: TrainState, setting: Setting) -> None:
-    """Write a checkpoint; every rank takes part, rank 0 writes."""
+    """Begin a checkpoint; every rank takes part, and a thread of rank 0 writes while training goes on."""
+    await_checkpoint(state, setting)
     began = time.perf_counter()
     num_samples = len(setting.dataset.train_labels)
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
-        write_checkpoint(setting.store, saved)
+        setting.writer.start(saved)
+    state.totals.checkpoint_seconds += time.perf_counter() - began
+
+
+def await_checkpoint(state: TrainState, setting: Setting) -> None:
+    """Wait until the checkpoint that is being written is on disk."""
+    began = time.perf_counter()
+    setting.writer.wait()
     state.totals.checkpoint_seconds += time.perf_counter() - began

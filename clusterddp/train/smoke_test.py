@@ -29,7 +29,7 @@ from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.group import Group, Place, join_group, leave_group, sum_over_ranks
 from clusterddp.train.host import find_host, load_once
-from clusterddp.train.loop import save, train_epoch
+from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
@@ -103,6 +103,7 @@ def _check_training(assignment: Assignment, place: Place, group: Group, *, threa
             setting.stop.settle()
         with _said(place, "a checkpoint is written, and read back the same"):
             save(state, setting)
+            await_checkpoint(state, setting)
             if group.is_first:
                 _compare_checkpoint(store, state.model)
 
