@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
+import os
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.dist.devices import visible_gpus
 from clusterddp.doctor.page import render_page
-from clusterddp.doctor.ranks import judge_hang, judge_ranks, measured
+from clusterddp.doctor.ranks import judge_hang, judge_ranks, to_report
 from clusterddp.facts.deep_check import (
     MARK,
     Compile,
@@ -26,6 +29,7 @@ from clusterddp.facts.deep_check import (
     read_findings,
 )
 
+ROOT = Path(__file__).parent.parent
 GPU = Environment(
     python="3.11.7", torch="2.13.0", cuda="13.0", cudnn=91000, nccl="2.28.9", cores=16, locked_memory_bytes=-1,
     shm_bytes=1 << 34, compiler="/usr/bin/cc", python_h=True, variables={}, gpus=8, gpu="NVIDIA H100", capability="9.0",
@@ -102,10 +106,10 @@ def test_what_a_rank_prints_is_read_back_and_what_makes_no_sense_is_left_out() -
 def test_a_report_names_no_host_and_its_page_escapes_what_others_wrote() -> None:
     topology = "GPU0 <script>alert(1)</script>\n"
     findings = [told("environment", dataclasses.replace(GPU, topology=topology)), told("train", TRAINING, rank=8)]
-    report = {"schema": 1, "checks": [], **measured(findings)}
+    report = to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
     text = json.dumps(report)
-    assert "gpu00" not in text
-    assert [each["host"] for each in report["findings"]] == [0, 1]
+    assert "gpu0" not in text
+    assert [each["host"] for each in report["findings"] + report["checks"]] == [0, 1, 0, 1]
     page = render_page(json.loads(text), title="<b>")
     assert "<script>" not in page
     assert "<b>" not in page
@@ -139,3 +143,28 @@ def test_deep_and_job_without_a_spec_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "give a SPEC" in done.stderr
+
+
+@pytest.mark.skipif(bool(visible_gpus(os.environ)), reason="there are GPUs here")
+def test_gpu_check_says_what_is_missing_and_its_page_does(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path / "sent")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3
+    assert "red   NVIDIA GPU" in done.stdout
+    report = json.loads((tmp_path / "sent.json").read_text())
+    missing = [each for each in report["checks"] if each["check"] == "NVIDIA GPU"]
+    assert missing[0]["fix"] in html.unescape((tmp_path / "sent.html").read_text())
+
+
+def test_a_report_becomes_a_table_of_the_docs() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from trainer_table import gpu_check_rows
+
+    findings = [told("environment", GPU), told("train", TRAINING)]
+    deep = {"ranks": 8} | to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
+    speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0, "mfu_percent": 31.5}]
+    machine = {"torch": "2.13.0", "date": "2026-11-25", "commit": "abcdef0"}
+    report = {"deep": deep, "machine": machine, "tests": {"passed": 3, "failed": []}, "speed": speed}
+    lines = list(gpu_check_rows(json.loads(json.dumps(report))))
+    assert lines[0].startswith("8 x NVIDIA H100, driver 580.10, torch 2.13.0, NCCL 2.28.9;")
+    assert "| jobs/a.yaml | 1000.0 | 2.0 | 31.5 |  |" in lines

@@ -98,8 +98,8 @@ def doctor(
 
         checks, measured = measure_ranks(resolved, runs_dir, terminal, timeout_s=timeout_s, tell=say)
         if report is not None:
-            _write_report(report, checks, measured)
-        return _show(checks, output, **measured)
+            _write_report(report, measured)
+        return _show(checks, output, findings=measured["findings"])
     if resolved is not None and over_ssh:
         from clusterddp.cli.doctor_hosts import look_at_hosts
 
@@ -143,15 +143,13 @@ def _show(checks: list[Check], output: str, **more: Any) -> int:
     return 0 if is_healthy(checks) else PreflightError.exit_code
 
 
-def _write_report(path: Path, checks: list[Check], measured: dict[str, Any]) -> None:
+def _write_report(path: Path, measured: dict[str, Any]) -> None:
     import json
 
     from clusterddp.doctor.page import render_page
-    from clusterddp.facts.checks import to_json
 
-    whole = {"schema": 1, **measured, "checks": to_json(checks)}
-    path.with_name(f"{path.name}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    path.with_name(f"{path.name}.html").write_text(render_page(whole, title="clusterddp doctor --job --deep"))
+    path.with_name(f"{path.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
+    path.with_name(f"{path.name}.html").write_text(render_page(measured, title="clusterddp doctor --job --deep"))
     say(f"written: {path}.json and {path}.html")
 
 

@@ -30,11 +30,11 @@ _STARTED = ("RUNNING", "STOPPING")
 def measure_ranks(
     resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal, *, timeout_s: float, tell: Callable[[str], None]
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Have all ranks of the spec measure, then have them hang and end them; return checks, and what was measured.
+    """Have all ranks of the spec measure, then hang and be ended; return checks, and the report to send.
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
-    from clusterddp.doctor.ranks import judge_hang, judge_ranks, measured
+    from clusterddp.doctor.ranks import judge_hang, judge_ranks, to_report
 
     plan = _plan(resolved, runs_dir, terminal, "deep check")
     tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
@@ -46,7 +46,8 @@ def measure_ranks(
     if world_size > 1 and state == "COMPLETED":
         ended_s = _time_hang(_plan(resolved, runs_dir, terminal, "hang"), timeout_s, tell)
         checks.append(judge_hang(ended_s, backend=plan.gang.backend))
-    about = {
+    return checks, {
+        "schema": 1,
         "clusterddp": __version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "launcher": plan.launcher,
@@ -55,8 +56,8 @@ def measure_ranks(
         "backend": plan.gang.backend,
         "state": state,
         "hang_ended_s": ended_s,
+        **to_report(checks, findings),
     }
-    return checks, about | measured(findings)
 
 
 def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal, trial: Trial) -> Plan:

@@ -20,30 +20,31 @@ pre { background: #f6f8fa; overflow-x: auto; padding: .8rem; }
 
 
 def render_page(report: Mapping[str, Any], *, title: str) -> str:
-    """Lay out a report: `checks` as a table, `findings` by probe, and every other value as it stands.
-
-    `checks` and `findings` are those of the report's JSON; a report that has neither is a page of plain values.
-    """
-    parts = [f"<h1>{_text(title)}</h1>"]
-    plain = {key: value for key, value in report.items() if not isinstance(value, dict | list)}
-    parts.append(_table(["", ""], plain.items()))
-    if report.get("checks"):
-        parts.append("<h2>Checks</h2>")
-        rows = [
-            (each["level"], each["check"], each["host"], each["found"], each["fix"] if each["level"] != "ok" else "")
-            for each in report["checks"]
-        ]
-        parts.append(_table(["", "check", "where", "found", "what mends it"], rows, marked=True))
-    for each in report.get("findings", ()):
-        if each["rank"] == 0 or (each["found"] or {}).get("topology"):
-            parts += _finding(each)
-    for key, value in report.items():
-        if isinstance(value, dict | list) and key not in ("checks", "findings"):
-            parts += [f"<h2>{_text(key)}</h2>", *_value(value)]
+    """Lay out a report: `checks` as a table, `findings` of the first rank, and every other value as it stands."""
+    parts = [f"<h1>{_text(title)}</h1>", *_section(report)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
+
+
+def _section(report: Mapping[str, Any]) -> Iterable[str]:
+    plain = {key: value for key, value in report.items() if not _is_large(value)}
+    if plain:
+        yield _table(["", ""], plain.items())
+    if report.get("checks"):
+        rows = [
+            (each["level"], each["check"], each["host"], each["found"], each["fix"] if each["level"] != "ok" else "")
+            for each in report["checks"]
+        ]
+        yield _table(["", "check", "where", "found", "what mends it"], rows, marked=True)
+    for each in report.get("findings", ()):
+        if each["rank"] == 0 or (each["found"] or {}).get("topology"):
+            yield from _finding(each)
+    for key, value in report.items():
+        if _is_large(value) and key not in ("checks", "findings"):
+            yield f"<h2>{_text(key)}</h2>"
+            yield from _value(value)
 
 
 def _finding(finding: Mapping[str, Any]) -> Iterable[str]:
@@ -55,15 +56,9 @@ def _finding(finding: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _value(value: Any) -> Iterable[str]:
-    """Lay out objects as two columns, lists of objects as a table, text of several lines as it is."""
+    """Lay out objects as a section, lists of objects as a table, text of several lines as it is."""
     if isinstance(value, dict):
-        simple = {key: each for key, each in value.items() if not _is_large(each)}
-        if simple:
-            yield _table(["", ""], simple.items())
-        for key, each in value.items():
-            if _is_large(each):
-                yield f"<h3>{_text(key)}</h3>"
-                yield from _value(each)
+        yield from _section(value)
     elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         names = list(dict.fromkeys(name for each in value for name in each))
         yield _table(names, [[each.get(name, "") for name in names] for each in value])

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from clusterddp.facts.checks import Check, Result, note, ok, red
+from clusterddp.facts.checks import Check, Result, note, ok, red, to_json
 from clusterddp.facts.deep_check import PROBES, Compile, Environment, Finding, Peers, Reductions, Rendezvous, Training
 
 _SLOW_END_S = 60.0
@@ -51,11 +51,13 @@ def judge_hang(ended_s: float | None, *, backend: str) -> Check:
     return Check(name=f"end of a hang in {backend}", results={"all": result})
 
 
-def measured(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Return the findings as JSON, without the names of hosts: they are numbered as they come."""
-    found = list(findings)
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in found))}
-    return {"findings": [each.to_json() | {"host": numbers[each.host]} for each in found]}
+def to_report(checks: Iterable[Check], findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return both as JSON, without the names of hosts: they are numbered as they come."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in findings))}
+    return {
+        "checks": [each | {"host": numbers.get(each["host"], each["host"])} for each in to_json(checks)],
+        "findings": [each.to_json() | {"host": numbers[each.host]} for each in findings],
+    }
 
 
 def _by_host(told: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
