@@ -264,6 +264,18 @@ def test_the_job_takes_over_where_a_spec_may_run_and_not_what_it_takes() -> None
     assert not [word for word in argv if "mail" in word or "500G" in word or "account" in word]
 
 
+def test_the_nodes_locked_memory_is_looked_at_with_the_spec_s_own_limits() -> None:
+    little = dataclasses.replace(HERE, locked_memory=2**16, infiniband=True)
+    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(gpus_per_node=0))
+    found = result_of(checks, "locked memory", "n1")
+    assert (found.level, "slurm.propagate=NONE" in str(found.fix)) == ("note", True)
+    with_gpus = dataclasses.replace(little, gpus=("0",))
+    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(gpus_per_node=1))
+    assert result_of(checks, "locked memory", "n1").level == "red"
+    argv = sbatch_argv(JobRequest(num_nodes=1, python="python", options={"propagate": "NONE"}), "doctor.tag")
+    assert "--propagate=NONE" in argv
+
+
 def test_without_slurm_its_absence_is_a_note(tmp_path: Path) -> None:
     done = doctor(tmp_path, "-o", "json", PATH=str(tmp_path))
     found = next(check for check in json.loads(done.stdout)["checks"] if check["check"] == "Slurm")

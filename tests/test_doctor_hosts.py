@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from test_doctor import HERE
 
-from clusterddp.doctor.hosts import judge_connection, judge_locked_memory, judge_machine_size, judge_offset
+from clusterddp.doctor.hosts import judge_connection, judge_machine_size, judge_offset
 from clusterddp.doctor.links import first_round, judge_trials, second_round
 from clusterddp.facts.checks import Result
 from clusterddp.facts.host import Data, HostFacts, read_data, read_host
+from clusterddp.facts.judge import judge_locked_memory
 from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts
 from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
 from clusterddp.facts.login import Logout, read_logout
@@ -27,7 +28,6 @@ FACTS = HostFacts(
     packages=PACKAGES,
     logout=Logout(user="ana", in_session=True, kills=False, lingers=False),
     no_exec=False,
-    infiniband=False,
     driver="570.133.20",
     data=None,
 )
@@ -254,10 +254,14 @@ def test_a_control_group_that_allows_less_than_the_machine_is_a_note() -> None:
     assert (found.level, "1.5 cores' worth" in found.found) == ("note", True)
 
 
-@pytest.mark.parametrize(("infiniband", "level"), [(True, "note"), (False, "ok")])
-def test_little_locked_memory_matters_with_infiniband(infiniband: bool, level: str) -> None:
-    machine = dataclasses.replace(HERE, locked_memory=2**20)
-    assert judge_locked_memory(dataclasses.replace(FACTS, machine=machine, infiniband=infiniband)).level == level
+@pytest.mark.parametrize(
+    ("infiniband", "nccl", "level"), [(True, True, "red"), (True, False, "note"), (False, True, "ok")]
+)
+def test_little_locked_memory_matters_with_infiniband(infiniband: bool, nccl: bool, level: str) -> None:
+    machine = dataclasses.replace(HERE, locked_memory=2**16, infiniband=infiniband)
+    found = judge_locked_memory(machine, "ulimit -l", nccl=nccl)
+    assert (found.level, "ibv_reg_mr" in found.found) == (level, infiniband)
+    assert judge_locked_memory(dataclasses.replace(machine, locked_memory=-1), "ulimit -l", nccl=nccl).level == "ok"
 
 
 @pytest.mark.parametrize(("offset_s", "level"), [(0.2, "ok"), (-3.0, "note"), (86_400.0, "note")])

@@ -227,6 +227,7 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
         from clusterddp.launch.slurm.ask import ask_scheduler
+        from clusterddp.slurm.explain import advise_refusal
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
         if verdict.accepted is None:
@@ -235,7 +236,8 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
             when = f"accepted; it would start at {verdict.start} on {verdict.nodes}" if verdict.start else "accepted"
             yield "sbatch --test-only", ok(when)
         else:
-            yield "sbatch --test-only", red(verdict.words, "the spec's slurm and resources; sinfo, sacctmgr show assoc")
+            fix = advise_refusal(verdict.words) or "the spec's slurm and resources; sinfo, sacctmgr show assoc"
+            yield "sbatch --test-only", red(verdict.words, fix)
 
 
 def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:

@@ -92,12 +92,8 @@ class Head:
         kind = report["kind"]
         if kind == "join":
             self._join(node, report)
-        elif kind == "missing":
-            self._muster.expect(node_rank, report["ranks"])
-        elif kind == "started":
-            self._started_nodes[node_rank] = facts_of(report)
-            if node_rank == 0:
-                self._interface = report["interface"]
+        elif kind in {"missing", "started", "transport"}:
+            self._hear_facts(node, report)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -111,6 +107,17 @@ class Head:
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         else:
             self._hear_trouble(node, report, now)
+
+    def _hear_facts(self, node: Node, report: Message) -> None:
+        if report["kind"] == "missing":
+            self._muster.expect(node.node_rank, report["ranks"])
+        elif report["kind"] == "transport":
+            where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
+            log(self._run, "nccl_transport", **where, **facts_of(report))
+        else:
+            self._started_nodes[node.node_rank] = facts_of(report)
+            if node.node_rank == 0:
+                self._interface = report["interface"]
 
     def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
         if report["kind"] == "gave_up":
@@ -214,6 +221,7 @@ class Head:
             "master_addr": self._rendezvous.address,
             "master_port": self._rendezvous.port,
             "agent_port": self._rendezvous.agent_port,
+            "networks": self._muster.faster_networks(self._rendezvous.address),
         }
         listeners = {"listener": self._rendezvous.listener, "agents_listener": self._rendezvous.agents_listener}
         for node in gang.nodes:
