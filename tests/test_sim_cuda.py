@@ -76,6 +76,10 @@ def test_a_step_launches_what_the_golden_table_says(alone: dict[str, Any], pair:
     assert table(alone["counted"] | pair[0]["counted"]) == GOLDEN.read_text()
 
 
+def test_a_rank_opens_no_gpu_but_its_own(pair: list[dict[str, Any]]) -> None:
+    assert [rank["contexts"] for rank in pair] == [[0], [1]]
+
+
 def test_gloo_carries_the_gradients_of_gpus(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         assert rank["gloo"]["device"] == "cuda"

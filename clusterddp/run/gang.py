@@ -132,6 +132,14 @@ class Gang:
     """How long a supervisor on a host that answers may be silent before its node counts as lost."""
 
     @property
+    def give_up_s(self) -> float:
+        """Seconds from the SIGTERM after which a process that is still there is reported as one that cannot be killed.
+
+        It hangs in the kernel. The driver of a GPU frees the memory of a process there, for eight of them in a row.
+        """
+        return 6.0 if self.on_cpu else 30.0
+
+    @property
     def world_size(self) -> int:
         return sum(len(node.ranks) for node in self.nodes)
 
