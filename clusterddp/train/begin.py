@@ -25,6 +25,7 @@ from clusterddp.train.forward import (
     wrap_forward,
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
+from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
 from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.report.gauges import Gauges
@@ -85,7 +86,7 @@ def begin(setting: Setting) -> TrainState:
     file, saved = _read_newest(setting)
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
-    optimizer = build_optimizer(model, spec, schedule, precision=precision)
+    optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
@@ -103,6 +104,8 @@ def begin(setting: Setting) -> TrainState:
         _go_on(state, saved, setting)
     if is_compiled(spec, group.device):
         state.compile_seconds = compile_now(state.forward, model, setting.dataset, spec, precision)
+        if isinstance(optimizer, Muon):
+            state.compile_seconds += optimizer.compile_now()
     setting.turns.follow(model)
     setting.reporter.open_events(step=state.step)
     return state
