@@ -155,6 +155,16 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
     assert judge_torch(torch, needs, has_gpus=has_gpus).level == level
 
 
+def test_what_torch_compile_lacks_is_noted_where_the_trainer_has_gpus() -> None:
+    torch = Torch(version="2.10.0", cuda="12.8", gpus=2, compile_obstacle="no Python.h in /usr/include/python3.11")
+    machine = dataclasses.replace(HERE, gpus=("0", "1"), torch=torch)
+    found = dict(judge_machine(machine, Needs(trainer=True)))["compiler"]
+    assert found.level == "note"
+    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto goes on uncompiled")
+    assert "compiler" not in dict(judge_machine(HERE, Needs(trainer=True)))
+    assert "compiler" not in dict(judge_machine(machine, Needs()))
+
+
 @pytest.mark.parametrize(
     ("changes", "level"),
     [

@@ -104,6 +104,10 @@ def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
     assert judge(with_packages(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
 
 
+def test_a_host_without_a_compiler_is_noted() -> None:
+    assert judge(with_packages(compile_obstacle="no C compiler"))["compiler"].level == "note"
+
+
 def test_another_nccl_does_not_matter_to_gloo() -> None:
     needs = HostNeeds(trainer=True)
     assert judge(with_packages(nccl="2.21.5"), FACTS, FACTS, needs=needs)["torch"].level == "ok"

@@ -76,6 +76,16 @@ def test_a_step_launches_what_the_golden_table_says(alone: dict[str, Any], pair:
     assert table(alone["counted"] | pair[0]["counted"]) == GOLDEN.read_text()
 
 
+def test_where_one_rank_cannot_compile_all_go_on_uncompiled(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert rank["one cannot compile"]["auto"] == rank["one cannot compile"]["never"]
+    warnings = [line for line in pair[0]["one cannot compile"]["said"].splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "compile auto: rank 1 on " in warnings[0]
+    assert "RuntimeError: Failed to find C compiler.; all ranks go on uncompiled" in warnings[0]
+    assert "compiled in" not in pair[0]["one cannot compile"]["said"]
+
+
 def test_the_emulation_refuses_and_counts_what_cuda_would(sim_cuda: None) -> None:
     program = """
 from sim_cuda import device

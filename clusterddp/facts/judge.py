@@ -34,6 +34,8 @@ def judge_machine(machine: Machine, needs: Needs) -> Iterator[tuple[str, Result]
     """Judge what each machine of a run must have, whichever it is."""
     if machine.torch is not None:
         yield "torch", judge_torch(machine.torch, needs, has_gpus=needs.gpus and bool(machine.gpus))
+        if needs.trainer and needs.gpus and machine.gpus:
+            yield "compiler", judge_compiler(machine.torch.compile_obstacle)
     yield "GPUs", _judge_gpus(machine, needs)
     yield "runs directory", judge_directory(machine.directory)
     if machine.directory.clock_offset_s is not None:
@@ -69,6 +71,16 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
             "install torch and torchvision together, from one index",
         )
     return ok(f"{found}, torchvision {torch.torchvision}" if torch.torchvision else found)
+
+
+def judge_compiler(obstacle: str | None) -> Result:
+    """Judge what torch.compile needs to build kernels for GPUs."""
+    if obstacle is None:
+        return ok("a C compiler and Python.h, for torch.compile")
+    return note(
+        f"{obstacle}: train.compile auto goes on uncompiled, always fails",
+        "apt-get install gcc python3-dev, module load gcc, or a Python that brings its Python.h (conda, uv)",
+    )
 
 
 def judge_directory(directory: Directory) -> Result:

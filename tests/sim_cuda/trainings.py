@@ -8,6 +8,8 @@ The answers go into a file of DIRECTORY, DIRECTORY/alone.json or DIRECTORY/0.jso
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -110,6 +112,8 @@ def _main(directory: Path, which: str) -> None:
         answers["cases"][name] = _train_case(group, directory / f"{which} {name}", options)
     for name, options in (COUNTED if is_alone else PAIR_COUNTED).items():
         answers["counted"][name] = _count_steps(group, directory / f"{which} {name}", options)
+    if not is_alone:
+        answers["one cannot compile"] = _train_where_one_cannot_compile(group, directory / f"{which} uncompiled")
     answers["contexts"] = sorted(device.contexts)
     (directory / f"{which}.json").write_text(json.dumps(answers))
     leave_group(group)
@@ -130,6 +134,30 @@ def _train_case(group: Any, path: Path, options: dict[str, Any]) -> dict[str, An
         answer["on the CPU"] = _train(on_cpu, path.with_name(f"{path.name} cpu"), [None], options)
     torch.use_deterministic_algorithms(False)
     return answer
+
+
+def _train_where_one_cannot_compile(group: Any, path: Path) -> dict[str, Any]:
+    """Train with compile auto, which fails on rank 1, and without; return both, and what rank 0 said."""
+    import torch
+
+    class Uncompilable(torch.nn.Module):
+        """Fails when the forward pass, and with it batch norm, is done, as a backward pass that does not compile."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.module(images)
+            raise RuntimeError("Failed to find C compiler.\nWhere is it?")
+
+    compiled, torch.compile = torch.compile, lambda module: Uncompilable(module) if group.rank else module  # type: ignore[assignment]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        auto = _train(group, path.with_name(f"{path.name} auto"), [None], {"compile": "auto"})
+    torch.compile = compiled
+    never = _train(group, path.with_name(f"{path.name} never"), [None], {})
+    return {"auto": auto, "never": never, "said": said.getvalue()}
 
 
 def _train(
