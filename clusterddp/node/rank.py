@@ -52,6 +52,7 @@ def run_rank(run_dir: str) -> None:
     """Run the entry; the exit code is the entry's own, 1 after an exception."""
     _die_with_supervisor()
     _stop_on_signal()
+    _keep_to_cores()
     if "CLUSTERDDP_LISTENER_FD" in os.environ:
         from clusterddp.node.store_listener import give_listener_to_torch
 
@@ -114,6 +115,17 @@ def _stop_on_signal() -> None:
 
     signal.signal(signal.SIGUSR2, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+def _keep_to_cores() -> None:
+    """Keep to the cores near the rank's GPU, and with it all that the program starts."""
+    text = os.environ.pop("CLUSTERDDP_CORES", None)
+    if text is None:
+        return
+    from clusterddp.dist.gpu_cores import read_cores
+
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a core went offline meanwhile; no Linux
+        os.sched_setaffinity(0, read_cores(text))
 
 
 def _ignore_late_signals() -> None:
