@@ -76,6 +76,12 @@ def test_a_step_launches_what_the_golden_table_says(alone: dict[str, Any], pair:
     assert table(alone["counted"] | pair[0]["counted"]) == GOLDEN.read_text()
 
 
+def test_gloo_carries_the_gradients_of_gpus(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert rank["gloo"]["device"] == "cuda"
+        assert rank["gloo"] == rank["one cannot compile"]["never"]
+
+
 def test_where_one_rank_cannot_compile_all_go_on_uncompiled(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         assert rank["one cannot compile"]["auto"] == rank["one cannot compile"]["never"]

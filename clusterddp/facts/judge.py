@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterddp.facts.checks import Result, note, ok, red
 from clusterddp.facts.machine import Directory, Machine
-from clusterddp.facts.torch import Torch
+from clusterddp.facts.torch import INSTALL_CUDA, Torch, driver_trouble
 
 _GIB = 2**30
 MIN_FREE, FEW_FREE = 100 * 2**20, 5 * _GIB
@@ -61,9 +61,11 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
     build = f"CUDA {torch.cuda}" if torch.cuda else "for the CPU"
     found = f"{torch.version}, {build}"
     if has_gpus and not torch.cuda:
-        return red(f"{found}, and there are GPUs", "install torch with CUDA: https://pytorch.org/get-started/locally")
+        return red(f"{found}, and there are GPUs", INSTALL_CUDA)
     if has_gpus and torch.gpus == 0:
-        return red(f"{found}, and it finds no GPU", "nvidia-smi tells the driver; torch needs one for its CUDA")
+        finds_none = ("and it finds no GPU", "nvidia-smi tells the driver; torch needs one for its CUDA")
+        words, fix = driver_trouble(str(torch.cuda), torch.driver or "") or finds_none
+        return red(f"{found}, {words}", fix)
     if torch.torchvision_error is not None:
         return note(
             f"{found}; torchvision does not match it ({torch.torchvision_error}): the trainer works around that, a "

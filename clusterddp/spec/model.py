@@ -86,7 +86,8 @@ class Network(Section):
         "minute, or host_silence where that is longer.",
     )
     backend: fields.Backend = Field(
-        default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
+        default="auto",
+        description="What carries gradients; auto: nccl on GPUs, gloo on the CPU. gloo works on GPUs, too.",
     )
     init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = Field(
         default="auto",

@@ -9,6 +9,7 @@ The answers go into a file of DIRECTORY, DIRECTORY/alone.json or DIRECTORY/0.jso
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -106,7 +107,8 @@ def _main(directory: Path, which: str) -> None:
     rank = 0 if is_alone else int(which)
     meeting = f"file://{directory}/meeting"
     world_size = 1 if is_alone else 2
-    group = join_group(Place(rank=rank, local_rank=rank, world_size=world_size, backend="nccl", init_method=meeting))
+    place = Place(rank=rank, local_rank=rank, world_size=world_size, backend="nccl", device="cuda", init_method=meeting)
+    group = join_group(place)
     answers: dict[str, Any] = {"cases": {}, "counted": {}}
     for name, options in (ALONE if is_alone else PAIR).items():
         answers["cases"][name] = _train_case(group, directory / f"{which} {name}", options)
@@ -115,14 +117,16 @@ def _main(directory: Path, which: str) -> None:
     if not is_alone:
         answers["one cannot compile"] = _train_where_one_cannot_compile(group, directory / f"{which} uncompiled")
     answers["contexts"] = sorted(device.contexts)
-    (directory / f"{which}.json").write_text(json.dumps(answers))
     leave_group(group)
+    if not is_alone:
+        by_gloo = join_group(dataclasses.replace(place, backend="gloo", init_method=f"{meeting}-gloo"))
+        answers["gloo"] = _train(by_gloo, directory / f"{which} gloo", [None], {})
+        leave_group(by_gloo)
+    (directory / f"{which}.json").write_text(json.dumps(answers))
 
 
 def _train_case(group: Any, path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train without a stop, with one in the middle of the first epoch, and, where it can be compared, on the CPU."""
-    import dataclasses
-
     import torch
 
     waits: list[str] = []
