@@ -5,6 +5,7 @@ As root: `.venv/bin/python tests/slurm_releases.py RELEASE...`; rack/in_release 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def run_pytest(release: str, arguments: list[str]) -> Outcome:
         report = Path(directory, "report.xml")
         pytest = [str(ROOT / ".venv/bin/pytest"), "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         command = [str(ENTER), release, *pytest, *arguments]
-        code = subprocess.run(command, check=False, cwd=ROOT).returncode
+        everything = {**os.environ, "CLUSTERDDP_TEST_SLURM": "all", "CLUSTERDDP_TEST_RACK": "required"}
+        code = subprocess.run(command, check=False, cwd=ROOT, env=everything).returncode
         if code not in {0, 1, 5} or not report.exists():
             raise SystemExit(f"{release}: pytest left with {code}")
         return read_report(report.read_text())

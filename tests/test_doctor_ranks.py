@@ -16,7 +16,7 @@ import pytest
 
 from clusterddp.dist.devices import visible_gpus
 from clusterddp.doctor.page import render_page
-from clusterddp.doctor.ranks import judge_hang, judge_ranks, to_report
+from clusterddp.doctor.ranks import judge_hang, judge_ranks, judge_transports, to_report
 from clusterddp.facts.deep_check import (
     MARK,
     Compile,
@@ -92,6 +92,14 @@ def test_ranks_that_end_early_are_red_with_the_probe_that_they_came_to() -> None
 
 def test_a_hang_that_takes_a_minute_to_end_is_noted() -> None:
     assert [judge_hang(seconds, backend="nccl").level for seconds in (2.0, 90.0, None)] == ["ok", "note", "note"]
+
+
+def test_the_way_that_nccl_took_is_told_with_what_status_warns_of() -> None:
+    node = {"node_rank": 0, "host": "gpu00", "network": "Socket", "devices": ("eth0",), "links": ("P2P/CUMEM",)}
+    check = judge_transports([node], "between hosts NCCL sends over sockets")
+    assert check.level == "note"
+    assert check.results["gpu00"].found == "Socket, eth0, P2P/CUMEM; between hosts NCCL sends over sockets"
+    assert judge_transports([node], "").level == "ok"
 
 
 def test_what_a_rank_prints_is_read_back_and_what_makes_no_sense_is_left_out() -> None:

@@ -129,3 +129,34 @@ here.requires_grad_().square().sum().backward()
 assert here.grad.tolist() == [0.0] * 3 and here.grad.device == here.device
 """
     subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True)
+
+
+def test_the_deep_check_measures_gpus(sim_cuda: None, tmp_path: Path) -> None:
+    """But for the calls that torch's profiler counts: it knows no device that is not there."""
+    program = f"""
+from sim_cuda import device
+device.install(gpus=2)
+from pathlib import Path
+from clusterddp.run.directory import RunDir
+from clusterddp.train import deep_check
+from clusterddp.train.group import Place, join_group
+from clusterddp.train.main import Assignment
+from clusterddp.train.spec import TrainSpec
+
+place = Place(rank=0, local_rank=0, world_size=1, backend="nccl")
+environment = deep_check.describe_environment(place, {{"NCCL_DEBUG": "INFO", "HOME": "/x"}})
+assert (environment.gpus, environment.gpu, environment.capability) == (2, "NVIDIA H100 80GB HBM3", "9.0")
+assert environment.variables == {{"NCCL_DEBUG": "INFO"}}
+group = join_group(place)
+peers = deep_check.measure_peers()
+assert peers.access == ((True, True), (True, True)) and peers.gb_per_s[0][0] is None and peers.gb_per_s[0][1] > 0
+deep_check._STEPS["cuda"] = 2
+deep_check._count_calls = lambda state, setting: {{"launches_per_step": 1.0, "syncs_per_step": 0.0}}
+run = RunDir(Path({str(tmp_path)!r}))
+run.attempt(0).path.mkdir(parents=True)
+assignment = Assignment(run=run, attempt=run.attempt(0), stop_file=run.path / "stop")
+spec = TrainSpec(model="fastnet", width=0.25, dataset="random", samples=12, batch_size=2, compile="never", epochs=99)
+found = deep_check.measure_training(spec, assignment, group)
+assert found.step_ms > 0 and found.checkpoint_s > 0 and found.peak_bytes == 1 << 30 and found.precision == "bf16"
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True)

@@ -34,7 +34,7 @@ def measure_ranks(
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
-    from clusterddp.doctor.ranks import judge_hang, judge_ranks, to_report
+    from clusterddp.doctor.ranks import judge_hang, judge_ranks, judge_transports, to_report
 
     plan = _plan(resolved, runs_dir, terminal, "deep check")
     tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
@@ -42,6 +42,9 @@ def measure_ranks(
     world_size = plan.gang.world_size
     findings = _read(run, world_size)
     checks = judge_ranks(findings, world_size=world_size, state=state, run=run.name)
+    status = run.status()
+    if status["nccl"]:
+        checks.append(judge_transports(status["nccl"], status["warning"]))
     ended_s = None
     if world_size > 1 and state == "COMPLETED":
         ended_s = _time_hang(_plan(resolved, runs_dir, terminal, "hang"), timeout_s, tell)
@@ -56,6 +59,7 @@ def measure_ranks(
         "backend": plan.gang.backend,
         "state": state,
         "hang_ended_s": ended_s,
+        "nccl": [{key: value for key, value in each.items() if key != "host"} for each in status["nccl"]],
         **to_report(checks, findings),
     }
 

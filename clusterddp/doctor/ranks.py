@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.facts.checks import Check, Result, note, ok, red, to_json
@@ -34,6 +34,17 @@ def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run
         words = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} told nothing" if silent else "")
         checks.append(Check(name="ranks", results={run: red(words, logs)}))
     return checks
+
+
+def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> Check:
+    """Judge what NCCL has taken on each host, as `status` tells it; `warning`: what status warns of."""
+    results = {
+        str(each["host"]): ok(", ".join(map(str, (each["network"], *each["devices"], *each["links"]))))
+        for each in transports
+    }
+    if warning:
+        results = {host: note(f"{result.found}; {warning}", _FIXES["all_reduce"]) for host, result in results.items()}
+    return Check(name="transport", results=results)
 
 
 def judge_hang(ended_s: float | None, *, backend: str) -> Check:

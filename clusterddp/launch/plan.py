@@ -23,7 +23,7 @@ from clusterddp.launch.placement import (
     plan_ssh_placement,
 )
 from clusterddp.launch.plan_details import commands_started, files_written, rank0_variables
-from clusterddp.launch.prerequisites import check_secrets, secret_notes
+from clusterddp.launch.prerequisites import check_secrets, data_notes, secret_notes, storage_notes
 from clusterddp.launch.seal import hint, is_sealed, seal
 from clusterddp.launch.slurm.after import find_dependency
 from clusterddp.launch.slurm.options import choose_options
@@ -297,7 +297,8 @@ def _place(
     shared = check_shared(runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share")
     if job.entry:
         check_shared(working_dir, "what ranks work in", "submit from a directory that all nodes share")
-    notes = (*placement.notes, *options.notes, *waiting, *shared)
+    data = data_notes(filled_in(job)["train"])
+    notes = (*placement.notes, *options.notes, *waiting, *shared, *storage_notes(), *data)
     slurm = plan_slurm(
         options,
         container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clusterddp.dist.environment import USERS, cookie, inherited_environment
+from clusterddp.dist.environment import CORES, USERS, Variable, cookie, inherited_environment
+from clusterddp.dist.gpu_cores import cores_for_ranks
 from clusterddp.dist.nccl_log import VARIABLES
+from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
@@ -23,7 +27,6 @@ from clusterddp.node.history import record_end
 from clusterddp.node.link import Message
 from clusterddp.node.nccl_watch import NcclWatch
 from clusterddp.node.note import note
-from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
@@ -68,6 +71,8 @@ class _Attempt:
     ending: _Ending | None = None
     stopped: StoppedRanks = field(default_factory=StoppedRanks)
     nccl: NcclWatch | None = None
+    cores: dict[int, str] = field(default_factory=dict)
+    """Those that a rank keeps to, by rank, where some are nearer to its GPU than others."""
 
 
 class Member:
@@ -217,12 +222,26 @@ class Member:
             )
             self._attempt = attempt
             make_attempt_dirs(directory)
+            attempt.cores = self._choose_cores()
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
             self._starter.start({rank: self._launch_of(rank, order, attempt) for rank in node.ranks})
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
         self._hear_news()
+
+    def _choose_cores(self) -> dict[int, str]:
+        """Choose cores near the GPUs, where ranks have one each and no scheduler has given them cores already."""
+        node, users = self._node, self._gang.env
+        if node.slurm_chooses_gpus or len(node.gpus) != len(node.ranks) or "CUDA_VISIBLE_DEVICES" in users:
+            return {}
+        if not hasattr(os, "sched_getaffinity"):
+            return {}
+        chosen = cores_for_ranks(node.gpus, frozenset(os.sched_getaffinity(0)))
+        cores = {rank: each for rank, each in zip(node.ranks, chosen, strict=True) if each is not None}
+        for each in dict.fromkeys(cores.values()):
+            note(f"{spell_ranks([rank for rank in cores if cores[rank] == each])} keep to cores {each}, near the GPU")
+        return cores
 
     def _launch_of(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
         variables = attempt.footing.gang.variables_of(
@@ -236,6 +255,8 @@ class Member:
             variables = {
                 name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS
             }
+        if rank in attempt.cores:
+            variables = variables | {CORES: Variable(attempt.cores[rank], "near the rank's GPU")}
         return Launch(
             run_dir=self._run.path,
             variables=variables,
@@ -307,8 +328,8 @@ class Member:
     def _rank_ended(self, attempt: _Attempt, news: Ended) -> None:
         rank = news.rank
         end = read_rank_end(attempt.dir, rank, news.returncode, on_order=attempt.ending is not None)
-        if end.signal == "SIGKILL" and not end.on_order and (count_oom_kills() or 0) > (attempt.oom_kills or 0):
-            end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
+        if end.signal == "SIGKILL" and not end.on_order and (words := explain_oom_kill(attempt.oom_kills)):
+            end = dataclasses.replace(end, error=words)
         attempt.watch.look()
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})

@@ -53,6 +53,7 @@ def run_rank(run_dir: str) -> None:
     _die_with_supervisor()
     _stop_on_signal()
     _keep_flight_record()
+    _keep_to_cores()
     if "CLUSTERDDP_LISTENER_FD" in os.environ:
         from clusterddp.node.store_listener import give_listener_to_torch
 
@@ -132,6 +133,17 @@ def _keep_flight_record() -> None:
     ):
         if os.environ.keys().isdisjoint(names):
             os.environ[names[0]] = value
+
+
+def _keep_to_cores() -> None:
+    """Keep to the cores near the rank's GPU, and with it all that the program starts."""
+    text = os.environ.pop("CLUSTERDDP_CORES", None)
+    if text is None:
+        return
+    from clusterddp.dist.gpu_cores import read_cores
+
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a core went offline meanwhile; no Linux
+        os.sched_setaffinity(0, read_cores(text))
 
 
 def _ignore_late_signals() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 FOLDER = "folder"
@@ -96,6 +97,17 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
     "usps": ImageSet(reader="USPS", halves=_HALVES, files=("usps.bz2", "usps.t.bz2"), side=16, grey=True),
 }
 
+_ANY_OF: Mapping[str, tuple[str, ...]] = {
+    "cifar10": ("cifar-10-batches-py/test_batch", "test_batch"),
+    "fashion_mnist": tuple(
+        f"{folder}t10k-labels-idx1-ubyte{suffix}"
+        for folder in ("", "FashionMNIST/raw/", "/usr/share/datasets/fashion-mnist/")
+        for suffix in ("", ".gz")
+    ),
+    FOLDER: ("train",),
+}
+"""Files of which one tells that a set is there."""
+
 _NO_HALVES = "torchvision has no test images apart from the training images of it"
 _OTHER_CLASSES = "its test images show other classes than its training images"
 _NO_CLASSES = "its images have no single class"
@@ -121,6 +133,18 @@ REFUSED: Mapping[str, str] = {
 """torchvision's sets that people may ask for, and why they cannot be trained on by name."""
 
 NAMES = (*BUILT_IN, FOLDER, *IMAGE_SETS)
+
+
+def is_there(name: str, data_dir: Path) -> bool:
+    """Say whether a set lies in a directory, as far as one look tells; what is generated always does."""
+    if name in _ANY_OF:
+        return any((data_dir / file).exists() for file in _ANY_OF[name])
+    return name not in IMAGE_SETS or all((data_dir / file).exists() for file in IMAGE_SETS[name].files)
+
+
+def can_download(name: str) -> bool:
+    """Say whether torchvision gets a set from the internet."""
+    return name in {"cifar10", "fashion_mnist"} or (name in IMAGE_SETS and not IMAGE_SETS[name].by_hand)
 
 
 def own_side(name: str) -> int | None:

@@ -30,6 +30,7 @@ from clusterddp.train.forward import (
     wrap_forward,
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
+from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
 from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.report.gauges import Gauges
@@ -90,7 +91,7 @@ def begin(setting: Setting) -> TrainState:
     file, saved = _read_newest(setting)
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
-    optimizer = build_optimizer(model, spec, schedule, precision=precision)
+    optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
@@ -151,7 +152,7 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
 
 
 def compile_or_go_on(state: TrainState, setting: Setting) -> None:
-    """Compile the forward pass; with `compile: auto` all ranks go on uncompiled where one of them cannot compile.
+    """Compile the steps; with `compile: auto` all ranks go on uncompiled where one of them cannot compile.
 
     Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
     Raises: ClusterddpError: with `compile: always` it fails.
@@ -163,6 +164,8 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
     try:
         with state.exchange.scope(now=False):
             state.compile_seconds = compile_()
+        if isinstance(state.optimizer, Muon):
+            state.compile_seconds += state.optimizer.compile_now()
     except Exception as error:  # whatever a compiler, Triton or the driver raises
         failure = _spell_failure(error)
         if spec.compile == "always":
@@ -180,6 +183,8 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
     if which:
         setting.reporter.say(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
     state.forward, state.compile_seconds = state.exchange.module, 0.0
+    if isinstance(state.optimizer, Muon):
+        state.optimizer.go_on_uncompiled()
 
 
 def introduce(state: TrainState, setting: Setting) -> None:

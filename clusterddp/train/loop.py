@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.train.begin import Setting, begin, introduce
-from clusterddp.train.data.augment import augment
+from clusterddp.train.data.augment import Looks, augment, draw_looks
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
 from clusterddp.train.group import ranks_apart
@@ -47,12 +47,22 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     """Take the steps that are left of the epoch; False when all ranks agreed to stop before its end."""
     spec, schedule = setting.spec, setting.schedule
     order = epoch_order(len(setting.dataset.train_labels), spec.seed, state.epoch).to(setting.group.device)
+    looks = draw_looks(
+        len(order),
+        mode=spec.augment,
+        seed=spec.seed,
+        epoch=state.epoch,
+        side=setting.dataset.train_images.shape[-1],
+        max_shift=spec.translate,
+        cutout=spec.cutout,
+        device=setting.group.device,
+    )
     window = Window(min(spec.log_every, schedule.steps_per_epoch), setting.group.device)
     while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
         if setting.stop.agreed():
             break
         set_learning_rate(state.optimizer, schedule.learning_rate(state.step, alone=state.exchange.alone))
-        train_step(state, setting, order, window)
+        train_step(state, setting, order, looks, window)
         after_step()
         setting.writer.raise_failure()
         if state.step % spec.log_every == 0:
@@ -64,28 +74,18 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     return not setting.stop.told
 
 
-def train_step(state: TrainState, setting: Setting, order: Tensor, window: Window) -> None:
+def train_step(state: TrainState, setting: Setting, order: Tensor, looks: Looks, window: Window) -> None:
     """Take one optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
     spec, data, group, schedule = setting.spec, setting.dataset, setting.group, setting.schedule
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
-    look = partial(
-        augment,
-        mode=spec.augment,
-        max_shift=spec.translate,
-        cutout=spec.cutout,
-        seed=spec.seed,
-        mean=data.mean,
-        std=data.std,
-        channels_last=True,
-        size=data.image_size,
-    )
+    look = partial(augment, looks=looks, mean=data.mean, std=data.std, channels_last=True, size=data.image_size)
     mark = state.gauges.clock.mark
     mark("step")
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         mark("load")
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
-        images = look(data.train_images[indices], indices, epoch=state.epoch)
+        images = look(data.train_images[indices], indices)
         labels = data.train_labels[indices]
         mark("loaded")
         with state.exchange.scope(now=micro == spec.accumulate - 1):

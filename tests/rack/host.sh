@@ -5,7 +5,7 @@ set -eu
 dir=$1 name=$2 address=$3 port=${4:-}
 etc=$dir/etc log=$dir/log pids=$dir/pid config=$etc/sshd_config
 trap 'touch "$pids/$name.failed"' EXIT
-slurm='' docker='' private_hosts='' freezer=''
+slurm='' docker='' private_hosts='' controllers=''
 # shellcheck disable=SC1091
 . "$etc/switches"
 
@@ -62,11 +62,19 @@ else
     mount --bind "$etc/nsswitch.conf" /etc/nsswitch.conf
     if [ -n "$private_hosts" ]; then mount --all --fstab "$etc/fstab.$name"; fi
 fi
-# Every slurmd takes the root of the freezer for its own.
-if [ -n "$freezer" ] && [ -n "$port" ]; then
-    cgroup=/sys/fs/cgroup/freezer/${dir##*/}/$name
-    mkdir -p "$cgroup"
-    mount --bind "$cgroup" /sys/fs/cgroup/freezer
+# Every slurmd takes the root of a cgroup controller for its own.
+if [ -n "$port" ]; then
+    for controller in $controllers; do
+        top=/sys/fs/cgroup/$controller rack=/sys/fs/cgroup/$controller/${dir##*/}
+        mkdir -p "$rack/$name"
+        if [ "$controller" = cpuset ]; then
+            for cgroup in "$rack" "$rack/$name"; do
+                cat $top/cpuset.cpus >"$cgroup/cpuset.cpus"
+                cat $top/cpuset.mems >"$cgroup/cpuset.mems"
+            done
+        fi
+        mount --bind "$rack/$name" "$top"
+    done
 fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mkdir /run/sshd
@@ -117,7 +125,9 @@ start_slurm() {
         if [ -e "$etc/slurm/slurmdbd.conf" ]; then start_accounting; fi
         slurmctld -D -i >/dev/null 2>&1 &
     else
-        slurmd -D >/dev/null 2>&1 &
+        # As the only one on a machine: in the root of each controller, by what it sees.
+        controllers=$controllers sh -euc 'for each in $controllers; do echo $$ >"/sys/fs/cgroup/$each/cgroup.procs"; done
+            exec unshare --cgroup slurmd -D' >/dev/null 2>&1 &
     fi
 }
 

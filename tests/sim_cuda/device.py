@@ -302,6 +302,7 @@ def install(*, gpus: int = 8, name: str = "NVIDIA H100 80GB HBM3", capability: t
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: capability,
         "mem_get_info": lambda device=None: (70 << 30, 80 << 30),
+        "can_device_access_peer": lambda device, peer: True,
         "max_memory_allocated": lambda device=None: 1 << 30,
         "is_bf16_supported": bf16,
         "manual_seed_all": lambda seed: None,

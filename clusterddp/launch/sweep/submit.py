@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launch.prerequisites import check_secrets, check_trainer
+from clusterddp.launch.prerequisites import check_data, check_secrets, check_trainer
 from clusterddp.launch.slurm.jobs import cancel_job, settle
 from clusterddp.launch.slurm.launcher import submit_job, variables_for
 from clusterddp.launch.staging import refusal
@@ -31,6 +31,7 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     environ = inherited_environment()
     check_secrets(plan.base.secrets, environ)
     check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
+    check_data(plan.base)
     while True:
         try:
             make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})

@@ -1,0 +1,36 @@
+"""`python -m clusterddp.train.data SET DIRECTORY`: has a set of images lie there, downloading it if need be.
+
+For a machine that has a network, before a job asks for nodes that have none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.train.data import cifar10, fashion_mnist
+from clusterddp.train.data.pictures import find_source
+
+
+def main(name: str, directory: str) -> int:
+    """Download what is not there; what is there is read, so that a set which is damaged shows now."""
+    data_dir = Path(directory).expanduser()
+    try:
+        if name == "cifar10":
+            cifar10.read_cifar10(data_dir, download=True)
+        elif name == "fashion_mnist":
+            fashion_mnist.read_fashion_mnist(data_dir, download=True)
+        else:
+            find_source(name, data_dir, download=True)
+    except ClusterddpError as error:
+        print(f"clusterddp: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        return error.exit_code
+    print(f"{name} is in {data_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("python -m clusterddp.train.data SET DIRECTORY")
+    sys.exit(main(*sys.argv[1:]))
