@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
-from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+from clusterddp.dist.environment import GPU, RankPlace, Variable, rank_variables
 from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
@@ -163,7 +163,11 @@ class Gang:
         See `rank_variables` for `restart`, and for a `master_port` in words.
         """
         node = self.node_of(rank)
-        return rank_variables(
+        gpus, variables = node.gpus, {}
+        if any(gpu.startswith("MIG-") for gpu in gpus) and len(gpus) == len(node.ranks) > 1:
+            gpus = (gpus[node.ranks.index(rank)],)
+            variables[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
+        return variables | rank_variables(
             RankPlace(
                 rank=rank,
                 local_rank=node.ranks.index(rank),
@@ -179,7 +183,7 @@ class Gang:
             master_addr=self.master_addr,
             master_port=master_port,
             threads=self.threads_per_rank,
-            gpus=None if node.slurm_chooses_gpus else node.gpus,
+            gpus=None if node.slurm_chooses_gpus else gpus,
             interface=node.interface or self.interface,
             nccl_interfaces=node.nccl_interfaces,
             backend=self.backend,
