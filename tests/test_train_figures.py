@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,23 @@ def test_a_straggler_that_recovers_is_told_so(gang: Gang) -> None:
     told, _ = gang.run(2, watch, [[20.0, 10.0], [20.0, 10.0], [10.0, 10.0]])
     assert "rank 0 on" in told[2]
     assert "is no straggler any more" in told[2]
+
+
+def watch_where_the_reason_takes_its_time(group: Group) -> list[str | None]:
+    known = threading.Event()
+    stragglers = StragglerWatch(group, ask=lambda: "it is too hot" if known.wait(20) else "the windows waited for it")
+    told = [stragglers.look([10.0, 20.0]) for _ in range(3)]
+    known.set()
+    time.sleep(0.5)
+    return told + [stragglers.look([10.0, 20.0]) for _ in range(3)]
+
+
+def test_no_rank_waits_for_the_reason_and_it_is_told_once_it_is_known(gang: Gang) -> None:
+    told, _ = gang.run(2, watch_where_the_reason_takes_its_time)
+    assert [line is not None for line in told] == [False, True, False, True, False, False]
+    assert told[1].endswith("times the others' 10.0 ms")
+    assert told[3].startswith("straggler: rank 1 on ")
+    assert told[3].endswith(": it is too hot")
 
 
 def train_with_a_slow_rank(group: Group, path: Path, slow: int) -> dict[str, Any]:

@@ -6,7 +6,10 @@ import os
 import socket
 import statistics
 import subprocess
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,7 +24,9 @@ _REASONS = {
     "hw_slowdown": "its hardware slows it down",
     "sw_power_cap": "it is at its power limit",
 }
-_NVIDIA_SMI_TIMEOUT_S = 5.0
+_NVIDIA_SMI_TIMEOUT_S = 20.0  # without the persistence daemon it wakes every GPU first; no step waits for it
+_ASKS = 5
+"""In how many windows after the naming the reason is asked for again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +39,20 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Names a rank that is too slow for two windows in a row, and says when it no longer is."""
+    """Names a rank that is too slow for two windows in a row, and says when it no longer is.
 
-    def __init__(self, group: Group) -> None:
+    nvidia-smi, which knows why, may take seconds. A rank asks it in a thread when it is slow for the first time; what
+    is not known when it is named is told with one of the next windows.
+    """
+
+    def __init__(self, group: Group, ask: Callable[[], str] | None = None) -> None:
+        """`ask` tells why this rank may be slow, and may take its time; None: what its device has."""
         self._group = group
         self._suspect: int | None = None
+        self._ask = ask or (partial(ask_gpu, group.device) if group.device.type == "cuda" else None)
+        self._answer = ""
+        self._asks_left = 0
+        self._told = False
         self.named: Straggler | None = None
         """The rank that is a straggler now, with its newest ratio; `host` is known on rank 0."""
 
@@ -49,24 +63,53 @@ class StragglerWatch:
         """
         rank, ratio = find_slowest(busy_ms)
         slow = rank if ratio >= TOO_SLOW else None
-        confirmed, self._suspect = slow is not None and slow == self._suspect, slow
+        confirmed, suspected = slow is not None and slow == self._suspect, self._suspect
+        self._suspect = slow
+        if slow == self._group.rank and slow != suspected:
+            self._begin_to_ask()
         before = self.named
         if slow is not None and before is not None and before.rank == slow:
             self.named = Straggler(rank=slow, host=before.host, ratio=ratio)
-        elif slow is not None and confirmed:
-            host, reason = self._ask(slow)
+            return self._ask_again(self.named)
+        if slow is not None and confirmed:
+            host, reason = self._gather(slow)
+            self._asks_left = _ASKS if self._ask else 0
+            self._told = bool(reason)
             self.named = Straggler(rank=slow, host=host, ratio=ratio)
             others = statistics.median(busy_ms[:slow] + busy_ms[slow + 1 :])
             times = f"{busy_ms[slow]:,.1f} ms a step, {ratio:.2f} times the others' {others:,.1f} ms"
             return f"straggler: rank {slow} on {host} takes {times}{reason and f'; {reason}'}"
-        elif slow is None and before is not None:
+        if slow is None and before is not None:
             self.named = None
             return f"rank {before.rank} on {before.host} is no straggler any more"
         return None
 
-    def _ask(self, rank: int) -> tuple[str, str]:
+    def _begin_to_ask(self) -> None:
+        self._answer = ""
+        if self._ask is None:
+            self._answer = ask_load()
+            return
+        ask = self._ask
+
+        def answer() -> None:
+            self._answer = ask()
+
+        threading.Thread(target=answer, name="straggler", daemon=True).start()
+
+    def _ask_again(self, named: Straggler) -> str | None:
+        """Return the reason that was not known when `named` was; all ranks ask equally often."""
+        if not self._asks_left:
+            return None
+        self._asks_left -= 1
+        _, reason = self._gather(named.rank)
+        if not reason or self._told:
+            return None
+        self._told = True
+        return f"straggler: rank {named.rank} on {named.host}: {reason}"
+
+    def _gather(self, rank: int) -> tuple[str, str]:
         """Have `rank` tell its host and what it knows of the reason; blank elsewhere than on rank 0."""
-        own = (socket.gethostname(), find_reason(self._group.device)) if self._group.rank == rank else ("", "")
+        own = (socket.gethostname(), self._answer) if self._group.rank == rank else ("", "")
         told = gather_on_first(own, self._group)
         return told[rank] if told else ("", "")
 
@@ -79,10 +122,8 @@ def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
     return rank, busy_ms[rank] / median if median > 0 else 1.0
 
 
-def find_reason(device: torch.device) -> str:
-    """Say in words why this rank may be slow, as far as its device tells; blank when it does not."""
-    if device.type != "cuda":
-        return _ask_load()
+def ask_gpu(device: torch.device) -> str:
+    """Say in words why a GPU may be slow; blank when it does not tell. It may take seconds."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return ask_throttling(["-i", f"GPU-{uuid}"] if uuid else [])
 
@@ -112,7 +153,8 @@ def read_throttling(answer: str) -> str:
     return f"{why} ({clock} of {most}, {celsius} C)"
 
 
-def _ask_load() -> str:
+def ask_load() -> str:
+    """Say whether this host has more to do than it has cores; blank when it does not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     return f"its host has a load of {load:.1f} on {cores} cores" if load > cores else ""
