@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from train_gang import TINY, Gang, make_run, metrics_rows, one_rank, open_gang, settle, train_once
 
+from clusterddp.train.begin import settle_precision
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.group import Group
@@ -55,6 +57,29 @@ def test_bf16_that_does_not_pay_on_one_rank_is_taken_by_none(gang: Gang) -> None
 def test_a_cpu_without_bf16_units_makes_all_ranks_compute_in_fp32_untimed(gang: Gang) -> None:
     answers = gang.run(2, chosen_where, [], [True, False])
     assert answers == [("fp32", "a CPU of the run has neither avx512_bf16 nor AMX")] * 2
+
+
+def test_a_gpu_without_bf16_units_computes_in_fp32_and_it_is_said_that_fp16_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    spec, dataset, model = auto()
+    chosen, why = choose_precision(spec, model, dataset, Group(rank=0, world_size=1, device=torch.device("cuda", 0)))
+    assert (chosen, why) == ("fp32", "the GPU has no bf16 units (before Ampere; its fp16 is not used)")
+
+
+@pytest.mark.parametrize(("able", "warnings"), [(True, 0), (False, 1)])
+def test_bf16_that_is_asked_for_and_only_emulated_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], able: bool, warnings: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: able)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    setting = settle(one_rank(), make_run(tmp_path / "run"), precision="bf16", samples=40)
+    assert settle_precision(None, build_model(setting.spec, setting.dataset), setting) == "bf16"
+    words = (
+        "warning: precision bf16: the CPU has neither avx512_bf16 nor AMX; torch emulates it, which is slower than fp32"
+    )
+    assert capfd.readouterr().err.count(words) == warnings
 
 
 def test_deterministic_goes_by_the_hardware_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from clusterddp.train.forward import (
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
 from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
-from clusterddp.train.precision import choose_precision, time_precisions
+from clusterddp.train.precision import choose_precision, lack_of_bf16, time_precisions
 from clusterddp.train.report.gauges import Gauges
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
@@ -116,8 +116,12 @@ def begin(setting: Setting) -> TrainState:
 
 def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Setting) -> str:
     """Say what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
-    if setting.spec.precision != "auto":
-        return setting.spec.precision
+    asked = setting.spec.precision
+    lack = lack_of_bf16(setting.group) if asked == "bf16" else None
+    if lack is not None:
+        setting.reporter.say(f"warning: precision bf16: {lack}; torch emulates it, which is slower than fp32")
+    if asked != "auto":
+        return asked
     if saved is not None:
         chosen: str = saved["precision"]
         return chosen

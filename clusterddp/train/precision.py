@@ -70,11 +70,9 @@ def choose_precision(
 
     Neither `model` nor any random state is changed. With `deterministic` nothing is timed: time never repeats.
     """
-    native = _has_bf16(group.device)
-    if min_over_ranks(float(native), group) == 0.0:
-        what = "GPU" if group.device.type == "cuda" else "CPU"
-        lacks = "no bf16 units" if what == "GPU" else "neither avx512_bf16 nor AMX"
-        return "fp32", f"a {what} of the run has {lacks}" if group.world_size > 1 else f"the {what} has {lacks}"
+    lack = lack_of_bf16(group)
+    if lack is not None:
+        return "fp32", f"{lack} (before Ampere; its fp16 is not used)" if group.device.type == "cuda" else lack
     if group.device.type == "cuda":
         return "bf16", "the GPU has units for it"
     if spec.deterministic:
@@ -86,6 +84,15 @@ def choose_precision(
     where = "" if group.world_size == 1 else " on the host that gains least"
     reason = f"{gain:.1f} times as fast as fp32{where}, in trial steps of {len(labels)} images"
     return ("bf16", reason) if gain >= _WORTH_IT else ("fp32", f"bf16 would be {reason}, less than {_WORTH_IT}")
+
+
+def lack_of_bf16(group: Group) -> str | None:
+    """Say what a device of the run lacks for bf16; None when all have it. Every rank must ask."""
+    if min_over_ranks(float(_has_bf16(group.device)), group):
+        return None
+    what = "GPU" if group.device.type == "cuda" else "CPU"
+    lacks = "no bf16 units" if what == "GPU" else "neither avx512_bf16 nor AMX"
+    return f"a {what} of the run has {lacks}" if group.world_size > 1 else f"the {what} has {lacks}"
 
 
 def _has_bf16(device: torch.device) -> bool:
