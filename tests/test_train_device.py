@@ -129,19 +129,22 @@ def test_two_ranks_on_slices_of_one_gpu_are_told_what_to_write(see: Any, monkeyp
 @pytest.mark.parametrize(
     ("environ", "backend", "device"),
     [
-        ({}, "gloo", "cpu"),
+        ({}, "gloo", None),
         ({"CLUSTERDDP_BACKEND": "gloo", "CLUSTERDDP_DEVICE": "cuda"}, "gloo", "cuda"),
         ({"CLUSTERDDP_BACKEND": "gloo", "CLUSTERDDP_DEVICE": "cpu"}, "gloo", "cpu"),
-        ({"CLUSTERDDP_BACKEND": "nccl"}, "nccl", "cuda"),  # a run of an earlier version
-        ({"CLUSTERDDP_BACKEND": "gloo"}, "gloo", "cpu"),
+        ({"CLUSTERDDP_BACKEND": "nccl"}, "nccl", None),  # a run of an earlier version
     ],
 )
-def test_the_environment_says_backend_and_device(environ: dict[str, str], backend: str, device: str) -> None:
+def test_the_environment_says_backend_and_device(environ: dict[str, str], backend: str, device: str | None) -> None:
     found = Place.from_environment(environ)
     assert (found.backend, found.device) == (backend, device)
 
 
 def test_without_a_plan_a_rank_takes_a_gpu_where_there_is_one(see: Any) -> None:
     see(1)
-    found = Place.from_environment({})
-    assert (found.backend, found.device) == ("nccl", "cuda")
+    assert join_group(Place.from_environment({})).device == torch.device("cuda", 0)
+
+
+def test_without_a_plan_and_without_a_gpu_a_rank_takes_the_cpu(see: Any) -> None:
+    see(0)
+    assert join_group(Place.from_environment({})).device == torch.device("cpu")

@@ -44,8 +44,8 @@ class Place:
     world_size: int
     backend: str
     """What carries gradients: nccl or gloo."""
-    device: str = "cpu"
-    """What this rank computes on: cuda or cpu. gloo carries gradients of GPUs, too."""
+    device: str | None = None
+    """What this rank computes on: cuda or cpu, as gloo carries gradients of GPUs, too; None: a GPU for nccl alone."""
     on_one_host: bool = False
     """True when whoever started the ranks says that all of them are on this host."""
     init_method: str = "env://"
@@ -62,7 +62,7 @@ class Place:
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             world_size=int(environ.get("WORLD_SIZE", "1")),
             backend=backend,
-            device=environ.get(DEVICE) or ("cuda" if backend == "nccl" else "cpu"),
+            device=environ.get(DEVICE),
             on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
             init_method=environ.get(INIT_METHOD, "env://"),
             gpu=int(environ[GPU]) if environ.get(GPU) else None,
@@ -296,7 +296,7 @@ class StopAgreement:
 
 
 def _choose_device(place: Place) -> torch.device:
-    if place.device != "cuda":
+    if (place.device or ("cuda" if place.backend == "nccl" else "cpu")) == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     index = place.local_rank if place.gpu is None else place.gpu
