@@ -94,6 +94,7 @@ def test_facts_of_a_host_survive_json(tmp_path: Path) -> None:
         ({"torch": "2.9.1+cu128"}, False, "note"),
         ({"torch": "2.10.1+cu128"}, True, "note"),
         ({"torch": "2.10.0+cpu", "cuda": None, "nccl": None}, False, "red"),
+        ({"cuda": None, "nccl": None}, True, "red"),
         ({"nccl": "2.21.5"}, True, "red"),
     ],
 )
@@ -102,6 +103,10 @@ def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
 ) -> None:
     needs = dataclasses.replace(TRAINER, trainer=trainer)
     assert judge(with_packages(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
+
+
+def test_a_host_without_a_compiler_is_noted() -> None:
+    assert judge(with_packages(compile_obstacle="no C compiler"))["compiler"].level == "note"
 
 
 def test_another_nccl_does_not_matter_to_gloo() -> None:
@@ -116,7 +121,10 @@ def test_another_python_is_a_note() -> None:
 
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_red() -> None:
     found = judge(dataclasses.replace(FACTS, driver="470.82.01"), FACTS)["driver"]
-    assert (found.level, found.found) == ("red", "470.82.01; torch for CUDA 12.8 needs 525 or newer")
+    words = "torch for CUDA 12.8, which needs NVIDIA's driver 525 or newer; this host has 470.82.01"
+    assert (found.level, found.found) == ("red", words)
+    assert found.fix is not None
+    assert found.fix.startswith("a newer driver, or a torch for CUDA 11 or older: ")
 
 
 @pytest.mark.parametrize(

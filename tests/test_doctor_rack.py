@@ -165,3 +165,21 @@ def test_a_controller_that_is_down_is_red(needs_rack: None) -> None:
         write_spec(rack)
         rack.run(HEAD, ["pkill", "-KILL", "-x", "slurmctld"])
         assert doctor(rack).red == {("Slurm", "head")}
+
+
+def test_the_ranks_of_a_spec_measure_on_their_nodes(two_nodes: Rack) -> None:
+    train = "{model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}"
+    shared = two_nodes.dir / "shared"
+    (shared / "deep.yaml").write_text(
+        f"name: deep\nlauncher: slurm\ndevice: cpu\nresources: {{nodes: 2, procs_per_node: 1}}\ntrain: {train}\n"
+    )
+    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--job", "--deep", "--report", "sent"]
+    done = two_nodes.run(HEAD, command, env={"PYTHONPATH": str(ROOT)}, cwd=shared, check=False, timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((shared / "sent.json").read_text())
+    assert (report["launcher"], report["state"]) == ("slurm", "COMPLETED")
+    assert {(each["probe"], each["host"]) for each in report["findings"] if each["found"]} >= {
+        ("train", 0),
+        ("train", 1),
+    }
+    assert report["hang_ended_s"] is not None

@@ -270,3 +270,16 @@ def test_all_ways_that_were_tried_are_told(doctor: Doctor) -> None:
 def test_deep_is_for_ssh_only(doctor: Doctor) -> None:
     done = doctor.place.clusterddp("doctor", "--deep", check=False)
     assert (done.returncode, "--deep for a spec with launcher ssh" in done.stderr) == (2, True)
+
+
+def test_the_ranks_of_a_spec_measure_on_the_hosts(doctor: Doctor) -> None:
+    doctor.write(more="train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}\n")
+    done = doctor.place.clusterddp("doctor", "job.yaml", "--job", "--deep", "--report", "sent", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((doctor.place.path / "sent.json").read_text())
+    assert (report["launcher"], report["state"]) == ("ssh", "COMPLETED")
+    assert {(each["probe"], each["host"]) for each in report["findings"] if each["found"]} >= {
+        ("train", 0),
+        ("train", 1),
+    }
+    assert report["hang_ended_s"] is not None

@@ -84,7 +84,8 @@ def test_zero_gpus_per_node_means_the_cpu() -> None:
 
 
 def test_gloo_may_be_asked_for_on_gpus() -> None:
-    assert place("name: a\nnetwork: {backend: gloo}\n", num_gpus=1).backend == "gloo"
+    placement = place("name: a\nnetwork: {backend: gloo}\n", num_gpus=1)
+    assert (placement.backend, placement.on_cpu, placement.nodes[0].gpus) == ("gloo", False, ("GPU-0",))
 
 
 def test_nccl_without_gpus_is_refused() -> None:

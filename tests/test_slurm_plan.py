@@ -17,6 +17,7 @@ from launch_runs import plan_text
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launch.attempts import end_run
 from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
+from clusterddp.launch.prerequisites import check_trainer
 from clusterddp.launch.slurm.ask import ask_scheduler
 from clusterddp.launch.slurm.container import _TASK
 from clusterddp.launch.slurm.launcher import renew, write_variables
@@ -25,6 +26,7 @@ from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import AttemptEnd, read_run, write_run
 from clusterddp.run.templates import read_template
+from clusterddp.run.torch_files import find_package, read_torch_values
 from clusterddp.slurm.identity import job_tag, tag_of
 from clusterddp.spec.load import load_spec
 
@@ -95,6 +97,17 @@ def test_the_job_of_a_later_attempt_has_a_tag_of_its_own(tmp_path: Path) -> None
     first, third = (named(list(each.slurm.sbatch), "job-name")[0] for each in (planned, later))
     assert tag_of(first) == job_tag(planned.token, 0)
     assert tag_of(third) == job_tag(planned.token, 3)
+
+
+@pytest.mark.skipif("cuda" in read_torch_values(find_package("torch")), reason="needs a torch for the CPU")
+def test_a_torch_for_the_cpu_is_refused_at_submit_where_gpus_are_asked_for(tmp_path: Path) -> None:
+    gang = plan(tmp_path).gang
+    with pytest.raises(PreflightError, match="is built for the CPU, and GPUs are asked for") as error:
+        check_trainer(gang, elsewhere=False)
+    assert error.value.hint is not None
+    assert "--cpu" in error.value.hint
+    check_trainer(gang, elsewhere=True)
+    check_trainer(dataclasses.replace(gang, on_cpu=True), elsewhere=False)
 
 
 def test_the_token_of_the_run_is_in_no_argument(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from clusterddp.train.data.augment import augment, normalize
+from clusterddp.train.data.augment import augment, draw_looks, normalize
 from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.data.hashing import derive_seed, random_bits
 
@@ -24,8 +28,13 @@ def positions(count: int, *, size: int = 8) -> Tensor:
 
 
 def look(images: Tensor, indices: Tensor, **changes: object) -> Tensor:
-    arguments = {"mode": "flip_translate", "seed": 3, "epoch": 2, "mean": MEAN, "std": STD} | changes
-    return augment(images, indices, **arguments)  # type: ignore[arg-type]
+    """Draw for all samples up to the last of `indices`, and look at these."""
+    drawn: dict[str, Any] = {"mode": "flip_translate", "seed": 3, "epoch": 2}
+    drawn |= {key: value for key, value in changes.items() if key in ("mode", "seed", "epoch", "max_shift", "cutout")}
+    seen: dict[str, Any] = {"mean": MEAN, "std": STD} | {key: changes[key] for key in changes if key not in drawn}
+    count = int(indices.max()) + 1
+    looks = draw_looks(count, side=images.shape[-1], device=images.device, **drawn)
+    return augment(images, indices, looks, **seen)
 
 
 def shifts_and_flips(count: int, **changes: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,6 +54,42 @@ def test_a_sample_looks_the_same_in_whichever_batch_it_comes() -> None:
         for rank in range(world):
             mine = indices[rank::world]
             assert torch.equal(look(images[mine], mine), whole[rank::world])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sha256"),
+    [
+        ({}, "9ea5172b387573b92a20e3c938adc2c522423f12cf2ab9773bdeb288356a3255"),
+        (
+            {"cutout": 5, "epoch": 7, "max_shift": 3},
+            "a3b81dc64bb737d22d634ce44fb2a42f0280a953193b6230d61d10ffee2784ed",
+        ),
+    ],
+)
+def test_samples_look_as_in_earlier_versions_for_runs_go_on(changes: dict[str, Any], sha256: str) -> None:
+    seen = look(positions(256, size=16), torch.arange(256), **PLAIN, **changes)
+    assert hashlib.sha256(bytes(seen.round().to(torch.uint8).flatten().tolist())).hexdigest() == sha256
+
+
+def test_a_batch_takes_few_operations() -> None:
+    images, indices = noise(64), torch.arange(64)
+    looks = draw_looks(64, mode="flip_translate", seed=3, epoch=2, side=32)
+    normalize(images, mean=MEAN, std=STD)  # which keeps its constants
+    with CountedOperations() as counted:
+        augment(images[indices], indices, looks, mean=MEAN, std=STD, channels_last=True)
+    assert counted.number <= 10  # each is a kernel to launch, and a step of the fast net takes 3 ms
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts what computes something, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not (func.is_view or func.overloadpacket.__name__ == "_unsafe_view")
+        return func(*args, **(kwargs or {}))
 
 
 def test_seed_and_epoch_change_what_samples_look_like() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.data.augment import augment, normalize
+from clusterddp.train.data.augment import augment, draw_looks, normalize
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import _some_images, build_model
@@ -255,16 +255,9 @@ def train_briefly(model: nn.Module, dataset: Dataset, spec: TrainSpec) -> None:
 
 
 def augmented(dataset: Dataset, indices: Tensor, spec: TrainSpec, epoch: int) -> Tensor:
-    return augment(
-        dataset.train_images[indices],
-        indices,
-        mode=spec.augment,
-        seed=spec.seed,
-        epoch=epoch,
-        mean=dataset.mean,
-        std=dataset.std,
-        channels_last=True,
-    )
+    looks = draw_looks(len(dataset.train_labels), mode=spec.augment, seed=spec.seed, epoch=epoch, side=32)
+    images = dataset.train_images[indices]
+    return augment(images, indices, looks, mean=dataset.mean, std=dataset.std, channels_last=True)
 
 
 def gradients(convolve: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from clusterddp.train.muon import orthogonalise
+from clusterddp.train.matrices import as_matrix
+from clusterddp.train.muon import orthogonalise, orthogonalise_all, turn_at_once, turn_one_by_one
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
 from clusterddp.train.spec import TrainSpec
 
@@ -208,3 +209,50 @@ def test_gradients_that_are_not_finite_are_still_there_after_muons_step() -> Non
     optimizer.step()
     assert conv.weight.grad is not None
     assert conv.weight.grad.isnan().all()
+
+
+SHAPES = [(8, 6, 3, 3), (8, 8, 3, 3), (16, 2, 1, 1), (8, 8, 1, 1), (40, 4, 3, 3)]
+"""Of convolutions whose matrices are wide, wide and longer, tall, square, tall."""
+
+
+def convolutions(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(memory_format=torch.channels_last) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_turns_all_weights_at_once_as_it_turns_them_one_by_one(nesterov: bool) -> None:
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov, "dtype": torch.float32}
+    one_by_one, at_once = [(convolutions(0), convolutions(1)) for _ in range(2)]
+    turn_one_by_one(one_by_one[0], convolutions(2), one_by_one[1], 0.1, **options)
+    turn_at_once(at_once[0], convolutions(2), at_once[1], torch.tensor(0.1), **options)
+    for expected, found in zip(one_by_one[0], at_once[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert found.stride() == expected.stride()
+    assert all(map(torch.equal, one_by_one[1], at_once[1]))
+
+
+def test_muon_multiplies_no_more_often_for_more_matrices_of_as_many_rows() -> None:
+    products = []
+    for matrices in (convolutions(0)[:1], convolutions(0)[:2]):
+        with torch.profiler.profile() as profile:
+            orthogonalise_all([as_matrix(matrix) for matrix in matrices], torch.float32)
+        products.append(
+            sum(each.count for each in profile.key_averages() if each.key in ("aten::bmm", "aten::baddbmm"))
+        )
+    assert products == [9, 9]
+
+
+def test_compiled_muon_is_one_graph_whatever_the_rate() -> None:
+    torch._dynamo.reset()
+    turn = torch.compile(turn_at_once, dynamic=False, fullgraph=True, backend="aot_eager")
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "dtype": torch.float32}
+    plain, compiled = [(convolutions(0), convolutions(1)) for _ in range(2)]
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for rate in (0.1, 0.2, 0.3):
+            turn_at_once(plain[0], convolutions(2), plain[1], torch.tensor(rate), **options)
+            turn(compiled[0], convolutions(2), compiled[1], torch.tensor(rate), **options)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for expected, found in zip(plain[0], compiled[0], strict=True):
+        torch.testing.assert_close(found, expected)

@@ -134,7 +134,7 @@ def _ranks(plan: Plan) -> str:
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
     nodes, ranks = ("node" if len(gang.nodes) == 1 else "nodes"), ("rank" if gang.world_size == 1 else "ranks")
     threads = "1 thread" if gang.threads_per_rank == 1 else f"{gang.threads_per_rank} threads"
-    has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and gang.backend == "nccl")
+    has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
     device = "one GPU each" if has_gpus else "on the CPU"
     if gang.entry.spawns:

@@ -65,6 +65,12 @@ def ask_nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def read_driver(environ: Mapping[str, str]) -> str | None:
+    """Return the version of NVIDIA's driver on this host; None when there is none."""
+    answer = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader")
+    return next(iter(answer.split()), None)
+
+
 def loopback_interface() -> str:
     """Name the loopback interface: `lo` on Linux, `lo0` on the BSDs and macOS."""
     names = [name for _, name in socket.if_nameindex()]

@@ -14,6 +14,8 @@ STOP_FILE = "CLUSTERDDP_STOP_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
 """Tells a starting rank whose death ends it; removed before the user's program runs."""
+DEVICE = "CLUSTERDDP_DEVICE"
+"""What the trainer's ranks compute on: cuda or cpu."""
 GPU = "CLUSTERDDP_GPU"
 """Which of the GPUs that a rank sees is its own, where that is not LOCAL_RANK."""
 CORES = "CLUSTERDDP_CORES"
@@ -119,6 +121,7 @@ def rank_variables(
         "CLUSTERDDP_ATTEMPT": attempt,
         STOP_FILE: f"{attempt_dir}/STOP",
         "CLUSTERDDP_BACKEND": backend,
+        DEVICE: "cpu" if on_cpu else "cuda",
         COOKIE: cookie(token, f"n{place.node_rank}"),
     }
     return {

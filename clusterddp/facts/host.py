@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.dist.devices import ask_nvidia_smi
+from clusterddp.dist.devices import read_driver
 from clusterddp.facts.login import Logout, read_logout
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.packages import Packages, ask_packages
@@ -48,13 +48,12 @@ def read_host(
     root: Path, environ: Mapping[str, str], *, executable: str, data_dir: Path | None, with_driver: bool
 ) -> HostFacts:
     """Look at this host; `root`: our directory, `environ`: that of the ranks' Python, with this package on its path."""
-    driver = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader") if with_driver else ""
     return HostFacts(
         machine=read_machine(root, environ, brief=True),
         packages=ask_packages(executable, environ, root),
         logout=read_logout(),
         no_exec=bool(os.statvfs(root).f_flag & os.ST_NOEXEC),
-        driver=next(iter(driver.split()), None),
+        driver=read_driver(environ) if with_driver else None,
         data=read_data(data_dir) if data_dir else None,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterddp.facts.checks import Result, note, ok, red
 from clusterddp.facts.machine import Directory, Machine
-from clusterddp.facts.torch import Torch
+from clusterddp.facts.torch import INSTALL_CUDA, Torch, driver_trouble
 
 _GIB = 2**30
 MIN_FREE, FEW_FREE = 100 * 2**20, 5 * _GIB
@@ -34,6 +34,8 @@ def judge_machine(machine: Machine, needs: Needs) -> Iterator[tuple[str, Result]
     """Judge what each machine of a run must have, whichever it is."""
     if machine.torch is not None:
         yield "torch", judge_torch(machine.torch, needs, has_gpus=needs.gpus and bool(machine.gpus))
+        if needs.trainer and needs.gpus and machine.gpus:
+            yield "compiler", judge_compiler(machine.torch.compile_obstacle)
     yield "GPUs", _judge_gpus(machine, needs)
     yield "runs directory", judge_directory(machine.directory)
     if machine.directory.clock_offset_s is not None:
@@ -59,9 +61,11 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
     build = f"CUDA {torch.cuda}" if torch.cuda else "for the CPU"
     found = f"{torch.version}, {build}"
     if has_gpus and not torch.cuda:
-        return red(f"{found}, and there are GPUs", "install torch with CUDA: https://pytorch.org/get-started/locally")
+        return red(f"{found}, and there are GPUs", INSTALL_CUDA)
     if has_gpus and torch.gpus == 0:
-        return red(f"{found}, and it finds no GPU", "nvidia-smi tells the driver; torch needs one for its CUDA")
+        finds_none = ("and it finds no GPU", "nvidia-smi tells the driver; torch needs one for its CUDA")
+        words, fix = driver_trouble(str(torch.cuda), torch.driver or "") or finds_none
+        return red(f"{found}, {words}", fix)
     if torch.torchvision_error is not None:
         return note(
             f"{found}; torchvision does not match it ({torch.torchvision_error}): the trainer works around that, a "
@@ -69,6 +73,16 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
             "install torch and torchvision together, from one index",
         )
     return ok(f"{found}, torchvision {torch.torchvision}" if torch.torchvision else found)
+
+
+def judge_compiler(obstacle: str | None) -> Result:
+    """Judge what torch.compile needs to build kernels for GPUs."""
+    if obstacle is None:
+        return ok("a C compiler and Python.h, for torch.compile")
+    return note(
+        f"{obstacle}: train.compile auto goes on uncompiled, always fails",
+        "apt-get install gcc python3-dev, module load gcc, or a Python that brings its Python.h (conda, uv)",
+    )
 
 
 def judge_directory(directory: Directory) -> Result:

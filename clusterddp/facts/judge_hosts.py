@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.host import HostFacts
-from clusterddp.facts.judge import FEW_FREE, MIN_FREE, judge_open_files, judge_shm, size
+from clusterddp.facts.judge import FEW_FREE, MIN_FREE, judge_compiler, judge_open_files, judge_shm, size
 from clusterddp.facts.login import Logout
 from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
+from clusterddp.facts.torch import driver_trouble
 from clusterddp.run.lease import spell_busy
-
-_MIN_DRIVER = {"11": 450, "12": 525, "13": 580}
-"""CUDA -> NVIDIA's oldest driver for it. Source: CUDA Toolkit release notes, minor version compatibility."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +69,8 @@ def _judge_host(
 ) -> Iterator[tuple[str, Result]]:
     packages = facts.packages
     yield "torch", _judge_torch(packages, needs, usual)
+    if needs.trainer and needs.gpus and packages.torch:
+        yield "compiler", judge_compiler(packages.compile_obstacle)
     if gpus is not None:
         yield "GPUs", _judge_gpus(gpus, needs)
     if needs.gpus and facts.driver and packages.cuda:
@@ -102,7 +102,7 @@ def _judge_torch(packages: Packages, needs: HostNeeds, usual: Packages | None) -
         missing = f"{packages.executable} has none"
         return red(f"{missing}, and the trainer needs it", fix) if needs.trainer else note(missing, fix)
     found = _spell_torch(packages)
-    if needs.gpus and packages.torch.endswith("+cpu"):
+    if needs.gpus and packages.cuda is None and "+rocm" not in packages.torch:
         return red(f"{found}, and GPUs are asked for", install_command(packages, packages.torch.removesuffix("+cpu")))
     return ok(found) if usual is None or usual.torch is None else _compare_torch(packages, needs, usual)
 
@@ -136,15 +136,11 @@ def _judge_gpus(gpus: HostGpus, needs: HostNeeds) -> Result:
 
 
 def _judge_driver(driver: str, packages: Packages) -> Result:
-    cuda = str(packages.cuda)
-    least = _MIN_DRIVER.get(cuda.partition(".")[0], 0)
-    major = driver.partition(".")[0]
-    if major.isdigit() and int(major) < least:
-        return red(
-            f"{driver}; torch for CUDA {cuda} needs {least} or newer",
-            f"a newer driver, or a torch for an older CUDA: {install_command(packages, None)}",
-        )
-    return ok(f"{driver}, CUDA {cuda}")
+    trouble = driver_trouble(str(packages.cuda), driver)
+    if trouble is None:
+        return ok(f"{driver}, CUDA {packages.cuda}")
+    found, fix = trouble
+    return red(f"torch for CUDA {packages.cuda}, {found}", f"{fix}; {install_command(packages, None)}")
 
 
 def _judge_disk(facts: HostFacts, needs: HostNeeds) -> Result:

@@ -35,7 +35,7 @@ def rank0_variables(
             shown[name] = {"value": value, "origin": ENTRYS}
     if "CUDA_VISIBLE_DEVICES" in gang.env:
         return shown
-    if slurm and gang.backend == "nccl":
+    if slurm and not gang.on_cpu:
         shown["CUDA_VISIBLE_DEVICES"] = {"value": "the GPUs that Slurm gives", "origin": "Slurm"}
     if ssh and ssh.hosts[0].gpus and not gang.nodes[0].gpus:
         value = f"{ssh.hosts[0].gpus} of {ssh.hosts[0].host}'s, leased at the start"

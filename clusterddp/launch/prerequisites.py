@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import sys
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
+from clusterddp.facts.torch import INSTALL_CUDA
 from clusterddp.launch.entry import TRAINER
 from clusterddp.launch.environment import is_secret, python_path
-from clusterddp.run.gang import Entry
+from clusterddp.run.gang import Gang
 from clusterddp.run.storage import find_mount
+from clusterddp.run.torch_files import find_package, read_torch_values
 from clusterddp.spec.image_sets import can_download, is_there
 
 if TYPE_CHECKING:
@@ -46,14 +47,23 @@ def secret_notes(resolved: ResolvedSpec) -> tuple[str, ...]:
     )
 
 
-def check_trainer(entry: Entry, *, elsewhere: bool) -> None:
-    """Say before the start, not in sixteen tracebacks after it, that the trainer's packages are missing.
+def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
+    """Say before the start, not in sixteen tracebacks after it, that the trainer lacks torch, or one for GPUs.
 
-    `elsewhere`: the ranks run where that cannot be told from here.
+    On Slurm ranks have the Python that submits. `elsewhere`: the ranks run where that cannot be told from here.
     """
-    if not elsewhere and entry.target == TRAINER and importlib.util.find_spec("torch") is None:
+    if elsewhere or gang.entry.target != TRAINER:
+        return
+    torch = find_package("torch")
+    if torch is None:
         raise PreflightError(
             "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
+        )
+    values = read_torch_values(torch)
+    if not gang.on_cpu and values and not values.keys() & {"cuda", "hip"}:
+        raise PreflightError(
+            f"torch {values.get('__version__', '')} in {torch.parent} is built for the CPU, and GPUs are asked for",
+            hint=f"{INSTALL_CUDA}; --cpu runs the same ranks on the CPU",
         )
 
 

@@ -91,7 +91,7 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     """
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang.entry, elsewhere=plan.elsewhere)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
     check_data(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, tell)
@@ -113,7 +113,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang.entry, elsewhere=plan.elsewhere)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
     check_data(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number)

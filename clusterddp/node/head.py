@@ -25,7 +25,7 @@ from clusterddp.node.sequel import Sequel, sequel_of
 from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
-from clusterddp.run.storage import STORAGE_TIMEOUT_S
+from clusterddp.run.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
 """So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
@@ -232,7 +232,7 @@ class Head:
         try:
             record_start(directory, self._gang, self._rendezvous, self._started_nodes)
         except (ClusterddpError, OSError) as error:
-            self._start_due = min(self._start_due, now + STORAGE_TIMEOUT_S)
+            self._start_due = min(self._start_due, now + storage_timeout_s())
             if now < self._start_due and self._ending is None:
                 return  # the next tick tries again
             note(f"the start could not be recorded: {error}")

@@ -19,6 +19,7 @@ from clusterddp.dist.gpu_cores import cores_for_ranks
 from clusterddp.dist.nccl_log import VARIABLES
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
@@ -26,7 +27,6 @@ from clusterddp.node.history import record_end
 from clusterddp.node.link import Message
 from clusterddp.node.nccl_watch import NcclWatch
 from clusterddp.node.note import note
-from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
@@ -34,7 +34,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_d
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, parse_end, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
+from clusterddp.run.storage import is_outage, storage_timeout_s
 from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
@@ -295,7 +295,7 @@ class Member:
                 write_rank(directory, self._unwritten[directory, rank])
                 del self._unwritten[directory, rank]
         except ClusterddpError as error:
-            self._write_by = min(self._write_by, now + STORAGE_TIMEOUT_S)
+            self._write_by = min(self._write_by, now + storage_timeout_s())
             if now >= self._write_by:
                 self._unwritten.clear()
                 if attempt is not None and attempt.ending is None:
@@ -330,8 +330,8 @@ class Member:
     def _rank_ended(self, attempt: _Attempt, news: Ended) -> None:
         rank = news.rank
         end = read_rank_end(attempt.dir, rank, news.returncode, on_order=attempt.ending is not None)
-        if end.signal == "SIGKILL" and not end.on_order and (count_oom_kills() or 0) > (attempt.oom_kills or 0):
-            end = dataclasses.replace(end, error="the kernel has killed a process on this host for want of memory")
+        if end.signal == "SIGKILL" and not end.on_order and (words := explain_oom_kill(attempt.oom_kills)):
+            end = dataclasses.replace(end, error=words)
         attempt.watch.look()
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})

@@ -162,17 +162,6 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def count_oom_kills() -> int | None:
-    """Count the processes that the kernel of this host has killed for want of memory; None where it does not say."""
-    try:
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return None
-
-
 @contextlib.contextmanager
 def _append_to(path: Path) -> Iterator[int]:
     descriptor = open_for_append(path)

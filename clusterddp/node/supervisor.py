@@ -71,6 +71,7 @@ from clusterddp.node.starter import Children
 from clusterddp.node.succession import Loss, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
+from clusterddp.run.storage import set_storage_timeout
 
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02
@@ -288,6 +289,7 @@ def main() -> int:
     signals = Signals()
     parent = Parent()
     order = Order.from_json(parent.read_order())
+    set_storage_timeout(order.gang.host_silence_s)
     with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
         open_log(order.run, order.node.node_rank)
     become_subreaper()

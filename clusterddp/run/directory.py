@@ -277,7 +277,7 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
-def write_bytes(path: Path, data: bytes, *, exclusive: bool = False) -> bool:
+def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False) -> bool:
     """Write `data` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
 
     With `exclusive`, an existing file is left as it is and False is returned: of several writers the first one wins.

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+_NAMES = ("__version__", "cuda", "hip")
 _VALUE = r"^{name}\b[^=\n]*=\s*'([^']+)'"
 
 
@@ -19,7 +20,9 @@ def find_package(name: str) -> Path | None:
 
 
 def read_torch_values(torch: Path | None) -> dict[str, str]:
-    """Read from torch's directory what `torch.version` has for `__version__` and `cuda`; no `cuda`: a build for CPUs.
+    """Read from torch's directory what `torch.version` has for `__version__`, `cuda` and `hip`.
+
+    Neither `cuda` nor `hip`: a build for CPUs.
 
     What cannot be read is left out. The version that pip knows may be less: 2.13.0 where this is 2.13.0+cu130.
     """
@@ -29,5 +32,5 @@ def read_torch_values(torch: Path | None) -> dict[str, str]:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return {}
-    matches = {name: re.search(_VALUE.format(name=name), text, re.MULTILINE) for name in ("__version__", "cuda")}
+    matches = {name: re.search(_VALUE.format(name=name), text, re.MULTILINE) for name in _NAMES}
     return {name: match[1] for name, match in matches.items() if match}

@@ -76,8 +76,8 @@ class Network(Section):
     )
     host_silence: fields.TimeLimit | None = Field(
         default=None,
-        description="How long another host may be silent (its cable is out, a switch restarts) before the run ends, "
-        'written as time is. Default: "0:30", 30 seconds.',
+        description="How long another host may be silent (its cable is out, a switch restarts), or storage be away, "
+        'before the run ends, written as time is. Default: "0:30", 30 seconds.',
     )
     heartbeat_timeout: fields.TimeLimit | None = Field(
         default=None,
@@ -86,7 +86,8 @@ class Network(Section):
         "minute, or host_silence where that is longer.",
     )
     backend: fields.Backend = Field(
-        default="auto", description="Backend of torch.distributed; auto: nccl on GPUs, gloo on the CPU."
+        default="auto",
+        description="What carries gradients; auto: nccl on GPUs, gloo on the CPU. gloo works on GPUs, too.",
     )
     init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = Field(
         default="auto",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from clusterddp.train.checkpoint import Store, decode, read_newest
+from clusterddp.errors import ClusterddpError
+from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
 from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
 from clusterddp.train.comm.modes import build_exchange
 from clusterddp.train.comm.shared import share_memory
@@ -24,7 +29,8 @@ from clusterddp.train.forward import (
     place_model,
     wrap_forward,
 )
-from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
+from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
+from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
 from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.report.gauges import Gauges
@@ -45,6 +51,7 @@ class Setting:
     group: Group
     schedule: Schedule
     store: Store
+    writer: Writer
     reporter: Reporter
     stop: StopAgreement
     turns: Turns
@@ -68,6 +75,7 @@ def prepare(
         group=group,
         schedule=schedule,
         store=store,
+        writer=Writer(store),
         reporter=reporter,
         stop=StopAgreement(stop_requested, group),
         turns=turns or Turns(),
@@ -83,7 +91,7 @@ def begin(setting: Setting) -> TrainState:
     file, saved = _read_newest(setting)
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
-    optimizer = build_optimizer(model, spec, schedule, precision=precision)
+    optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
     comm = settle_comm(saved, model, setting, precision)
     exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
@@ -100,7 +108,7 @@ def begin(setting: Setting) -> TrainState:
     if saved is not None:
         _go_on(state, saved, setting)
     if is_compiled(spec, group.device):
-        state.compile_seconds = compile_now(state.forward, model, setting.dataset, spec, precision)
+        compile_or_go_on(state, setting)
     setting.turns.follow(model)
     setting.reporter.open_events(step=state.step)
     return state
@@ -143,6 +151,42 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
     return choose_comm(measured, spec.comm_allow)
 
 
+def compile_or_go_on(state: TrainState, setting: Setting) -> None:
+    """Compile the steps; with `compile: auto` all ranks go on uncompiled where one of them cannot compile.
+
+    Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
+    Raises: ClusterddpError: with `compile: always` it fails.
+    """
+    spec, group = setting.spec, setting.group
+    compile_ = partial(compile_now, state.forward, state.model, setting.dataset, spec, state.precision)
+    failure = ""
+    state.model.train(not spec.sync_bn)  # else its batch norm exchanges
+    try:
+        with state.exchange.scope(now=False):
+            state.compile_seconds = compile_()
+        if isinstance(state.optimizer, Muon):
+            state.compile_seconds += state.optimizer.compile_now()
+    except Exception as error:  # whatever a compiler, Triton or the driver raises
+        failure = _spell_failure(error)
+        if spec.compile == "always":
+            raise ClusterddpError(
+                f"train.compile always: {failure}", hint="compile: auto goes on uncompiled, compile: never does not try"
+            ) from error
+    state.model.train()
+    if min_over_ranks(not failure, group):
+        if spec.sync_bn:
+            state.compile_seconds += compile_()
+        return
+    told = gather_on_first([failure, socket.gethostname()], group) or []
+    which = [f"rank {rank} on {host}: {words}" for rank, (words, host) in enumerate(told) if words]
+    more = f" (and {len(which) - 1} more ranks)" if len(which) > 1 else ""
+    if which:
+        setting.reporter.say(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
+    state.forward, state.compile_seconds = state.exchange.module, 0.0
+    if isinstance(state.optimizer, Muon):
+        state.optimizer.go_on_uncompiled()
+
+
 def introduce(state: TrainState, setting: Setting) -> None:
     """Tell what is going to be trained, on what."""
     spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
@@ -165,6 +209,13 @@ def introduce(state: TrainState, setting: Setting) -> None:
         setting.reporter.say(f"each steps with its own batch alone, at {schedule.alone_share:.2f} of exact's rate")
     if dataset.warning:
         setting.reporter.say(f"warning: {dataset.warning}")
+
+
+def _spell_failure(error: Exception) -> str:
+    """Put a failed compilation into a line, with what this host lacks for it."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    obstacle = find_compile_obstacle(os.environ)
+    return f"{type(error).__name__}: {line}" + (f" ({obstacle})" if obstacle else "")
 
 
 def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:

@@ -3,6 +3,8 @@
 A generation is `step-00000123-a0.pt` (step, attempt) and a manifest of the same name that ends in `.json`, written
 after it; without the manifest, with its sum, there is no checkpoint. No file is ever written over: an attempt that
 was cut off and writes on, late, cannot touch its successor's files.
+
+A thread of rank 0 writes while training goes on; what it writes is a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import io
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -24,8 +27,10 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, write_bytes
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.storage import retry_outage
+from clusterddp.train.host_copy import cut_apart
 from clusterddp.wire import read_object
 
+_WAIT_AFTER_ERROR_S = 10.0
 _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
 
 
@@ -61,6 +66,55 @@ class Store:
         return self.run.checkpoints
 
 
+class Writer:
+    """Writes checkpoints in a thread, one at a time; in a `with` it waits for the last one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Wait; after an error no longer than some seconds, and that error is the one to be reported."""
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join(_WAIT_AFTER_ERROR_S)
+
+    def start(self, state: dict[str, Any]) -> None:
+        """Begin to write `state`, which must not change any more; wait for the checkpoint before it.
+
+        Raises: see `wait`.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is on disk.
+
+        Raises: ClusterddpError: it could not be written; see `write_checkpoint`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the error that a checkpoint has met since the last question, without waiting."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, state: dict[str, Any]) -> None:
+        try:
+            write_checkpoint(self._store, state)
+        except Exception as error:  # the trainer raises it
+            self._error = error
+
+
 def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
     """Commit `state` as the newest checkpoint, then drop the generations beyond `store.keep`.
 
@@ -68,16 +122,16 @@ def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
     checkpoints that were there are untouched.
     """
     buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return commit(store, buffer.getvalue(), epoch=state["epoch"], step=state["step"], samples=state["samples"])
+    torch.save(cut_apart(state), buffer)
+    return commit(store, buffer.getbuffer(), epoch=state["epoch"], step=state["step"], samples=state["samples"])
 
 
-def commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
+def commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, samples: int) -> Manifest:
     """Write `data` durably, then its manifest; storage that is away is waited for. See `write_checkpoint`."""
     return retry_outage(lambda: _commit(store, data, epoch=epoch, step=step, samples=samples))
 
 
-def _commit(store: Store, data: bytes, *, epoch: int, step: int, samples: int) -> Manifest:
+def _commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, samples: int) -> Manifest:
     name = f"step-{step:08d}-a{store.attempt}"
     path = store.directory / f"{name}.pt"
     with contextlib.suppress(OSError, ClusterddpError):
@@ -140,7 +194,7 @@ def decode(data: bytes) -> dict[str, Any]:
     return state
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_bytes(path, data)

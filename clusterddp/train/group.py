@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
+from clusterddp.dist.devices import read_driver, visible_gpus
 from clusterddp.dist.entry_environment import INIT_METHOD
-from clusterddp.dist.environment import GPU
+from clusterddp.dist.environment import DEVICE, GPU
 from clusterddp.dist.gloo import await_gloo_threads
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
 
@@ -39,6 +42,9 @@ class Place:
     local_rank: int
     world_size: int
     backend: str
+    """What carries gradients: nccl or gloo."""
+    device: str = "cpu"
+    """What this rank computes on: cuda or cpu. gloo carries gradients of GPUs, too."""
     on_one_host: bool = False
     """True when whoever started the ranks says that all of them are on this host."""
     init_method: str = "env://"
@@ -49,11 +55,13 @@ class Place:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Place:
         """Read the variables; without them the process is the only rank."""
+        backend = environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo")
         return cls(
             rank=int(environ.get("RANK", "0")),
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             world_size=int(environ.get("WORLD_SIZE", "1")),
-            backend=environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo"),
+            backend=backend,
+            device=environ.get(DEVICE) or ("cuda" if backend == "nccl" else "cpu"),
             on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
             init_method=environ.get(INIT_METHOD, "env://"),
             gpu=int(environ[GPU]) if environ.get(GPU) else None,
@@ -90,7 +98,7 @@ def join_group(place: Place) -> Group:
         rank=place.rank,
         world_size=place.world_size,
         timeout=GROUP_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if place.backend == "nccl" else None,
     )
     control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert control is not None
@@ -277,10 +285,12 @@ class StopAgreement:
 
 
 def _choose_device(place: Place) -> torch.device:
-    if place.backend != "nccl":
+    if place.device != "cuda":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     index = place.local_rank if place.gpu is None else place.gpu
+    if not gpus:
+        raise _no_gpu(place)
     if index >= gpus:
         raise ClusterddpError(
             f"rank {place.rank} is number {place.local_rank} on its node, which shows it {gpus} GPUs",
@@ -289,3 +299,22 @@ def _choose_device(place: Place) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def _no_gpu(place: Place) -> ClusterddpError:
+    """Say why torch finds no GPU on a host that is to have some."""
+    wants, build = f"rank {place.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
+    cpu = "--cpu runs the same ranks on the CPU"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ClusterddpError(f"{wants} {build} is built for the CPU", hint=f"{INSTALL_CUDA}; {cpu}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not visible_gpus(os.environ):
+        return ClusterddpError(f"{wants} finds none: CUDA_VISIBLE_DEVICES is {hidden!r}", hint=cpu)
+    driver = read_driver(os.environ)
+    if driver is None:
+        return ClusterddpError(f"{wants} finds none: nvidia-smi shows no driver on this host", hint=cpu)
+    trouble = driver_trouble(str(torch.version.cuda), driver)
+    if trouble is None:
+        return ClusterddpError(f"{wants} finds none: {build}, driver {driver}", hint=f"nvidia-smi -L there; {cpu}")
+    found, fix = trouble
+    return ClusterddpError(f"{wants} finds none: {build} is for CUDA {torch.version.cuda}, {found}", hint=fix)

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.train.begin import Setting, begin, introduce
-from clusterddp.train.checkpoint import write_checkpoint
-from clusterddp.train.data.augment import augment
+from clusterddp.train.data.augment import Looks, augment, draw_looks
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
 from clusterddp.train.group import ranks_apart
@@ -31,14 +30,16 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
     """
     state = begin(setting)
     introduce(state, setting)
-    go_on = not setting.stop.agreed_now()
-    while go_on and not state.finished(setting.schedule):
-        go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
-        if go_on:
-            end_epoch(state, setting)
-    setting.stop.settle()
-    if not state.finished(setting.schedule):
-        save(state, setting)
+    with setting.writer:
+        go_on = not setting.stop.agreed_now()
+        while go_on and not state.finished(setting.schedule):
+            go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
+            if go_on:
+                end_epoch(state, setting)
+        setting.stop.settle()
+        if not state.finished(setting.schedule):
+            save(state, setting)
+        await_checkpoint(state, setting)
     return state
 
 
@@ -46,13 +47,24 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     """Take the steps that are left of the epoch; False when all ranks agreed to stop before its end."""
     spec, schedule = setting.spec, setting.schedule
     order = epoch_order(len(setting.dataset.train_labels), spec.seed, state.epoch).to(setting.group.device)
+    looks = draw_looks(
+        len(order),
+        mode=spec.augment,
+        seed=spec.seed,
+        epoch=state.epoch,
+        side=setting.dataset.train_images.shape[-1],
+        max_shift=spec.translate,
+        cutout=spec.cutout,
+        device=setting.group.device,
+    )
     window = Window(min(spec.log_every, schedule.steps_per_epoch), setting.group.device)
     while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
         if setting.stop.agreed():
             break
         set_learning_rate(state.optimizer, schedule.learning_rate(state.step, alone=state.exchange.alone))
-        train_step(state, setting, order, window)
+        train_step(state, setting, order, looks, window)
         after_step()
+        setting.writer.raise_failure()
         if state.step % spec.log_every == 0:
             report(window, state, setting)
     if window.steps:
@@ -62,28 +74,18 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     return not setting.stop.told
 
 
-def train_step(state: TrainState, setting: Setting, order: Tensor, window: Window) -> None:
+def train_step(state: TrainState, setting: Setting, order: Tensor, looks: Looks, window: Window) -> None:
     """Take one optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
     spec, data, group, schedule = setting.spec, setting.dataset, setting.group, setting.schedule
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
-    look = partial(
-        augment,
-        mode=spec.augment,
-        max_shift=spec.translate,
-        cutout=spec.cutout,
-        seed=spec.seed,
-        mean=data.mean,
-        std=data.std,
-        channels_last=True,
-        size=data.image_size,
-    )
+    look = partial(augment, looks=looks, mean=data.mean, std=data.std, channels_last=True, size=data.image_size)
     mark = state.gauges.clock.mark
     mark("step")
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         mark("load")
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
-        images = look(data.train_images[indices], indices, epoch=state.epoch)
+        images = look(data.train_images[indices], indices)
         labels = data.train_labels[indices]
         mark("loaded")
         with state.exchange.scope(now=micro == spec.accumulate - 1):
@@ -208,10 +210,18 @@ def end_epoch(state: TrainState, setting: Setting) -> None:
 
 
 def save(state: TrainState, setting: Setting) -> None:
-    """Write a checkpoint; every rank takes part, rank 0 writes."""
+    """Begin a checkpoint; every rank takes part, and a thread of rank 0 writes while training goes on."""
+    await_checkpoint(state, setting)
     began = time.perf_counter()
     num_samples = len(setting.dataset.train_labels)
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
-        write_checkpoint(setting.store, saved)
+        setting.writer.start(saved)
+    state.totals.checkpoint_seconds += time.perf_counter() - began
+
+
+def await_checkpoint(state: TrainState, setting: Setting) -> None:
+    """Wait until the checkpoint that is being written is on disk."""
+    began = time.perf_counter()
+    setting.writer.wait()
     state.totals.checkpoint_seconds += time.perf_counter() - began

@@ -6,6 +6,7 @@ weights keep their length, since batch norm follows each convolution and makes t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,39 +30,118 @@ class Muon(torch.optim.SGD):
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], *, turn_share: float, momentum: float, nesterov: bool, precision: str
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        turn_share: float,
+        momentum: float,
+        nesterov: bool,
+        precision: str,
+        compiled: bool = False,
     ) -> None:
-        """`turn_share`: the turns' learning rate as a share of SGD's; `precision`: of matrix products, fp32 or bf16."""
+        """`turn_share`: the turns' learning rate as a share of SGD's; `precision`: of matrix products, fp32 or bf16.
+
+        `compiled`: on GPUs what turns the weights is one compiled graph.
+        """
         super().__init__(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
         self.turn_share = turn_share  # not in the groups, which a checkpoint brings back: SGD's rate goes by the ranks
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._turn_at_once = torch.compile(turn_at_once, dynamic=False) if compiled else turn_at_once
+        self._rate: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Turn what is turned, and let SGD move the rest. Gradients stay, for who looks whether they are finite."""
         turned: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            for weight in group["params"] if "turns" in group else ():
-                if weight.grad is not None:
-                    turned.append((weight, weight.grad))
-                    self._turn(weight, lr=group["lr"], momentum=group["momentum"], nesterov=group["nesterov"])
-                    weight.grad = None  # SGD passes it over
+            if "turns" in group:
+                turned += [(weight, weight.grad) for weight in group["params"] if weight.grad is not None]
+                self._turn([weight for weight in group["params"] if weight.grad is not None], group)
+        for weight, _ in turned:
+            weight.grad = None  # SGD passes it over
         moved = super().step(closure)
         for weight, gradient in turned:
             weight.grad = gradient
         return moved
 
-    def _turn(self, weight: Tensor, *, lr: float, momentum: float, nesterov: bool) -> None:
-        gradient = weight.grad
-        assert gradient is not None
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        kept = state["momentum_buffer"].mul_(momentum).add_(gradient)
-        ahead = gradient.add(kept, alpha=momentum) if nesterov else kept
-        direction = orthogonalise(as_matrix(ahead).to(self._dtype))
+    @torch.no_grad()
+    def compile_now(self) -> float:
+        """Have the graph compiled, if there is to be one, by a step of copies of the weights; return the seconds."""
+        began = time.perf_counter()
+        for group in self.param_groups:
+            weights = [weight.detach().clone() for weight in group["params"] if "turns" in group and weight.is_cuda]
+            if weights and self._turn_at_once is not turn_at_once:
+                zeros = [torch.zeros_like(weight) for weight in weights]
+                self._turn_on_gpu(weights, zeros, [torch.zeros_like(weight) for weight in weights], group)
+        return time.perf_counter() - began
+
+    def go_on_uncompiled(self) -> None:
+        """Leave the graph, which some rank cannot have."""
+        self._turn_at_once = turn_at_once
+
+    def _turn(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            if "momentum_buffer" not in self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        kept = [self.state[weight]["momentum_buffer"] for weight in weights]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        plain = [weight.detach() for weight in weights]
+        if plain and plain[0].is_cuda:
+            self._turn_on_gpu(plain, gradients, kept, group)
+        else:
+            turn_one_by_one(plain, gradients, kept, group["lr"], **self._options(group))
+
+    def _turn_on_gpu(
+        self, weights: list[Tensor], gradients: list[Tensor], kept: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        if self._rate is None:
+            self._rate = torch.zeros((), device=weights[0].device)
+        self._rate.fill_(group["lr"])  # a graph would be compiled anew for each number that is not in a tensor
+        self._turn_at_once(weights, gradients, kept, self._rate, **self._options(group))
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"momentum": group["momentum"], "nesterov": group["nesterov"], "dtype": self._dtype}
+
+
+def turn_one_by_one(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    kept: list[Tensor],
+    rate: float,
+    *,
+    momentum: float,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Turn weights, one after the other, by their gradients and what is `kept` of earlier ones, which moves too.
+
+    For CPUs, where it is no slower than `turn_at_once`, which comes to other last bits. `dtype`: of matrix products.
+    """
+    for weight, ahead in zip(weights, _move_momentum(gradients, kept, momentum, nesterov), strict=True):
+        direction = orthogonalise(as_matrix(ahead).to(dtype))
         weight.mul_(len(weight) ** 0.5 / weight.norm())
-        weight.sub_(from_matrix(direction.to(weight.dtype), weight), alpha=lr)
+        weight.sub_(from_matrix(direction.to(weight.dtype), weight), alpha=rate)
+
+
+def turn_at_once(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    kept: list[Tensor],
+    rate: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Do what `turn_one_by_one` does, in few and large operations. `rate`: float32, [], on the weights' device."""
+    ahead = _move_momentum(gradients, kept, momentum, nesterov)
+    factors = torch._foreach_norm(weights)
+    torch._foreach_reciprocal_(factors)
+    torch._foreach_mul_(factors, [len(weight) ** 0.5 for weight in weights])
+    directions = orthogonalise_all([as_matrix(each) for each in ahead], dtype)
+    for weight, factor, direction in zip(weights, factors, directions, strict=True):
+        weight.mul_(factor)
+        weight.addcmul_(from_matrix(direction, weight), rate, value=-1)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -74,3 +154,42 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         square = wide @ wide.mT
         wide = first * wide + (third * square + fifth * square @ square) @ wide
     return wide.mT.contiguous() if is_tall else wide
+
+
+def orthogonalise_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Orthogonalise each matrix in `dtype`; those of as many rows, once none is tall, together. Return them in float32.
+
+    Shorter ones are filled up with columns of zeros, which stay zero and change nothing.
+    """
+    wide = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
+    found = list(wide)
+    for rows in sorted({len(matrix) for matrix in wide}):
+        places = [place for place, matrix in enumerate(wide) if len(matrix) == rows]
+        columns = max(wide[place].shape[1] for place in places)
+        stack = torch.zeros(len(places), rows, columns, dtype=dtype, device=matrices[0].device)
+        for row, place in zip(stack, places, strict=True):
+            row[:, : wide[place].shape[1]] = wide[place]
+        for row, place in zip(_iterate(stack).float(), places, strict=True):
+            found[place] = row[:, : wide[place].shape[1]]
+    return [
+        each if each.shape == matrix.shape else each.mT.contiguous()
+        for each, matrix in zip(found, matrices, strict=True)
+    ]
+
+
+def _iterate(stack: Tensor) -> Tensor:
+    """Do `orthogonalise`'s iterations for matrices [matrix, rows, columns] that are not tall."""
+    first, third, fifth = _POLYNOMIAL
+    stack = stack / (stack.norm(dim=(1, 2), keepdim=True) + _TINY)
+    for _ in range(_ROUNDS):
+        square = stack @ stack.mT
+        inner = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        stack = torch.baddbmm(stack, inner, stack, beta=first)
+    return stack
+
+
+def _move_momentum(gradients: list[Tensor], kept: list[Tensor], momentum: float, nesterov: bool) -> Sequence[Tensor]:
+    """Move the momentum; return what the weights are to be moved by."""
+    torch._foreach_mul_(kept, momentum)
+    torch._foreach_add_(kept, gradients)
+    return torch._foreach_add(gradients, kept, alpha=momentum) if nesterov else kept

@@ -85,12 +85,13 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
 
 
 def build_optimizer(
-    model: nn.Module, spec: TrainSpec, schedule: Schedule, *, precision: str = "fp32"
+    model: nn.Module, spec: TrainSpec, schedule: Schedule, *, precision: str = "fp32", compiled: bool = False
 ) -> torch.optim.Optimizer:
     """Build what moves all that is trained of `model`; biases and batch norm's parameters do not decay.
 
     Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's. Muon takes the
-    weights of convolutions, and SGD what is left; `precision`, fp32 or bf16, is that of its matrix products.
+    weights of convolutions, and SGD what is left; `precision`, fp32 or bf16, is that of its matrix products, and where
+    steps are `compiled`, so is it.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     turned = [parameter for parameter in trained if parameter.ndim == 4] if spec.optimizer == "muon" else []
@@ -105,7 +106,14 @@ def build_optimizer(
     if spec.optimizer == "muon":
         groups.append({"params": turned, "turns": True})
         share = spec.muon_lr / schedule.peak_lr
-        return Muon(groups, turn_share=share, momentum=spec.momentum, nesterov=nesterov, precision=precision)
+        return Muon(
+            groups,
+            turn_share=share,
+            momentum=spec.momentum,
+            nesterov=nesterov,
+            precision=precision,
+            compiled=compiled,
+        )
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=nesterov, fused=True)
 
 

@@ -16,6 +16,7 @@ from clusterddp.train.comm.exchange import Exchange
 from clusterddp.train.ema import Ema
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.group import Group, gather_on_first
+from clusterddp.train.host_copy import copy_to_host, cut_apart
 from clusterddp.train.optim import Schedule
 from clusterddp.train.report.figures import Conditions, Totals
 from clusterddp.train.report.gauges import Gauges
@@ -75,17 +76,19 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
     """Collect from all ranks what a checkpoint holds, on rank 0; None elsewhere.
 
     `model` is the mean over the ranks, for whoever loads it to use it; `own` has what differs from rank to rank, for
-    the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`.
+    the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`, and is a copy:
+    steps that follow do not change it.
     """
-    own = gather_on_first(_own_state(state, group), group)
-    weights = _mean_model(state.model, state)
-    average = None if state.ema is None else _mean_model(state.ema.model, state)
-    if own is None:
+    weights = _mean_model(state.model, state, group)
+    average = None if state.ema is None else _mean_model(state.ema.model, state, group)
+    shared: dict[str, Any] = {"model": weights, "ema": average}
+    if group.is_first:
+        shared |= {"optimizer": state.optimizer.state_dict(), "exchange": state.exchange.common_state()}
+    own, shared = copy_to_host((_own_state(state, group), shared))
+    gathered = gather_on_first(cut_apart(own), group)
+    if gathered is None:
         return None
-    return {
-        "model": weights,
-        "ema": average,
-        "optimizer": state.optimizer.state_dict(),
+    return shared | {
         "epoch": state.epoch,
         "step_in_epoch": state.step_in_epoch,
         "step": state.step,
@@ -96,8 +99,7 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         "evaluation": None if state.evaluation is None else asdict(state.evaluation),
         "precision": state.precision,
         "comm": state.exchange.label,
-        "exchange": state.exchange.common_state(),
-        "own": own,
+        "own": gathered,
         "spec": spec.to_json(),
         "world_size": group.world_size,
         "num_samples": num_samples,
@@ -174,23 +176,24 @@ def _own_state(state: TrainState, group: Group) -> dict[str, Any]:
     apart = state.exchange.apart
     ema = None if state.ema is None else state.ema.model
     return {
-        "model": _on_cpu(state.model, whole=apart),
-        "ema": {} if ema is None else _on_cpu(ema, whole=state.exchange.drifts),
+        "model": _tensors(state.model, whole=apart),
+        "ema": {} if ema is None else _tensors(ema, whole=state.exchange.drifts),
         "optimizer": state.optimizer.state_dict() if apart else None,
         "exchange": state.exchange.own_state(),
         "rng": _random_state(group),
     }
 
 
-def _mean_model(model: nn.Module, state: TrainState) -> dict[str, Tensor]:
+def _mean_model(model: nn.Module, state: TrainState, group: Group) -> dict[str, Tensor]:
+    """Return the mean over the ranks of what differs from rank to rank, on rank 0; every rank takes part."""
     with state.exchange.averaged(model):
-        return {name: value.clone() for name, value in _on_cpu(model, whole=True).items()}
+        tensors = _tensors(model, whole=True) if group.is_first else {}
+        return {name: value.clone() for name, value in tensors.items()}
 
 
-def _on_cpu(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     """Return the model's tensors, or its buffers alone."""
-    named = model.state_dict() if whole else dict(model.named_buffers())
-    return {name: value.detach().cpu() for name, value in named.items()}
+    return dict(model.state_dict() if whole else model.named_buffers())
 
 
 def _mean(ranks: list[Any]) -> Any:

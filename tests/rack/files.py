@@ -10,16 +10,16 @@ import string
 import subprocess
 from pathlib import Path
 
+from rack.confinement import CGROUPS, CONTROLLERS, NVIDIA_MAJOR, cgroup_conf, write_confinement
 from rack.plan import HEAD, USER, USER_ID, RackPlan
 from rack.private import write_private_files
 
 HERE = Path(__file__).parent
-FREEZER = Path("/sys/fs/cgroup/freezer")
+FREEZER = CGROUPS / "freezer"
 """The controller with which Slurm signals and suspends the processes of a step."""
 CGROUP_CONF = """\
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/sys/fs/cgroup
-CgroupAutomount=no
 """
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -46,8 +46,9 @@ def write_rack_files(plan: RackPlan, directory: Path) -> None:
     (directory / "shared").chmod(0o1777)
     etc = directory / "etc"
     switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts")}
-    switches["freezer"] = tracks_by_cgroup(plan)
-    (etc / "switches").write_text("".join(f"{name}={'yes' * value}\n" for name, value in switches.items()))
+    controllers = ["freezer"] * tracks_by_cgroup(plan) + list(CONTROLLERS) * plan.confine
+    lines = [f"{name}={'yes' * value}\n" for name, value in switches.items()]
+    (etc / "switches").write_text("".join([*lines, f"controllers='{' '.join(controllers)}'\n"]))
     write_users(directory)
     if plan.slurm:
         (etc / "munge.key").write_bytes(secrets.token_bytes(128))
@@ -110,19 +111,24 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "preempt_grace_s": plan.preempt_grace_s,
         "job_requeue": int(plan.job_requeue),
         "tracking": "cgroup" if tracks_by_cgroup(plan) else "linuxproc",
+        "task_plugin": "task/cgroup,task/affinity" if plan.confine else "task/none",
+        "more": write_confinement(directory) if plan.confine else "",
         "accounting": ACCOUNTING if plan.accounting else "",
         "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
     }
     template = string.Template((HERE / "slurm.conf").read_text())
-    (directory / "etc/slurm/cgroup.conf").write_text(CGROUP_CONF)
+    limits = cgroup_conf(plan) if plan.confine else ""
+    (directory / "etc/slurm/cgroup.conf").write_text(CGROUP_CONF + limits)
     (directory / "etc/slurm/slurm.conf").write_text(template.substitute(values))
     if plan.accounting:
         dbd_conf = directory / "etc/slurm/slurmdbd.conf"
         dbd_conf.write_text(SLURMDBD_CONF.format(directory=directory))
         dbd_conf.chmod(0o600)
     devices = [directory / "dev" / f"nvidia{index}" for index in range(plan.gpus_per_host)]
-    for device in devices:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # the numbers of /dev/null: opening it does no harm
+    for index, device in enumerate(devices):
+        # Else the numbers of /dev/null: opening it does no harm.
+        number = os.makedev(NVIDIA_MAJOR, index) if plan.confine else os.makedev(1, 3)
+        os.mknod(device, 0o666 | stat.S_IFCHR, number)
     lines = [f"Name=gpu File={device}\n" for device in devices]
     (directory / "etc/slurm/gres.conf").write_text("AutoDetect=off\n" + "".join(lines))
 

@@ -5,7 +5,7 @@ set -eu
 dir=$1 name=$2 address=$3 port=${4:-}
 etc=$dir/etc log=$dir/log pids=$dir/pid config=$etc/sshd_config
 trap 'touch "$pids/$name.failed"' EXIT
-slurm='' docker='' private_hosts='' freezer=''
+slurm='' docker='' private_hosts='' controllers=''
 # shellcheck disable=SC1091
 . "$etc/switches"
 
@@ -22,8 +22,8 @@ else
     # The head's processes are still to be seen here, PID 1 is its init: lay the cable from its side.
     nsenter --net=/proc/1/ns/net sh -euc '
         if ip link show "$0" >/dev/null 2>&1; then ip link del "$0"; fi
-        ip link add "$0" type veth peer name eth0 address "$1" netns 1
-        ip link set "$0" master switch up' "$port" "$card"
+        ip link add "$0" type veth peer name eth0 address "$1" netns /proc/self/fd/9
+        ip link set "$0" master switch up' "$port" "$card" 9</proc/self/ns/net
 fi
 
 # Leave the file system of this machine for the host's own disk, with what the table says of the system in it.
@@ -62,11 +62,19 @@ else
     mount --bind "$etc/nsswitch.conf" /etc/nsswitch.conf
     if [ -n "$private_hosts" ]; then mount --all --fstab "$etc/fstab.$name"; fi
 fi
-# Every slurmd takes the root of the freezer for its own.
-if [ -n "$freezer" ] && [ -n "$port" ]; then
-    cgroup=/sys/fs/cgroup/freezer/${dir##*/}/$name
-    mkdir -p "$cgroup"
-    mount --bind "$cgroup" /sys/fs/cgroup/freezer
+# Every slurmd takes the root of a cgroup controller for its own.
+if [ -n "$port" ]; then
+    for controller in $controllers; do
+        top=/sys/fs/cgroup/$controller rack=/sys/fs/cgroup/$controller/${dir##*/}
+        mkdir -p "$rack/$name"
+        if [ "$controller" = cpuset ]; then
+            for cgroup in "$rack" "$rack/$name"; do
+                cat $top/cpuset.cpus >"$cgroup/cpuset.cpus"
+                cat $top/cpuset.mems >"$cgroup/cpuset.mems"
+            done
+        fi
+        mount --bind "$rack/$name" "$top"
+    done
 fi
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mkdir /run/sshd
@@ -92,6 +100,7 @@ fi
 
 start_accounting() {
     mkdir -p /run/mysqld "$dir/state/mysql"
+    ln -s mysqld /run/mariadbd # the other name that newer ones use
     # No promise to the disk: this database lives as long as the rack.
     options="--no-defaults --user=root --datadir=$dir/state/mysql --innodb-log-file-size=4M
         --innodb-flush-log-at-trx-commit=0"
@@ -116,7 +125,9 @@ start_slurm() {
         if [ -e "$etc/slurm/slurmdbd.conf" ]; then start_accounting; fi
         slurmctld -D -i >/dev/null 2>&1 &
     else
-        slurmd -D >/dev/null 2>&1 &
+        # As the only one on a machine: in the root of each controller, by what it sees.
+        controllers=$controllers sh -euc 'for each in $controllers; do echo $$ >"/sys/fs/cgroup/$each/cgroup.procs"; done
+            exec unshare --cgroup slurmd -D' >/dev/null 2>&1 &
     fi
 }
 

@@ -38,6 +38,9 @@ class RackPlan:
     tracking: str = "cgroup"
     """How Slurm knows a step's processes. As on most sites `cgroup`, where this machine has the freezer of cgroup v1:
     a signal to the job reaches no child of a task. Else, and where a test asks for it, `linuxproc`: it reaches all."""
+    confine: bool = False
+    """As sites have it: task/cgroup and task/affinity hold a job to its memory, its GPUs and, where this machine has
+    so many, its cores; PrologFlags=Contain; a /tmp of the job's own. Takes the controllers of cgroup v1."""
     accounting: bool = False
     """slurmdbd and mariadb on the head, so that sacct answers; needs the packages of the same names."""
     slurm: bool = True

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from patience import PATIENCE
 
+from rack.confinement import CGROUPS, UNSHARE, plan_namespaces
 from rack.files import FREEZER, write_rack_files
 from rack.plan import HEAD, SYSTEM_PATH, RackPlan
 from rack.private import HOMES, outside
@@ -38,20 +39,19 @@ TOOLS = (
     "strace",
 )
 ACCOUNTING_TOOLS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
-UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 
 KEEPER = f"""\
 dir=$1
 shift
-cgroups={FREEZER}/${{dir##*/}}
+rack=${{dir##*/}}
 if read -r go; then
     setpriv --pdeathsig KILL "$@" &
     read -r eof
     pkill -KILL -P $! || kill -KILL $!
-    find "$cgroups" -name freezer.state -exec sh -c 'echo THAWED >"$0"' {{}} \\; 2>/dev/null
+    find {FREEZER}/$rack -name freezer.state -exec sh -c 'echo THAWED >"$0"' {{}} \\; 2>/dev/null
     wait $!
 fi
-find "$cgroups" -depth -type d -exec rmdir {{}} + 2>/dev/null
+find {CGROUPS}/*/"$rack" -depth -type d -exec rmdir {{}} + 2>/dev/null
 rm -rf "$dir"
 """
 """Stays outside of the namespaces and starts the head when it is told to. When the pipe that the owner holds is closed,
@@ -166,7 +166,9 @@ class Rack:
         for node in nodes:
             init = [str(HERE / "host.sh"), str(self.dir), node, self.plan.address(node), self.plan.port(node)]
             log = self.dir / "log" / f"{node}.init"
-            self.inits[node] = start_detached([*self._enter(HEAD), *UNSHARE, *init], log, stdin=subprocess.DEVNULL)
+            self.inits[node] = start_detached(
+                [*self._enter(HEAD), *plan_namespaces(self.plan), *init], log, stdin=subprocess.DEVNULL
+            )
         for node in nodes:
             self._await_init(node)
 
@@ -261,10 +263,10 @@ def running_rack(plan: RackPlan | None = None) -> Iterator[Rack]:
     holds. (A child that the owner makes with a bare fork holds it too.)
     """
     plan = plan or RackPlan()
-    directory = Path(tempfile.mkdtemp(prefix="rack-"))
+    directory = Path(tempfile.mkdtemp(prefix="rack-", dir="/var/tmp" if plan.confine else None))
     (directory / "log").mkdir()
     init = [str(HERE / "host.sh"), str(directory), HEAD, plan.address(HEAD)]
-    argv = ["sh", "-c", KEEPER, "rack-keeper", str(directory), *UNSHARE, *init]
+    argv = ["sh", "-c", KEEPER, "rack-keeper", str(directory), *plan_namespaces(plan), *init]
     process = start_detached(argv, directory / "log" / "head.init", stdin=subprocess.PIPE)
     rack = Rack(plan=plan, dir=directory, keeper=process)
     try:

@@ -98,7 +98,7 @@ def join(
     from clusterddp.spec.load import flatten
 
     plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
-    check_trainer(plan.gang.entry, elsewhere=plan.elsewhere)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
     earlier = find_earlier(runs_dir, resume) if resume else None
     if earlier is not None:
         clear_away(earlier, read_run(earlier), environ)  # first, for what is left of it may hold its GPUs

@@ -88,7 +88,7 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
         raise UsageError(f"{sweep.name}: nothing is left to be started: {spell_states(views.values())}", hint=hint)
     plan = read_plan(left[0])
     check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang.entry, elsewhere=plan.elsewhere)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
     for run in left:
         queue_again(run, views[run])
     return _started(sweep, left, environ)

@@ -30,7 +30,7 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     """
     environ = inherited_environment()
     check_secrets(plan.base.secrets, environ)
-    check_trainer(plan.base.gang.entry, elsewhere=plan.base.elsewhere)
+    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
     check_data(plan.base)
     while True:
         try:

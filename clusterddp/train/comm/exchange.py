@@ -59,7 +59,7 @@ class Exchange:
         return averaged_buffers(model, self._group)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold of this rank, besides weights and optimizer state.
+        """Return what a checkpoint must hold of this rank, besides weights and optimizer state; the caller copies it.
 
         Another number of ranks goes on from the mean of these tensors over the ranks that were.
         """

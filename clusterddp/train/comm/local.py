@@ -84,14 +84,14 @@ class LocalSteps(Exchange):
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
-        return {"moved": self._moved.cpu()} if self._sent else {}
+        return {"moved": self._moved} if self._sent else {}
 
     def common_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"mean": self._mean.cpu()} if self.apart else {}
+        state: dict[str, Any] = {"mean": self._mean} if self.apart else {}
         if self._sent:
             self._arrive()
             sent = [(part.start, part.stop) for part in self._sent]
-            state |= {"sum": self._sum.cpu(), "sent": sent, "ranks": self._group.world_size}
+            state |= {"sum": self._sum, "sent": sent, "ranks": self._group.world_size}
         return state
 
     def common_tensors(self) -> list[Tensor]:

@@ -73,10 +73,10 @@ class PowerSgd(Exchange):
 
     def own_state(self) -> dict[str, Any]:
         """Only the mean of the errors over the ranks has an effect, so another number of ranks goes on from that."""
-        return {"errors": [error.cpu() for error in self._errors]}
+        return {"errors": list(self._errors)}
 
     def common_state(self) -> dict[str, Any]:
-        return {"rights": [right.cpu() for right in self._rights]}
+        return {"rights": list(self._rights)}
 
     def common_tensors(self) -> list[Tensor]:
         return self._rights

@@ -1,12 +1,14 @@
 """Augmentation in batches on the device, where a sample's look depends on (seed, epoch, sample index) alone.
 
 All randomness is a hash of those three numbers, in integer tensor arithmetic: the world size, the batch size and the
-device cannot change what a sample looks like, and nothing of it has to be kept in a checkpoint.
+device cannot change what a sample looks like, and nothing of it has to be kept in a checkpoint. It is drawn for all
+samples once an epoch; a batch looks its own up, in few operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,40 +20,91 @@ from clusterddp.train.data.hashing import random_bits
 _CUTOUT_STREAMS = 1 << 32  # the first of its streams, one an epoch; flips have stream 0, shifts those from 1 on
 
 
-def augment(
-    images: Tensor,
-    indices: Tensor,
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What there is to choose from [choice, pixel], and the choice of each sample (int64, [sample])."""
+
+    table: Tensor
+    choices: Tensor
+
+    def of(self, indices: Tensor) -> Tensor:
+        """Look up what the samples of a batch have: [batch, pixel]."""
+        return self.table[self.choices[indices]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Looks:
+    """How all samples look in an epoch; None: nothing of the kind is done."""
+
+    rows: Choice | None = None
+    """Where each row of the image comes from: the place of its first pixel."""
+    columns: Choice | None = None
+    """Which column of the image each column comes from."""
+    blank_rows: Choice | None = None
+    """Which rows cutout's square reaches."""
+    blank_columns: Choice | None = None
+
+
+def draw_looks(
+    num_samples: int,
     *,
     mode: str,
     seed: int,
     epoch: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
+    side: int,
     max_shift: int = 2,
     cutout: int = 0,
-    size: int | None = None,
-) -> Tensor:
-    """Augment (`mode`: none, flip, flip_translate) and normalise a batch.
+    device: torch.device | None = None,
+) -> Looks:
+    """Draw how samples of `side` x `side` pixels look in an epoch. `mode`: none, flip, flip_translate.
 
     Flips alternate: the hash decides whether a sample is mirrored in the even or in the odd epochs, so that two epochs
     show both sides, which beats a coin per epoch (Source: arXiv:2404.00498, "alternating flip"). Translation is by up
     to `max_shift` pixels each way; pixels from outside are reflected. `cutout` is the side of a square, somewhere in
-    each image, that is blanked to the channels' means. After all that, images smaller than `size` are enlarged to it.
-
-    images: uint8, [batch, channel, height, width]; indices: int64, [batch], the samples' places in the train set.
+    each image, that is blanked to the channels' means.
     """
     if mode not in ("none", "flip", "flip_translate"):
         raise ValueError(f"augment: {mode!r} is none of none, flip, flip_translate")
-    indices = indices.to(images.device)
+    indices, pixels = torch.arange(num_samples, device=device), torch.arange(side, device=device)
+    rows = columns = blank_rows = blank_columns = None
     if mode != "none":
-        flip = (random_bits(indices, seed=seed, stream=0) + epoch) % 2 == 1
         shift = max_shift if mode == "flip_translate" else 0
-        images = _flip_and_shift(images, flip, *_shifts(indices, seed, epoch, shift))
-    images = normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
+        num_shifts = 2 * shift + 1
+        flip = (random_bits(indices, seed=seed, stream=0) + epoch) % 2
+        down, right = _draw_two(indices, num_shifts, seed=seed, stream=epoch + 1)
+        moved = _reflect(pixels - torch.arange(-shift, shift + 1, device=device)[:, None], side)
+        rows = Choice(moved * side, down)
+        columns = Choice(torch.cat((moved, side - 1 - moved)), right + flip * num_shifts)
     if cutout:
-        images = _cut_out(images, indices, cutout, seed, epoch)
+        num_places = side - cutout + 1
+        top, left = _draw_two(indices, num_places, seed=seed, stream=_CUTOUT_STREAMS + epoch)
+        behind = pixels - torch.arange(num_places, device=device)[:, None]
+        inside = (behind >= 0) & (behind < cutout)
+        blank_rows, blank_columns = Choice(inside, top), Choice(inside, left)
+    return Looks(rows=rows, columns=columns, blank_rows=blank_rows, blank_columns=blank_columns)
+
+
+def augment(
+    images: Tensor,
+    indices: Tensor,
+    looks: Looks,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    size: int | None = None,
+) -> Tensor:
+    """Make a batch look as drawn, and normalise it; at last images smaller than `size` are enlarged to it.
+
+    images: uint8, [batch, channel, side, side]; indices: int64, [batch], the samples' places in the train set.
+    """
+    if looks.rows is not None and looks.columns is not None:
+        images = _take_pixels(images, looks.rows.of(indices), looks.columns.of(indices))
+    images = normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
+    if looks.blank_rows is not None and looks.blank_columns is not None:
+        inside = looks.blank_rows.of(indices)[:, None, :, None] & looks.blank_columns.of(indices)[:, None, None, :]
+        images.masked_fill_(inside, 0)
     return _enlarge(images, size)
 
 
@@ -88,34 +141,18 @@ def _center_and_scale(mean: tuple[float, ...], std: tuple[float, ...], device: t
     return center.to(device), scale.to(device)
 
 
-def _shifts(indices: Tensor, seed: int, epoch: int, max_shift: int) -> tuple[Tensor, Tensor]:
-    """Draw the vertical and the horizontal shift of each sample, uniform in -max_shift..max_shift (int64, [batch])."""
-    bits = random_bits(indices, seed=seed, stream=epoch + 1)
-    choices = 2 * max_shift + 1
-    return ((bits & 0xFFFF) * choices >> 16) - max_shift, ((bits >> 16) * choices >> 16) - max_shift
+def _draw_two(indices: Tensor, choices: int, *, seed: int, stream: int) -> tuple[Tensor, Tensor]:
+    """Draw two numbers in 0..choices-1 for each sample, each as likely (int64, [sample])."""
+    bits = random_bits(indices, seed=seed, stream=stream)
+    return (bits & 0xFFFF) * choices >> 16, (bits >> 16) * choices >> 16
 
 
-def _flip_and_shift(images: Tensor, flip: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Gather each output pixel from where it lay: mirrored where `flip` is set, then shifted, reflected at the edge."""
+def _take_pixels(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Gather each pixel from where its row begins (int64, [batch, side]) and its column."""
     batch, channels, height, width = images.shape
-    rows = _reflect(torch.arange(height, device=images.device) - down[:, None], height)
-    columns = _reflect(torch.arange(width, device=images.device) - right[:, None], width)
-    columns = torch.where(flip[:, None], width - 1 - columns, columns)
-    source = (rows[:, :, None] * width + columns[:, None, :]).view(batch, 1, height * width)
+    source = (rows[:, :, None] + columns[:, None, :]).view(batch, 1, height * width)
     pixels = images.reshape(batch, channels, height * width).gather(2, source.expand(-1, channels, -1))
     return pixels.view(batch, channels, height, width)
-
-
-def _cut_out(images: Tensor, indices: Tensor, side: int, seed: int, epoch: int) -> Tensor:
-    """Zero a square in each normalised image, in place; every place inside is as likely (Source: airbench96)."""
-    height, width = images.shape[2:]
-    bits = random_bits(indices, seed=seed, stream=_CUTOUT_STREAMS + epoch)
-    top = (bits & 0xFFFF) * (height - side + 1) >> 16
-    left = (bits >> 16) * (width - side + 1) >> 16
-    rows = torch.arange(height, device=images.device) - top[:, None]
-    columns = torch.arange(width, device=images.device) - left[:, None]
-    inside = ((rows >= 0) & (rows < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None, :]
-    return images.masked_fill_(inside[:, None], 0)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:
