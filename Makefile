@@ -5,15 +5,20 @@ BIN := $(VENV)/bin
 SEED ?= 1
 CASES ?= 200000
 
-.PHONY: help demo test check unit fuzz rack wheel clean
+RELEASE ?=
+
+.PHONY: help demo test test-slurm check unit fuzz gpu-check rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
 	@echo "make test    what CI runs: linters, types, import contracts, all tests"
 	@echo "make check   linters, types and import contracts only"
 	@echo "make unit    tests that take no longer than ten seconds each"
+	@echo "make gpu-check  what clusterddp does on the GPUs of this machine, as a file to send: make gpu-check DATA=DIR (CIFAR-10)"
 	@echo "make fuzz    mutate everything that is read from outside: make fuzz SEED=1 CASES=200000"
 	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/rack/README.md)"
+	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
+	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
 
@@ -30,15 +35,26 @@ unit: $(VENV)/.dev
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz.py --seed $(SEED) --cases $(CASES)
 
+gpu-check: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu_check.py $(if $(DATA),--data-dir $(DATA))
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+ifeq ($(RELEASE),)
 rack:
 	CLUSTERDDP_TEST_RACK=required tests/rack/install
 	cd tests && $(PYTHON) -m rack
+else
+rack: $(VENV)/.dev
+	cd tests && rack/in_release $(RELEASE) ../$(BIN)/python -m rack
+endif
+
+test-slurm: $(VENV)/.dev
+	$(BIN)/python tests/slurm_releases.py $(RELEASE)
 
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

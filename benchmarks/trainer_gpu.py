@@ -62,7 +62,7 @@ def _rate(place: LocalPlace, warm: int, steps: int, **train: str) -> Turn:
 
 def _recipes(place: LocalPlace, arguments: argparse.Namespace) -> list[Contender]:
     data = f"train.data_dir={arguments.data_dir.resolve()}"
-    airbench = Peers(path=arguments.peers).clone(arguments.airbench, "cifar10-airbench")
+    clone = Peers(path=arguments.peers).clone(arguments.airbench, "cifar10-airbench")
 
     def recipe(name: str) -> Callable[[], Turn]:
         seeds = iter(range(1000))
@@ -70,11 +70,11 @@ def _recipes(place: LocalPlace, arguments: argparse.Namespace) -> list[Contender
 
     names = ("modelarts_ours", "cifar10_resnet18", "cifar10_fastnet")
     ours = [Contender(name=name, label=f"jobs/{name}.yaml", take_turn=recipe(name)) for name in names]
-    peer = partial(_airbench, airbench / "airbench94_muon.py", arguments.data_dir)
+    peer = partial(airbench, clone / "airbench94_muon.py", arguments.data_dir)
     return [*ours, Contender(name="airbench94_muon", label="airbench94_muon.py, unchanged", take_turn=peer)]
 
 
-def _airbench(script: Path, data_dir: Path) -> Turn:
+def airbench(script: Path, data_dir: Path) -> Turn:
     """Run the file as it is (200 trainings after a warm-up) in a directory with our images in the form it reads."""
     import torch
 

@@ -141,7 +141,7 @@ def lightning(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[st
     gang = {"devices": arguments.ranks, "strategy": "ddp"} if arguments.ranks > 1 else {"devices": 1}
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=arguments.device,
             callbacks=[Steps()],
             default_root_dir=directory,
             max_steps=clock.warm_steps + clock.steps,
@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kuangliu", default="")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="of lightning")
     arguments = parser.parse_args()
     import torch
 

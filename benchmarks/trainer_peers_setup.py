@@ -66,6 +66,7 @@ class Peers:
         steps: tuple[int, int],
         best: bool = False,
         batch: int = 128,
+        device: str = "cpu",
     ) -> Turn:
         """Run a loop with `batch` images per process; `steps` is how many warm it up and how many are timed.
 
@@ -74,6 +75,7 @@ class Peers:
         warm, timed = steps
         words = [name, "--warm-steps", warm, "--steps", timed, "--batch", batch, "--ranks", ranks, "--threads", threads]
         words += ["--best"] if best else []
+        words += ["--device", device] if name == "lightning" else []
         if name == "kuangliu":
             clone = self.path / "pytorch-cifar"
             if not clone.exists():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_rounds import median_and_spread, ratios, say
+from trainer_rounds import ROOT, median_and_spread, ratios, say
 
 Result = Mapping[str, Any]
 
@@ -20,6 +20,10 @@ def write_tables(results: Path, docs: Path) -> None:
     blocks = {part: "\n".join(_whole(found[part], rows)) for part, rows in PARTS.items() if part in found}
     curves = [line for part, result in found.items() if part.startswith("curve-") for line in _curve(result)]
     blocks |= {"curves": "\n".join(curves)} if curves else {}
+    checked = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))]
+    checked = [each for each in checked if each.get("kind") == "gpu-check" and "speed" in each]
+    if checked:
+        blocks["gpu-check"] = "\n\n".join("\n".join(gpu_check_rows(each)) for each in checked)
     blocks["bars"] = "\n".join(_bars(found, _split(text, "bars")[1]))
     for part, block in blocks.items():
         before, _, after = _split(text, part)
@@ -117,6 +121,29 @@ def _gpu_recipes(result: Result) -> Iterator[str]:
         accuracies = [_facts(row, key, ".2%") for key in ("accuracy", "accuracy_tta")]
         seconds = [_facts(row, key, ".1f") for key in ("train_seconds", "compile_seconds")]
         yield f"| {' | '.join([row['label'], *accuracies, *seconds])} |"
+
+
+def gpu_check_rows(report: Result) -> Iterator[str]:
+    """Lay out what `make gpu-check` found on somebody's GPUs."""
+    deep, machine = report["deep"], report["machine"]
+    found = {each["probe"]: each["found"] for each in deep.get("findings", ()) if each["rank"] == 0 and each["found"]}
+    environment = found.get("environment", {})
+    yield (
+        f"{deep.get('ranks')} x {environment.get('gpu')}, driver {environment.get('driver')}, "
+        f"torch {machine['torch']}, NCCL {environment.get('nccl')}; {machine['date']}, commit {machine['commit']}. "
+        f"Tests on the GPU: {report['tests']['passed']} passed, {len(report['tests']['failed'])} failed."
+    )
+    yield ""
+    yield "| check | found |"
+    yield "|---|---|"
+    for each in deep.get("checks", ()):
+        yield f"| {each['check']} | {each['found']} |"
+    yield ""
+    yield "| what | images/s | ms/step | MFU, % | compile, s |"
+    yield "|---|---|---|---|---|"
+    for row in report["speed"]:
+        cells = [str(row.get(key, "")) for key in ("images_per_s", "step_ms", "mfu_percent", "compile_seconds")]
+        yield f"| {' | '.join([row['what'], *cells])} |"
 
 
 def _curve(result: Result) -> Iterator[str]:

@@ -155,6 +155,16 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
     assert judge_torch(torch, needs, has_gpus=has_gpus).level == level
 
 
+def test_what_torch_compile_lacks_is_noted_where_the_trainer_has_gpus() -> None:
+    torch = Torch(version="2.10.0", cuda="12.8", gpus=2, compile_obstacle="no Python.h in /usr/include/python3.11")
+    machine = dataclasses.replace(HERE, gpus=("0", "1"), torch=torch)
+    found = dict(judge_machine(machine, Needs(trainer=True)))["compiler"]
+    assert found.level == "note"
+    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto goes on uncompiled")
+    assert "compiler" not in dict(judge_machine(HERE, Needs(trainer=True)))
+    assert "compiler" not in dict(judge_machine(machine, Needs()))
+
+
 @pytest.mark.parametrize(
     ("changes", "level"),
     [
@@ -262,6 +272,18 @@ def test_the_job_takes_over_where_a_spec_may_run_and_not_what_it_takes() -> None
     argv = sbatch_argv(request, "doctor.tag")
     assert {"--partition=gpu", "--nodes=3", "--gpus-per-node=2", "--time=1", "--job-name=doctor.tag"} <= set(argv)
     assert not [word for word in argv if "mail" in word or "500G" in word or "account" in word]
+
+
+def test_the_nodes_locked_memory_is_looked_at_with_the_spec_s_own_limits() -> None:
+    little = dataclasses.replace(HERE, locked_memory=2**16, infiniband=True)
+    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(gpus_per_node=0))
+    found = result_of(checks, "locked memory", "n1")
+    assert (found.level, "slurm.propagate=NONE" in str(found.fix)) == ("note", True)
+    with_gpus = dataclasses.replace(little, gpus=("0",))
+    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(gpus_per_node=1))
+    assert result_of(checks, "locked memory", "n1").level == "red"
+    argv = sbatch_argv(JobRequest(num_nodes=1, python="python", options={"propagate": "NONE"}), "doctor.tag")
+    assert "--propagate=NONE" in argv
 
 
 def test_without_slurm_its_absence_is_a_note(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from test_doctor import HERE
 
-from clusterddp.doctor.hosts import judge_connection, judge_locked_memory, judge_machine_size, judge_offset
+from clusterddp.doctor.hosts import judge_connection, judge_machine_size, judge_offset
 from clusterddp.doctor.links import first_round, judge_trials, second_round
 from clusterddp.facts.checks import Result
 from clusterddp.facts.host import Data, HostFacts, read_data, read_host
+from clusterddp.facts.judge import judge_locked_memory
 from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts
 from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
 from clusterddp.facts.login import Logout, read_logout
@@ -27,7 +28,6 @@ FACTS = HostFacts(
     packages=PACKAGES,
     logout=Logout(user="ana", in_session=True, kills=False, lingers=False),
     no_exec=False,
-    infiniband=False,
     driver="570.133.20",
     data=None,
 )
@@ -102,6 +102,10 @@ def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
 ) -> None:
     needs = dataclasses.replace(TRAINER, trainer=trainer)
     assert judge(with_packages(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
+
+
+def test_a_host_without_a_compiler_is_noted() -> None:
+    assert judge(with_packages(compile_obstacle="no C compiler"))["compiler"].level == "note"
 
 
 def test_another_nccl_does_not_matter_to_gloo() -> None:
@@ -254,10 +258,14 @@ def test_a_control_group_that_allows_less_than_the_machine_is_a_note() -> None:
     assert (found.level, "1.5 cores' worth" in found.found) == ("note", True)
 
 
-@pytest.mark.parametrize(("infiniband", "level"), [(True, "note"), (False, "ok")])
-def test_little_locked_memory_matters_with_infiniband(infiniband: bool, level: str) -> None:
-    machine = dataclasses.replace(HERE, locked_memory=2**20)
-    assert judge_locked_memory(dataclasses.replace(FACTS, machine=machine, infiniband=infiniband)).level == level
+@pytest.mark.parametrize(
+    ("infiniband", "nccl", "level"), [(True, True, "red"), (True, False, "note"), (False, True, "ok")]
+)
+def test_little_locked_memory_matters_with_infiniband(infiniband: bool, nccl: bool, level: str) -> None:
+    machine = dataclasses.replace(HERE, locked_memory=2**16, infiniband=infiniband)
+    found = judge_locked_memory(machine, "ulimit -l", nccl=nccl)
+    assert (found.level, "ibv_reg_mr" in found.found) == (level, infiniband)
+    assert judge_locked_memory(dataclasses.replace(machine, locked_memory=-1), "ulimit -l", nccl=nccl).level == "ok"
 
 
 @pytest.mark.parametrize(("offset_s", "level"), [(0.2, "ok"), (-3.0, "note"), (86_400.0, "note")])

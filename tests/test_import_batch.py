@@ -101,9 +101,11 @@ def test_a_task_for_each_rank_stays_a_task_for_each_rank(tmp_path: Path) -> None
         ("--comment='a b'", {"comment": "a b"}),
         ("--a-plugins-option=7", {"a_plugins_option": "7"}),
         ("--part=gpu", {"partition": "gpu"}),
+        ("-m block:cyclic", {"distribution": "block:cyclic"}),
+        ("-m cyclic:block", {"distribution": None}),
     ],
 )
-def test_options_reach_sbatch_as_they_were(tmp_path: Path, options: str, wanted: dict[str, str | bool]) -> None:
+def test_options_reach_sbatch_as_they_were(tmp_path: Path, options: str, wanted: dict[str, str | bool | None]) -> None:
     text = f"#SBATCH -N 2 --ntasks-per-node 4\n#SBATCH {options}\nsrun python train.py\n"
     found = asked(tmp_path, text)
     assert {name: found.get(name) for name in wanted} == wanted

@@ -6,6 +6,7 @@ import pytest
 from gang_runs import running, wait_until
 from storage_faults import away, disk
 
+from clusterddp.dist.liveness import HOST_SILENCE_S
 from clusterddp.run.spool import read_spooled
 
 
@@ -47,3 +48,14 @@ def test_a_gang_that_starts_again_while_its_storage_is_away_goes_on(tmp_path):
         gang.await_end()
         assert gang.end(0).will_restart
         assert gang.end(1).outcome == "COMPLETED"
+
+
+def test_storage_is_waited_for_as_long_as_hosts_are(tmp_path):
+    code = "up()\nwhile run_dir.exists(): time.sleep(0.02)\nos._exit(3)"
+    place = tmp_path / "storage"
+    place.mkdir()
+    with running(place, code, host_silence_s=1.0) as gang:
+        gang.await_up()
+        wait_until(gang.attempt().start.exists)
+        with away(place):
+            assert wait_until(lambda: read_spooled(gang.gang.token, 0)) < HOST_SILENCE_S

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from clusterddp.slurm.explain import explain_end, explain_waiting
+from clusterddp.slurm.explain import advise_refusal, explain_end, explain_waiting
 from clusterddp.slurm.jobs import SEPARATOR, Job, Phase, read_sacct, read_squeue, read_time
 
 TAG = "0123456789abcdef0123"
@@ -185,3 +185,24 @@ ENDS = [
 @pytest.mark.parametrize(("ended", "words"), ENDS)
 def test_how_a_job_ended_is_a_sentence(ended: Job, words: str) -> None:
     assert explain_end(ended).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("No partition specified or system default partition", "slurm.partition=NAME"),
+        ("invalid partition specified: gpu", "slurm.partition=NAME"),
+        ("Invalid account or account/partition combination specified", "slurm.account=NAME"),
+        ("Invalid qos specification", "slurm.qos=NAME"),
+        ("Invalid generic resource (gres) specification", "slurm.gres=gpu:h100:8"),
+        ("Requested node configuration is not available", "slurm.gres=gpu:h100:8"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "sacctmgr"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "resources.time"),
+    ],
+)
+def test_a_refusal_of_sbatch_comes_with_what_to_write(words: str, advice: str) -> None:
+    assert advice in str(advise_refusal(f"sbatch: Batch job submission failed: {words}"))
+
+
+def test_a_refusal_that_says_all_has_no_advice() -> None:
+    assert advise_refusal("sbatch: Unable to open file") is None

@@ -189,7 +189,7 @@ def test_what_the_login_node_lacks_is_named_with_the_command_that_installs_it(la
     laptop.configure(python=f"{bare}/bin/python")
     done = laptop.clusterddp("submit", "job.yaml", "--profile", "hpc")
     assert done.returncode == 3
-    assert f"there: {bare}/bin/python -m pip install 'click>=8.1.7'" in done.stderr
+    assert f"there: {bare}/bin/python -m pip install 'click>=8.1.7,<9'" in done.stderr
 
 
 def test_an_unknown_host_key_stops_before_anything_is_said(laptop: Laptop) -> None:

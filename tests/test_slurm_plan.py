@@ -206,6 +206,64 @@ def test_options_that_only_srun_knows_go_there(tmp_path: Path) -> None:
     assert "--cpu-bind=none" not in planned.slurm.sbatch
 
 
+UNBOUND = ["env", "--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK", "srun"]
+
+
+@pytest.mark.parametrize(
+    ("more", "environ", "start"),
+    [
+        ("", {}, ["srun"]),
+        ("slurm: {gres: 'gpu:h100:8'}", {}, ["srun"]),
+        ("slurm: {gpus_per_task: 1}", {}, UNBOUND),
+        ("slurm: {tres_per_task: 'gres/gpu:1'}", {}, UNBOUND),
+        ("", {"SBATCH_GPUS_PER_TASK": "1"}, ["srun"]),
+        ("slurm: {gpus_per_task: 1, gpu_bind: 'single:1'}", {}, ["srun"]),
+        ("slurm: {tres_bind: 'gres/gpu:closest', gpus_per_task: 1}", {}, ["srun"]),
+        ("slurm: {gpus_per_task: 1}", {"SBATCH_GPU_BIND": "single:1"}, ["srun"]),
+    ],
+)
+def test_srun_binds_no_gpu_to_a_task_unless_the_user_says_so(
+    tmp_path: Path, more: str, environ: dict[str, str], start: list[str]
+) -> None:
+    srun = list(plan(tmp_path, more, environ=environ).slurm.srun)
+    assert srun[: srun.index("srun") + 1] == start
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", "block:block"),
+        ("device: cpu", "block:block"),
+        ("slurm: {distribution: 'block:cyclic'}", "block:cyclic"),
+        ("slurm: {distribution: false}", "block:block"),
+    ],
+)
+def test_ranks_of_a_node_are_neighbours_and_fill_one_socket_after_the_other(
+    tmp_path: Path, more: str, expected: str
+) -> None:
+    assert named(list(plan(tmp_path, more).slurm.srun), "distribution") == [f"--distribution={expected}"]
+
+
+@pytest.mark.parametrize(
+    ("more", "environ"),
+    [
+        ("slurm: {gpu_bind: 'single:1'}", {}),
+        ("slurm: {tres_bind: 'gres/gpu:per_task:1'}", {}),
+        ("", {"SBATCH_GPU_BIND": "single:1"}),
+    ],
+)
+def test_a_binding_of_gpus_says_what_it_costs(tmp_path: Path, more: str, environ: dict[str, str]) -> None:
+    planned = plan(tmp_path, more, environ=environ)
+    assert any("invalid device ordinal" in note and "CLUSTERDDP_GPU" in note for note in planned.notes)
+
+
+def test_an_exported_distribution_that_would_part_neighbours_is_overridden(tmp_path: Path) -> None:
+    planned = plan(tmp_path, environ={"SBATCH_DISTRIBUTION": "cyclic"})
+    assert named(list(planned.slurm.srun), "distribution") == ["--distribution=block:block"]
+    assert named(list(planned.slurm.sbatch), "distribution") == []
+    assert any(note.startswith("SBATCH_DISTRIBUTION in your environment is overridden") for note in planned.notes)
+
+
 def test_a_run_that_may_restart_is_put_back_into_the_queue(tmp_path: Path) -> None:
     assert named(sbatch(tmp_path, "restarts: 2"), "requeue") == ["--requeue"]
 
@@ -230,6 +288,35 @@ def test_what_the_user_exports_for_an_option_of_ours_is_overridden(tmp_path: Pat
     planned = plan(tmp_path, environ={variable: "17"})
     assert not any("17" in word for word in planned.slurm.sbatch[8:])
     assert any(note.startswith(f"{variable} in your environment is overridden: ") for note in planned.notes)
+
+
+TRAVELLERS = [
+    "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHDYNAMO_DISABLE", "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_COMPILE_DEBUG", "TRITON_CACHE_DIR", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "MLX5_SINGLE_THREADED",
+    "FI_PROVIDER", "OFI_NCCL_PROTOCOL", "UCX_NET_DEVICES", "UCC_TLS", "PSM2_CUDA", "PSM3_NIC", "HFI_UNIT",
+    "SHARP_COLL_LOG_LEVEL", "NVSHMEM_DEBUG", "NVCC_PREPEND_FLAGS", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
+    "CUDAHOSTCXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_RUN_PATH", "NUMBA_CACHE_DIR", "KINETO_LOG_LEVEL",
+    "GLIBC_TUNABLES", "MALLOC_ARENA_MAX",
+]  # fmt: skip
+AT_HOME = [
+    "MINE",
+    "LD_PRELOAD",
+    "SSH_AUTH_SOCK",
+    "TMPDIR",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "TORCHINDUCTOR_API_KEY",
+]
+
+
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_what_torch_and_its_networks_read_goes_along_to_the_nodes(tmp_path: Path, name: str) -> None:
+    assert plan(tmp_path, environ={name: "1"}).slurm.variables == (name,)
+
+
+@pytest.mark.parametrize("name", AT_HOME)
+def test_what_belongs_to_the_submitting_host_stays_there(tmp_path: Path, name: str) -> None:
+    assert plan(tmp_path, environ={name: "1"}).slurm.variables == ()
 
 
 def test_an_exported_time_limit_holds_when_the_spec_has_none(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_a_job_that_slurm_refuses_is_the_end_of_the_run_in_slurms_words(person: 
     done = person.clusterddp("submit", "job.yaml", "slurm.partition=nope")
     assert done.returncode == 3
     assert "was not submitted: sbatch: invalid partition specified: nope" in done.stderr
+    assert "hint: slurm.partition=NAME; sinfo -s lists the cluster's" in done.stderr
     end = person.end()
     assert end is not None
     assert (end.outcome, "invalid partition specified: nope" in end.reason) == ("FAILED", True)

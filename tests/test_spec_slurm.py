@@ -47,6 +47,8 @@ def test_an_option_of_ours_cannot_be_switched_off_either(value: str) -> None:
         ("nodelist: 'node[1-'", 'found "node[1-", expected hosts such as node[01-04],gpu7'),
         ("gpus: many", 'found "many", expected a number of GPUs, or type:number such as a100:4'),
         ("dependency: after yesterday", 'found "after yesterday", expected such as afterok:1234'),
+        ("distribution: cyclic", 'found "cyclic", expected block, block:block, block:cyclic or block:fcyclic'),
+        ("distribution: 'plane=4'", 'found "plane=4", expected block, block:block, block:cyclic or block:fcyclic'),
         ("p: gpu", "found a short option, expected a long one"),
         ("part: gpu", "found the beginning of partition, expected the whole name"),
         ("outp: x", "found the beginning of output, expected the whole name"),
@@ -66,6 +68,7 @@ def test_a_mail_type_that_slurm_does_not_know_is_refused_with_the_closest_one() 
 @pytest.mark.parametrize(
     "option",
     [
+        "distribution: 'block:cyclic:fcyclic,Pack'",
         "partition: 'gpu,gpu-long'",
         "mail_type: 'BEGIN,TIME_LIMIT_80'",
         "nodelist: 'rack[1-2]node[03-04,7],login1'",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from train_gang import TINY, Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.train.begin import begin
 from clusterddp.train.comm.ddp import DdpExchange
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.forward import compile_now, is_compiled, place_model, wrap_forward
@@ -100,6 +104,32 @@ def test_a_compiled_training_goes_where_the_eager_one_goes(tmp_path: Path) -> No
     ends = [torch.cat([value.flatten() for value in state.model.parameters()]) for state in (eager, compiled)]
     assert compiled.compile_seconds > 0
     assert (ends[1] - ends[0]).norm() < 0.01 * (ends[0] - start).norm()
+
+
+def test_a_compilation_that_was_asked_for_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nWhere is it?")
+
+    monkeypatch.setattr(torch, "compile", lambda module: fail)
+    setting = settle(one_rank(), make_run(tmp_path / "always"), compile="always")
+    reason = r"^train\.compile always: RuntimeError: Failed to find C compiler\."
+    with pytest.raises(ClusterddpError, match=reason) as error:
+        begin(setting)
+    assert error.value.hint is not None
+    assert "compile: never" in error.value.hint
+
+
+def test_what_compiling_needs_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert find_compile_obstacle(os.environ) == "no C compiler: neither CC nor gcc nor clang"
+    (tmp_path / "gcc").touch(mode=0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert find_compile_obstacle(os.environ) == f"no Python.h in {tmp_path}"
+    (tmp_path / "Python.h").touch()
+    assert find_compile_obstacle(os.environ) is None
 
 
 def test_data_parallel_has_nothing_to_share_out_on_a_cpu() -> None:

@@ -38,8 +38,14 @@ _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
     help="With --job: how long it may wait for its start.",
 )  # fmt: skip
 @click.option(
-    "--deep", is_flag=True, help="For ssh: let each host compute, and each talk to another one with torch (20 s)."
-)
+    "--deep", is_flag=True,
+    help="For ssh: let each host compute, and each talk to another one with torch (20 s). With --job, for every "
+    "launcher: let all ranks of SPEC measure what a training depends on (minutes).",
+)  # fmt: skip
+@click.option(
+    "--report", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+    help="With --job --deep: write what was found to FILE.json, and as a page to FILE.html.",
+)  # fmt: skip
 @place_options
 @output_option
 @profile_option
@@ -54,6 +60,7 @@ def doctor(
     with_job: bool,
     timeout_s: float,
     deep: bool,
+    report: Path | None,
     launcher: str | None,
     cpu: bool,
     hosts: str | None,
@@ -69,6 +76,7 @@ def doctor(
     clusterddp doctor                      this machine
     clusterddp doctor job.yaml             and what the spec needs
     clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
+    clusterddp doctor job.yaml --job --deep                and what the spec's ranks can do there, on any launcher
     clusterddp doctor job.yaml --hosts gpu01,gpu02         over SSH: the hosts, and the network between them
     clusterddp doctor job.yaml --hosts gpu01,gpu02 --deep  and how fast they compute and talk to each other
     """
@@ -76,13 +84,22 @@ def doctor(
     named = named_hosts(launcher, hosts, hostfile)
     resolved = _load(spec, overrides, profile, terminal, flags=flags, hosts=named)
     over_ssh = resolved is not None and resolved.job.launcher == "ssh"
-    if (deep and not over_ssh) or (with_job and over_ssh):
+    if deep not in (with_job, over_ssh):
         raise UsageError(
-            "--job is for Slurm and this machine, --deep for a spec with launcher ssh",
+            "--job is for Slurm and this machine, --deep for a spec with launcher ssh, both together for all",
             hint="clusterddp doctor SPEC --launcher ssh, or --hosts H,H",
         )
+    if (deep and with_job and resolved is None) or (report is not None and not (deep and with_job)):
+        raise UsageError("--job --deep has the ranks of a spec measure, and --report keeps that: give a SPEC")
     if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
+    if resolved is not None and deep and with_job:
+        from clusterddp.cli.doctor_ranks import measure_ranks
+
+        checks, measured = measure_ranks(resolved, runs_dir, terminal, timeout_s=timeout_s, tell=say)
+        if report is not None:
+            _write_report(report, measured)
+        return _show(checks, output, findings=measured["findings"])
     if resolved is not None and over_ssh:
         from clusterddp.cli.doctor_hosts import look_at_hosts
 
@@ -124,6 +141,16 @@ def _show(checks: list[Check], output: str, **more: Any) -> int:
     else:
         put("\n".join(check_lines(checks)))
     return 0 if is_healthy(checks) else PreflightError.exit_code
+
+
+def _write_report(path: Path, measured: dict[str, Any]) -> None:
+    import json
+
+    from clusterddp.doctor.page import render_page
+
+    path.with_name(f"{path.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
+    path.with_name(f"{path.name}.html").write_text(render_page(measured, title="clusterddp doctor --job --deep"))
+    say(f"written: {path}.json and {path}.html")
 
 
 def check_lines(checks: list[Check]) -> list[str]:
@@ -200,6 +227,7 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
         from clusterddp.launch.slurm.ask import ask_scheduler
+        from clusterddp.slurm.explain import advise_refusal
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
         if verdict.accepted is None:
@@ -208,7 +236,8 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
             when = f"accepted; it would start at {verdict.start} on {verdict.nodes}" if verdict.start else "accepted"
             yield "sbatch --test-only", ok(when)
         else:
-            yield "sbatch --test-only", red(verdict.words, "the spec's slurm and resources; sinfo, sacctmgr show assoc")
+            fix = advise_refusal(verdict.words) or "the spec's slurm and resources; sinfo, sacctmgr show assoc"
+            yield "sbatch --test-only", red(verdict.words, fix)
 
 
 def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:
@@ -242,4 +271,4 @@ def _refused(error: PreflightError) -> Result:
 
 
 def _level_text(level: Level) -> str:
-    return click.style(level, fg=_COLOURS[level], bold=level == "red")
+    return click.style(level, fg=_COLOURS[level], bold=level == "red" or None)

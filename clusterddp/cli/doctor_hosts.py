@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
 
 _Told = TypeVar("_Told")
+_RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in anew"
 
 
 def look_at_hosts(
@@ -50,26 +51,33 @@ def look_at_hosts(
 def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
     from clusterddp.doctor.hosts import (
         judge_failures,
-        judge_locked_memory,
         judge_machine_size,
         judge_offset,
         judge_runs,
     )
     from clusterddp.facts.checks import Check
+    from clusterddp.facts.judge import judge_locked_memory
     from clusterddp.facts.judge_hosts import judge_hosts
     from clusterddp.launch.ssh.examine import look_for_runs, read_clocks
     from clusterddp.launch.ssh.preflight import ask_hosts, needs_of
 
     told = ask_hosts(plan, crew.sessions, thorough=True)
+    needs = needs_of(plan)
     clocks = read_clocks(crew.sessions)
     runs = look_for_runs(crew.sessions)
     checks = [
         *judge_failures(told.failed),
         Check(name="ssh", results=_connections(crew, clocks)),
         Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
-        *judge_hosts(told.facts, needs_of(plan), told.gpus),
+        *judge_hosts(told.facts, needs, told.gpus),
         Check(name="cores", results=_each(told.facts, judge_machine_size)),
-        Check(name="locked memory", results=_each(told.facts, judge_locked_memory)),
+        Check(
+            name="locked memory",
+            results={
+                host: judge_locked_memory(facts.machine, _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
+                for host, facts in told.facts.items()
+            },
+        ),
         Check(name="left over", results={host: judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]

@@ -40,7 +40,12 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
         return []
     word = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
     text, colour = word[verdict.accepted]
-    return ["", f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"]
+    lines = ["", f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"]
+    if verdict.accepted is False:
+        from clusterddp.slurm.explain import advise_refusal
+
+        lines += [f"  hint: {advice}" for advice in (advise_refusal(verdict.words),) if advice]
+    return lines
 
 
 def plan_lines(plan: Plan) -> list[str]:

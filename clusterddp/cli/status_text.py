@@ -17,6 +17,7 @@ from clusterddp.run.record import FOREIGN
 if TYPE_CHECKING:
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.look.transport import NodeTransport
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import RootCause
     from clusterddp.slurm.jobs import Job
@@ -55,6 +56,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines.append(f"  {progress_text(status.progress)}")
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
+    lines += [f"  NCCL: {printable(words)}" for words in transport_texts(status.transports)]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines += [f"  {printable(str(run.path))}", ""]
@@ -150,6 +152,18 @@ def progress_text(progress: Progress) -> str:
 def phases_text(phases: Mapping[str, float]) -> str:
     """Tell in one line how long each phase of a start took."""
     return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
+
+
+def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
+    """Tell what way NCCL's data takes, nodes that say the same together."""
+    nodes: dict[str, list[str]] = {}
+    for transport in transports:
+        devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
+        links = f", by {', '.join(transport.links)}" if transport.links else ""
+        nodes.setdefault(f"network {transport.network}{devices}{links}", []).append(transport.host)
+    if len(nodes) == 1:
+        return list(nodes)
+    return [f"{', '.join(dict.fromkeys(hosts))}: {words}" for words, hosts in nodes.items()]
 
 
 def measures(progress: Progress) -> list[str]:

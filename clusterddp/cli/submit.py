@@ -134,7 +134,7 @@ def submit(
         working_dir=Path.cwd(),
         environ=terminal.environ,
         attached=attach,
-        smoke_test=smoke_test,
+        trial="smoke test" if smoke_test else None,
     )
     try:
         plan = plan_it(resolved)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clusterddp.dist import nccl_log
+
 COOKIE = "CLUSTERDDP_COOKIE"
 """Names the run (its token) and the role of a process; inherited by all descendants, a sweep goes by it."""
 STOP_FILE = "CLUSTERDDP_STOP_FILE"
@@ -67,18 +69,26 @@ def rank_variables(
     run_dir: str,
     token: str,
     user: Mapping[str, str],
+    nccl_interfaces: tuple[str, ...] = (),
     restart: int = 0,
     on_cpu: bool = False,
 ) -> dict[str, Variable]:
     """Compute every variable that clusterddp sets for one rank, the user's own among them.
 
     `user` beats what clusterddp would choose, but not what makes the rank this rank of this gang.
+    `nccl_interfaces`: what NCCL's sockets take in place of `interface`.
     `restart` counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed.
     `on_cpu`: the ranks are to compute on the CPU, whatever the machine has.
     `master_port` may be words in a plan, where the port is not known yet.
     """
     attempt_dir = f"{run_dir}/attempts/{attempt}"
     chosen = _chosen(threads=threads, gpus=gpus, interface=interface, on_cpu=on_cpu)
+    if nccl_interfaces:
+        chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(nccl_interfaces)}", "the fastest network of all hosts")
+    if backend == "nccl" and place.world_size > 1 and user.keys().isdisjoint(nccl_log.VARIABLES):
+        log = f"{attempt_dir}/logs/rank-{place.rank:03d}.nccl".replace("%", "%%")
+        for name, value in zip(nccl_log.VARIABLES, ("INFO", "INIT,NET", log), strict=True):
+            chosen[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
     users = {key: Variable(value, USERS) for key, value in user.items()}
     place_of_rank = {
         "RANK": place.rank,

@@ -65,12 +65,19 @@ class Link:
     """It is switched on, and its cable, if it has any, is in."""
     loopback: bool = False
     wireless: bool = False
+    infiniband: bool = False
+    """It carries IP over InfiniBand."""
     addresses: tuple[LinkAddress, ...] = ()
     """Without those that are good on one cable only (fe80)."""
 
     @property
     def of_containers(self) -> bool:
         return _OF_CONTAINERS.match(self.name) is not None
+
+    @property
+    def assumed_mbit_per_s(self) -> int:
+        """Its speed, or what is assumed of its kind where the driver does not say."""
+        return self.speed_mbit_per_s or (10_000 if self.infiniband else 1000)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

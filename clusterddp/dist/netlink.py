@@ -22,6 +22,7 @@ _ADDRESS = struct.Struct("=BBBBI")
 _LINK_NAME, _LINK_MTU, _LINK_INFO, _INFO_KIND = 3, 4, 18, 1
 _ADDRESS_PEER, _ADDRESS_OWN, _ADDRESS_FLAGS = 1, 2, 8
 _UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
+_INFINIBAND = 32  # ARPHRD_INFINIBAND
 _TEMPORARY, _DUPLICATE, _DEPRECATED, _TENTATIVE = 0x01, 0x08, 0x20, 0x40
 _LINK_SCOPE = 253
 _ETHTOOL, _ETHTOOL_SETTINGS, _WIRELESS_NAME = 0x8946, 0x1, 0x8B01
@@ -29,14 +30,14 @@ _UNKNOWN_SPEEDS = {0, 0xFFFF, 0xFFFFFFFF}
 
 
 def read_links() -> dict[int, dict[str, Any]]:
-    """List the interfaces by number: name, kind ("" for a network card), mtu, up, loopback.
+    """List the interfaces by number: name, kind ("" for a network card), mtu, up, loopback, infiniband.
 
     `up`: it is switched on and its cable, if it has any, is in.
     Raises: OSError.
     """
     links = {}
     for body in _dump(_GET_LINKS, _LINK.pack(0, 0, 0, 0, 0)):
-        _, _, index, flags, _ = _LINK.unpack_from(body)
+        _, hardware, index, flags, _ = _LINK.unpack_from(body)
         attributes = _attributes(body[_LINK.size :])
         info = _attributes(attributes.get(_LINK_INFO, b""))
         links[index] = {
@@ -45,6 +46,7 @@ def read_links() -> dict[int, dict[str, Any]]:
             "mtu": struct.unpack("=I", attributes[_LINK_MTU])[0],
             "up": flags & _UP != 0 and flags & _RUNNING != 0,
             "loopback": flags & _LOOPBACK != 0,
+            "infiniband": hardware == _INFINIBAND,
         }
     return links
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from clusterddp.dist.interface import Link, LinkAddress
 from clusterddp.dist.network import Findings, Way, usable_addresses
 
-ASSUMED_MBIT_PER_S = 1000
-"""For an interface that does not tell its speed."""
-_TUNNELS = {"tun", "wireguard", "ipip", "gre", "gretap", "sit", "vti", "ip6tnl", "ip6gre", "vxlan", "dummy"}
+TUNNELS = {"tun", "wireguard", "ipip", "gre", "gretap", "sit", "vti", "ip6tnl", "ip6gre", "vxlan", "dummy"}
 _LINK_LOCAL = "169.254."
 
 
@@ -27,7 +25,7 @@ class Ground:
     @property
     def reserve(self) -> int:
         """How little it is liked, whatever its speed: 0 a cable, 1 a radio, 2 a tunnel or an address of last resort."""
-        if self.link.kind in _TUNNELS or self.address.address.startswith(_LINK_LOCAL):
+        if self.link.kind in TUNNELS or self.address.address.startswith(_LINK_LOCAL):
             return 2
         return int(self.link.wireless)
 
@@ -57,7 +55,7 @@ class Candidate:
 
     @property
     def speed_mbit_per_s(self) -> int:
-        return min(ground.link.speed_mbit_per_s or ASSUMED_MBIT_PER_S for ground in self.grounds.values())
+        return min(ground.link.assumed_mbit_per_s for ground in self.grounds.values())
 
     @property
     def merit(self) -> tuple[bool, int, int, int]:

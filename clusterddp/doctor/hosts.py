@@ -13,7 +13,6 @@ from clusterddp.facts.host import HostFacts
 from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, size
 from clusterddp.run.leftovers import RunHere
 
-_LITTLE_LOCKED = 64 * 2**20
 _ROUND_TRIPS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SLOW_ROUND_TRIP_MS = 200
 _PROCESSES_SHOWN = 5
@@ -63,18 +62,6 @@ def judge_machine_size(facts: HostFacts) -> Result:
         limits.append(size(machine.memory_limit_bytes))
     if limits:
         return note(f"{words}; the control group allows {' and '.join(limits)}", "systemctl show user-$(id -u).slice")
-    return ok(words)
-
-
-def judge_locked_memory(facts: HostFacts) -> Result:
-    """Judge how much memory may be locked, which InfiniBand and pinned buffers need."""
-    limit = facts.machine.locked_memory
-    if limit < 0:
-        return ok("no limit")
-    words = f"at most {size(limit)}"
-    if limit < _LITTLE_LOCKED and facts.infiniband:
-        fix = "memlock unlimited in /etc/security/limits.conf, then log in anew"
-        return note(f"{words}: NCCL over InfiniBand needs more", fix)
     return ok(words)
 
 

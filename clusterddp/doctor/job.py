@@ -35,10 +35,10 @@ exec srun --export=ALL --kill-on-bad-exit=0 \\
 _TAKEN_OVER = frozenset(
     {
         "partition", "account", "qos", "constraint", "cluster_constraint", "prefer", "reservation", "nodelist",
-        "exclude", "clusters", "licenses", "wckey", "gres",
+        "exclude", "clusters", "licenses", "wckey", "gres", "propagate",
     }
 )  # fmt: skip
-"""Options of the spec that decide on which nodes, and whether, a job may run."""
+"""Options of the spec that decide on which nodes, whether, and within which limits a job may run."""
 _MEMORY = "4G"
 _RUN_S = 90.0
 """A job of one minute is ended by Slurm at most half a minute late."""

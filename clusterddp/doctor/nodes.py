@@ -6,12 +6,24 @@ from collections.abc import Iterator
 
 from clusterddp.doctor.job import JobAnswer, Report, Way
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.judge import CLOCK_RED_S, Needs, judge_clock, judge_machine, size, weak_locks
+from clusterddp.facts.judge import (
+    CLOCK_RED_S,
+    Needs,
+    judge_clock,
+    judge_locked_memory,
+    judge_machine,
+    size,
+    weak_locks,
+)
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
 
 _OF_NODES = ("torch", "GPUs", "open files", "shared memory")
 """Checks of a machine that are asked of each node as they are asked here."""
+_RAISE_LOCKED = (
+    "slurm.propagate=NONE: the node's own limit, not that of the shell which submits; where that is low, too, "
+    "LimitMEMLOCK=infinity for slurmd"
+)
 
 
 def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
@@ -34,6 +46,7 @@ def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) 
     for name, result in judge_machine(machine, needs):
         if name in _OF_NODES:
             yield name, _judge_torch(result, machine.torch, here.torch) if name == "torch" else result
+    yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.gpus_per_node > 0)
     if report["way"] is not None:
         yield f"way to {report['way']['name']}", _judge_way(report["way"])
     yield "clock", _judge_clock(report, machine, answer)

@@ -35,7 +35,6 @@ class HostFacts:
     logout: Logout
     no_exec: bool
     """Nothing that lies in our directory can be started as a program."""
-    infiniband: bool
     driver: str | None
     """NVIDIA's; None: not asked for, or there is none."""
     data: Data | None
@@ -55,7 +54,6 @@ def read_host(
         packages=ask_packages(executable, environ, root),
         logout=read_logout(),
         no_exec=bool(os.statvfs(root).f_flag & os.ST_NOEXEC),
-        infiniband=Path("/sys/class/infiniband").is_dir(),
         driver=next(iter(driver.split()), None),
         data=read_data(data_dir) if data_dir else None,
     )

@@ -13,6 +13,7 @@ _GIB = 2**30
 MIN_FREE, FEW_FREE = 100 * 2**20, 5 * _GIB
 _MIN_FILES, _FEW_FILES = 256, 1024
 _MIN_SHM, _FEW_SHM = 32 * 2**20, _GIB
+_LITTLE_LOCKED = 64 * 2**20
 CLOCK_NOTE_S, CLOCK_RED_S = 1.0, 5.0
 """Checkpoints and ends are ordered by attempt numbers, not by clocks; logs and NFS caches are hurt by seconds."""
 _SHARED_HINT = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
@@ -33,6 +34,8 @@ def judge_machine(machine: Machine, needs: Needs) -> Iterator[tuple[str, Result]
     """Judge what each machine of a run must have, whichever it is."""
     if machine.torch is not None:
         yield "torch", judge_torch(machine.torch, needs, has_gpus=needs.gpus and bool(machine.gpus))
+        if needs.trainer and needs.gpus and machine.gpus:
+            yield "compiler", judge_compiler(machine.torch.compile_obstacle)
     yield "GPUs", _judge_gpus(machine, needs)
     yield "runs directory", judge_directory(machine.directory)
     if machine.directory.clock_offset_s is not None:
@@ -68,6 +71,16 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool) -> Result:
             "install torch and torchvision together, from one index",
         )
     return ok(f"{found}, torchvision {torch.torchvision}" if torch.torchvision else found)
+
+
+def judge_compiler(obstacle: str | None) -> Result:
+    """Judge what torch.compile needs to build kernels for GPUs."""
+    if obstacle is None:
+        return ok("a C compiler and Python.h, for torch.compile")
+    return note(
+        f"{obstacle}: train.compile auto goes on uncompiled, always fails",
+        "apt-get install gcc python3-dev, module load gcc, or a Python that brings its Python.h (conda, uv)",
+    )
 
 
 def judge_directory(directory: Directory) -> Result:
@@ -130,6 +143,17 @@ def judge_open_files(limit: int) -> Result:
         return ok(f"at most {limit}")
     level = red if limit < _MIN_FILES else note
     return level(f"at most {limit}", "ulimit -n 65536; for good: nofile in /etc/security/limits.conf")
+
+
+def judge_locked_memory(machine: Machine, fix: str, *, nccl: bool) -> Result:
+    """Judge how much memory may be locked, which RDMA needs; `nccl`: the run communicates by it between hosts."""
+    if machine.locked_memory < 0:
+        return ok("no limit")
+    words = f"at most {size(machine.locked_memory)}"
+    if machine.locked_memory >= _LITTLE_LOCKED or not machine.infiniband:
+        return ok(words)
+    found = f"{words}: NCCL over InfiniBand or RoCE fails there (ibv_reg_mr: Cannot allocate memory)"
+    return red(found, fix) if nccl else note(found, fix)
 
 
 def judge_shm(num_bytes: int | None) -> Result:

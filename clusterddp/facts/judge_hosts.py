@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.host import HostFacts
-from clusterddp.facts.judge import FEW_FREE, MIN_FREE, judge_open_files, judge_shm, size
+from clusterddp.facts.judge import FEW_FREE, MIN_FREE, judge_compiler, judge_open_files, judge_shm, size
 from clusterddp.facts.login import Logout
 from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
@@ -71,6 +71,8 @@ def _judge_host(
 ) -> Iterator[tuple[str, Result]]:
     packages = facts.packages
     yield "torch", _judge_torch(packages, needs, usual)
+    if needs.trainer and needs.gpus and packages.torch:
+        yield "compiler", judge_compiler(packages.compile_obstacle)
     if gpus is not None:
         yield "GPUs", _judge_gpus(gpus, needs)
     if needs.gpus and facts.driver and packages.cuda:

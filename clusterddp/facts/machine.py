@@ -74,6 +74,8 @@ class Machine:
     """None: not looked at."""
     locked_memory: int = -1
     """Bytes that a process may lock; -1: no limit."""
+    infiniband: bool = False
+    """It has a device for RDMA: InfiniBand, or a card that speaks RoCE."""
     cpu_limit: float | None = None
     """Cores' worth of time that the control group may use; None: no limit."""
     memory_limit_bytes: int | None = None
@@ -106,9 +108,17 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
         interfaces=read_interfaces(),
         directory=read_directory(directory),
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        infiniband=_has_infiniband(),
         cpu_limit=read_cpu_limit(),
         memory_limit_bytes=read_memory_limit(),
     )
+
+
+def _has_infiniband() -> bool:
+    try:
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False
 
 
 def resolve(name: str) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.run.torch_files import find_package, read_torch_values
 from clusterddp.wire import build, read_object
 
@@ -35,6 +37,8 @@ class Packages:
     """What torch was built for."""
     nccl: str | None = None
     torchvision: str | None = None
+    compile_obstacle: str | None = None
+    """What torch.compile lacks for GPUs."""
     pip: bool = True
     """It has pip."""
     error: str | None = None
@@ -78,6 +82,7 @@ def read_packages() -> Packages:
         cuda=values.get("cuda"),
         nccl=next((version for name in _NCCL if (version := _version(name))), None) if place else None,
         torchvision=_version("torchvision"),
+        compile_obstacle=find_compile_obstacle(os.environ),
         pip=importlib.util.find_spec("pip") is not None,
     )
 

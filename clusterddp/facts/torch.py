@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _TORCH_TIMEOUT_S = 40.0
 _TORCH_PROBE = """\
@@ -39,6 +44,8 @@ class Torch:
     error: str | None = None
     torchvision: str | None = None
     torchvision_error: str | None = None
+    compile_obstacle: str | None = None
+    """What torch.compile lacks here for GPUs."""
 
 
 def import_torch() -> Torch:
@@ -64,4 +71,16 @@ def import_torch() -> Torch:
     found = json.loads(lines[-1].removeprefix("FOUND"))
     if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
         return Torch()
-    return Torch(**found)
+    return Torch(**found, compile_obstacle=find_compile_obstacle(os.environ))
+
+
+def find_compile_obstacle(environ: Mapping[str, str]) -> str | None:
+    """Say what torch.compile lacks here to build kernels for GPUs; None when it has what it looks for.
+
+    Triton compiles a piece of C against Python.h. Source: `_build` in triton/runtime/build.py.
+    """
+    compiler = environ.get("CC") or "gcc"
+    if not any(shutil.which(name, path=environ.get("PATH")) for name in (compiler, "clang")):
+        return "no C compiler: neither CC nor gcc nor clang"
+    include = sysconfig.get_path("include")
+    return None if (Path(include) / "Python.h").is_file() else f"no Python.h in {include}"

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
-SMOKE_TEST = "clusterddp.train.smoke_test"
+Trial = Literal["smoke test", "deep check", "hang"]
+"""What the ranks of a run may do in place of its entry."""
+_TRIALS: dict[Trial, tuple[str, tuple[str, ...]]] = {
+    "smoke test": ("clusterddp.train.smoke_test", ()),
+    "deep check": ("clusterddp.train.deep_check", ()),
+    "hang": ("clusterddp.train.deep_check", ("hang",)),
+}
 _SMOKE_BATCH = 8
 """Images of a rank on the CPU: a smoke test there proves that a step can be taken, not how long it takes."""
 
@@ -155,15 +161,16 @@ def entry_of(
     )
 
 
-def smoke_test_of(entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
-    """Return the entry of a smoke test, which takes the place of `entry`, and the spec that its ranks get."""
+def trial_of(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
+    """Return the entry of a trial, which takes the place of `entry`, and the spec that its ranks get."""
     program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
-    smoke = dataclasses.replace(
+    target, args = _TRIALS[trial]
+    tried = dataclasses.replace(
         entry,
         kind="module",
-        target=SMOKE_TEST,
+        target=target,
         words=(),
-        args=(),
+        args=args,
         kwargs={},
         shell=False,
         stop_aware=False,
@@ -173,13 +180,13 @@ def smoke_test_of(entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[
         smoke_test=program,
         stop_signal="none",
     )
-    if spec["train"]:
+    if spec["train"] and trial == "smoke test":
         batch = min(_SMOKE_BATCH, spec["train"]["batch_size"]) if on_cpu else spec["train"]["batch_size"]
         once = {"max_steps": 1, "accumulate": 1, "batch_size": batch, "compile": "never"}
         if on_cpu and spec["train"]["precision"] == "auto":
             once["precision"] = "fp32"
         spec = spec | {"train": spec["train"] | once}
-    return smoke, spec
+    return tried, spec
 
 
 def _refuse_in_address(run_dir: Path) -> None:

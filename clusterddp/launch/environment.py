@@ -14,7 +14,8 @@ _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI
 _TRAVELLING = frozenset(
     {
         "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "MODULEPATH", "LOADEDMODULES",
-        "_LMFILES_", "MODULESHOME", "CPATH", "LIBRARY_PATH",
+        "_LMFILES_", "MODULESHOME", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH",
+        "CUDAHOSTCXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "GLIBC_TUNABLES",
         "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
         "SSL_CERT_FILE", "SSL_CERT_DIR", "OPAL_PREFIX", "CC", "CXX",
     }
@@ -23,7 +24,9 @@ _TRAVELLING_PREFIXES = (
     "LC_", "PYTHON", "CONDA_", "MAMBA_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_",
     "TRANSFORMERS_", "WANDB_", "MLFLOW_", "XDG_", "LMOD_", "__LMOD_", "UCX_", "FI_", "OFI_", "TRITON_", "MPI_", "GOMP_",
     "OPENBLAS_", "NVIDIA_", "ROCR_", "HIP_", "ROCM_", "MIOPEN_", "APPTAINER_", "SINGULARITY_", "ENROOT_", "TF_",
-    "JAX_", "XLA_", "CUBLAS_", "CUDNN_", "NVTE_", "TOKENIZERS_", "TENSORBOARD_", "EBROOT", "EBVERSION", "EBDEVEL",
+    "JAX_", "XLA_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "NVCC_", "NUMBA_", "KINETO_", "MALLOC_", "UCC_", "RDMAV_", "IBV_",
+    "MLX4_", "MLX5_", "PSM2_", "PSM3_", "HFI_", "SHARP_", "NVSHMEM_", "CUBLAS_", "CUDNN_", "NVTE_", "TOKENIZERS_",
+    "TENSORBOARD_", "EBROOT", "EBVERSION", "EBDEVEL",
 )  # fmt: skip
 """Variables that go from the submitting shell to a job: what programs find their parts and settings by."""
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY"})

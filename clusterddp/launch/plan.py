@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launch.entry import entry_of, move_entry, plan_program, smoke_test_of
+from clusterddp.launch.entry import Trial, entry_of, move_entry, plan_program, trial_of
 from clusterddp.launch.job_values import directories_used, filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.launch.memory import fit_memory
 from clusterddp.launch.names import choose_run_name
@@ -124,12 +124,13 @@ def plan_run(
     parent: str | None = None,
     attached: bool = False,
     queued: bool = False,
-    smoke_test: bool = False,
+    trial: Trial | None = None,
 ) -> Plan:
     """Compute everything that submitting this spec from here would do; nothing is written or started.
 
     `attached`: a run over SSH is to end with the process that starts it. `queued`: the run waits for its GPUs, so it
-    does not matter who uses them now. `smoke_test`: the ranks prove that they can do what the spec says, and end.
+    does not matter who uses them now. `trial`: what the ranks do in place
+    of the entry, to prove or to measure what it needs.
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
@@ -142,8 +143,8 @@ def plan_run(
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
     entry = entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
     spec = filled_in(job)
-    if smoke_test:
-        entry, spec = smoke_test_of(entry, spec, on_cpu=placement.on_cpu)
+    if trial:
+        entry, spec = trial_of(trial, entry, spec, on_cpu=placement.on_cpu)
     if not (slurm or ssh or queued):
         spec, placement = fit_memory(job.name, spec, placement)
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
+from clusterddp.look.transport import NodeTransport, read_transports, warn_of_sockets
 from clusterddp.run.directory import AttemptDir, RunDir, read_jsonl
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
@@ -94,6 +95,8 @@ class RunStatus:
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
     """What the state does not tell and a person should look at."""
+    transports: tuple[NodeTransport, ...] = ()
+    """By node, of those whose NCCL has said so in the newest attempt."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -113,6 +116,7 @@ class RunStatus:
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
             "start_phases": self.start_phases,
+            "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
             "lost_rows": self.lost_rows,
             **job,
@@ -158,6 +162,7 @@ def read_status(run: RunDir) -> RunStatus:
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
     silence = read_silence(run) if record.launcher == "ssh" else {}
+    transports = read_transports(run, view.attempt)
     return RunStatus(
         run=run.name,
         state=view.state,
@@ -175,7 +180,8 @@ def read_status(run: RunDir) -> RunStatus:
         silent=() if view.finished else tuple(silence.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
-        warning=end.warning if end else "",
+        transports=transports,
+        warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
         lost_rows=sum(_lost_rows(row) for row in read_jsonl(run.events)),
     )
 

@@ -25,7 +25,7 @@ from clusterddp.node.sequel import Sequel, sequel_of
 from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
-from clusterddp.run.storage import STORAGE_TIMEOUT_S
+from clusterddp.run.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
 """So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
@@ -92,12 +92,8 @@ class Head:
         kind = report["kind"]
         if kind == "join":
             self._join(node, report)
-        elif kind == "missing":
-            self._muster.expect(node_rank, report["ranks"])
-        elif kind == "started":
-            self._started_nodes[node_rank] = facts_of(report)
-            if node_rank == 0:
-                self._interface = report["interface"]
+        elif kind in {"missing", "started", "transport"}:
+            self._hear_facts(node, report)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -111,6 +107,17 @@ class Head:
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         else:
             self._hear_trouble(node, report, now)
+
+    def _hear_facts(self, node: Node, report: Message) -> None:
+        if report["kind"] == "missing":
+            self._muster.expect(node.node_rank, report["ranks"])
+        elif report["kind"] == "transport":
+            where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
+            log(self._run, "nccl_transport", **where, **facts_of(report))
+        else:
+            self._started_nodes[node.node_rank] = facts_of(report)
+            if node.node_rank == 0:
+                self._interface = report["interface"]
 
     def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
         if report["kind"] == "gave_up":
@@ -214,6 +221,7 @@ class Head:
             "master_addr": self._rendezvous.address,
             "master_port": self._rendezvous.port,
             "agent_port": self._rendezvous.agent_port,
+            "networks": self._muster.faster_networks(self._rendezvous.address),
         }
         listeners = {"listener": self._rendezvous.listener, "agents_listener": self._rendezvous.agents_listener}
         for node in gang.nodes:
@@ -224,7 +232,7 @@ class Head:
         try:
             record_start(directory, self._gang, self._rendezvous, self._started_nodes)
         except (ClusterddpError, OSError) as error:
-            self._start_due = min(self._start_due, now + STORAGE_TIMEOUT_S)
+            self._start_due = min(self._start_due, now + storage_timeout_s())
             if now < self._start_due and self._ending is None:
                 return  # the next tick tries again
             note(f"the start could not be recorded: {error}")

@@ -12,7 +12,7 @@ from clusterddp.node.note import note
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, drop_secrets, log_event, write_end
 from clusterddp.run.spool import spool_end
-from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
+from clusterddp.run.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
     from clusterddp.node.link import Message
@@ -55,9 +55,7 @@ class EndRecord:
     take in that time is spooled.
     """
 
-    def __init__(
-        self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S
-    ) -> None:
+    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> None:
         self.end = end
         self.is_first = False
         """True when no other process had recorded an end."""
@@ -67,7 +65,7 @@ class EndRecord:
         self._token = token
         self._retry_at = 0.0
         self._began = time.monotonic()
-        self._patience_s = patience_s
+        self._patience_s = storage_timeout_s() if patience_s is None else patience_s
 
     def step(self, now: float) -> bool:
         """Try if it is time to; True when the end is written, or the time is up."""
@@ -94,7 +92,7 @@ class EndRecord:
         drop_secrets(RunDir(self._attempt.path.parents[1]))
 
 
-def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float = STORAGE_TIMEOUT_S) -> EndRecord:
+def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> EndRecord:
     """Record the end of an attempt; return once that is done, or given up."""
     record = EndRecord(attempt, end, token, patience_s=patience_s)
     while not record.step(time.monotonic()):

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clusterddp.dist.environment import cookie
+from clusterddp.dist.environment import USERS, cookie, inherited_environment
+from clusterddp.dist.nccl_log import VARIABLES
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.history import record_end
 from clusterddp.node.link import Message
+from clusterddp.node.nccl_watch import NcclWatch
 from clusterddp.node.note import note
 from clusterddp.node.processes import count_oom_kills
 from clusterddp.node.rank import ENDING
@@ -29,7 +31,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_d
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import RankRecord, parse_end, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.run.storage import STORAGE_TIMEOUT_S, is_outage
+from clusterddp.run.storage import is_outage, storage_timeout_s
 from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
@@ -67,6 +69,7 @@ class _Attempt:
     """Why the ranks are asked to stop, while the run's storage is away and they cannot be."""
     ending: _Ending | None = None
     stopped: StoppedRanks = field(default_factory=StoppedRanks)
+    nccl: NcclWatch | None = None
 
 
 class Member:
@@ -165,6 +168,8 @@ class Member:
         attempt.watch.tick(now)
         if attempt.stop_wanted is not None:
             self._stop(attempt.stop_wanted)
+        if attempt.nccl is not None and (transport := attempt.nccl.look(now)) is not None:
+            self._report({"kind": "transport", **transport.to_json()})
         if attempt.ending is not None:
             self._go_on_ending(attempt, attempt.ending, now)
         else:
@@ -229,6 +234,10 @@ class Member:
             restart=order["restart"],
             master_port=attempt.master_port,
         )
+        if not inherited_environment().keys().isdisjoint(VARIABLES):
+            variables = {
+                name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS
+            }
         return Launch(
             run_dir=self._run.path,
             variables=variables,
@@ -265,7 +274,7 @@ class Member:
                 write_rank(directory, self._unwritten[directory, rank])
                 del self._unwritten[directory, rank]
         except ClusterddpError as error:
-            self._write_by = min(self._write_by, now + STORAGE_TIMEOUT_S)
+            self._write_by = min(self._write_by, now + storage_timeout_s())
             if now >= self._write_by:
                 self._unwritten.clear()
                 if attempt is not None and attempt.ending is None:
@@ -275,6 +284,8 @@ class Member:
         if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
             attempt.started = True
             self._report({"kind": "started", **attempt.footing.facts(), **self._starter.facts()})
+            if self._gang.backend == "nccl":
+                attempt.nccl = NcclWatch([attempt.dir.nccl(rank) for rank in self._node.ranks], now)
 
     def _stop(self, reason: str) -> None:
         if self._attempt is None:

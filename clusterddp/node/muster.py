@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from clusterddp.dist.ranks import spell_ranks
+from clusterddp.dist.socket_links import faster_networks
 from clusterddp.node.failure import Failure
 from clusterddp.node.link import Message
 from clusterddp.node.note import note
@@ -19,6 +20,8 @@ class Muster:
         """Of the supervisors that have joined, by node rank."""
         self.reached: dict[int, str] = {}
         """The address at which each other node has reached the head."""
+        self._links: dict[int, dict[str, int]] = {}
+        """What nodes have told of their links, by node rank; see `tell_links`."""
         self._gang = gang
         self._timeout_s = timeout_s
         self._until = now + timeout_s
@@ -32,6 +35,7 @@ class Muster:
         """Take in that a supervisor is there."""
         pid = self.pids[node.node_rank] = int(report["pid"])
         self.expect(node.node_rank, report.get("missing", ()))
+        self._links[node.node_rank] = dict(report.get("links", {}))
         if "reached" in report:
             self.reached[node.node_rank] = str(report["reached"])
         note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
@@ -39,6 +43,10 @@ class Muster:
     def expect(self, node_rank: int, ranks: Iterable[int]) -> None:
         """Take in which ranks of a node cannot be started yet."""
         self._unready[node_rank] = tuple(ranks)
+
+    def faster_networks(self, master_addr: str) -> tuple[str, ...]:
+        """Return the networks that NCCL's sockets take in place of the one of the master's address."""
+        return faster_networks([self._links[node_rank] for node_rank in sorted(self._links)], master_addr)
 
     @property
     def complete(self) -> bool:

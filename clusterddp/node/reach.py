@@ -7,8 +7,9 @@ import os
 import selectors
 import socket
 
-from clusterddp.dist.interface import LOOPBACK_ADDRESS
+from clusterddp.dist.interface import LOOPBACK_ADDRESS, read_links
 from clusterddp.dist.port import walk_ports
+from clusterddp.dist.socket_links import tell_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
@@ -49,6 +50,9 @@ def reach_head(
     Raises: OSError, ClusterddpError: no port to listen at; the head, which is known to listen, is not there.
     """
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
+    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
+        # Over SSH the hosts have tried all networks, and the fastest that works was taken.
+        join["links"] = tell_links(read_links())
     limits = Limits(
         host_silence_s=order.gang.host_silence_s,
         heartbeat_timeout_s=order.gang.heartbeat_timeout_s,

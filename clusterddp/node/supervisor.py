@@ -33,14 +33,14 @@ with 1 when it failed; how it ended is in the last attempt's `end.json`, written
 SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
 
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
-node_rank, missing: ranks whose tasks have not come), `missing` (ranks), `started` (interface, address, why),
-`rank_ended` (a RankEnd), `stop_requested` (reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
-(error, weight; rank, when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to the
-master was seen), `supervisor_ended` (node_rank, exit_code). Orders: `start` (attempt, restart, master_addr,
-master_port, agent_port), `stop` (reason), `kill` (whole_gang), `record` (attempt, end), `finish` (exit_code). Both
-ways: `gave_up` (why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and,
-by its side, port; `join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat`
-(heard).
+node_rank, missing: ranks whose tasks have not come, links: see socket_links.py), `missing` (ranks), `started`
+(interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested`
+(reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed` (error, weight; rank, when its task is
+lost), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended`
+(node_rank, exit_code). Orders: `start` (attempt, restart, master_addr, master_port, agent_port, networks: what NCCL's
+sockets take), `stop` (reason), `kill` (whole_gang), `record` (attempt, end), `finish` (exit_code). Both ways: `gave_up`
+(why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side,
+port; `join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat` (heard).
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ from clusterddp.node.starter import Children
 from clusterddp.node.succession import Loss, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
+from clusterddp.run.storage import set_storage_timeout
 
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02
@@ -288,6 +289,7 @@ def main() -> int:
     signals = Signals()
     parent = Parent()
     order = Order.from_json(parent.read_order())
+    set_storage_timeout(order.gang.host_silence_s)
     with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
         open_log(order.run, order.node.node_rank)
     become_subreaper()

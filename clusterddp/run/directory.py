@@ -94,6 +94,10 @@ class AttemptDir:
     def stderr(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:03d}.err"
 
+    def nccl(self, rank: int) -> Path:
+        """What NCCL itself says, unless the user's NCCL_DEBUG sends that elsewhere."""
+        return self.logs / f"rank-{rank:03d}.nccl"
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:

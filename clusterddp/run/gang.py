@@ -89,6 +89,8 @@ class Node:
     """Its address."""
     why: str = ""
     """Why that one."""
+    nccl_interfaces: tuple[str, ...] = ()
+    """What NCCL's sockets take in place of the interface, where there is something faster; known at the start."""
     slurm_chooses_gpus: bool = False
     """True: `gpus` says nothing, each rank sees what Slurm has made visible to its task."""
 
@@ -171,6 +173,7 @@ class Gang:
             threads=self.threads_per_rank,
             gpus=None if node.slurm_chooses_gpus else node.gpus,
             interface=node.interface or self.interface,
+            nccl_interfaces=node.nccl_interfaces,
             backend=self.backend,
             run_dir=run_dir,
             token=self.token,

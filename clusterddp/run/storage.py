@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from clusterddp.dist.liveness import HOST_SILENCE_S
 from clusterddp.errors import ClusterddpError, UsageError
 
 _T = TypeVar("_T")
-STORAGE_TIMEOUT_S = 30.0
-"""How long a running process waits for storage that is away: a server that restarts, a mount that comes back."""
 _RETRY_S = 0.25
 _REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EEXIST})
 """Answers of a file system that is there. Anything else that a run's own files meet is an outage: ENOENT, ESTALE, EIO,
@@ -46,6 +45,20 @@ class Mount:
         return self.kind in _IN_MEMORY
 
 
+class _Wait:
+    timeout_s = HOST_SILENCE_S
+
+
+def set_storage_timeout(host_silence_s: float | None) -> None:
+    """Set how long this process waits for storage that is away: as long as the run that it serves waits for hosts."""
+    _Wait.timeout_s = HOST_SILENCE_S if host_silence_s is None else host_silence_s
+
+
+def storage_timeout_s() -> float:
+    """Return how long this process waits for storage that is away: a server that restarts, a mount that comes back."""
+    return _Wait.timeout_s
+
+
 def is_outage(error: Exception) -> bool:
     """Say whether an error about a file that was there means that its storage is away for now."""
     cause: BaseException | None = error
@@ -54,12 +67,12 @@ def is_outage(error: Exception) -> bool:
     return cause is not None and cause.errno not in _REFUSALS
 
 
-def retry_outage(action: Callable[[], _T], timeout_s: float = STORAGE_TIMEOUT_S) -> _T:
-    """Do something with the files of a run; while their storage is away, try again.
+def retry_outage(action: Callable[[], _T], timeout_s: float | None = None) -> _T:
+    """Do something with the files of a run; while their storage is away, try again, as long as `storage_timeout_s`.
 
     Raises: ClusterddpError, OSError: what the last try did.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + (_Wait.timeout_s if timeout_s is None else timeout_s)
     while True:
         try:
             return action()

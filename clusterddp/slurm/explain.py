@@ -99,6 +99,31 @@ _ENDED_BECAUSE = {
     "invalidqos": "its QOS is not valid",
 }
 _SAYS_NOTHING = {"", "none", "nonzeroexitcode"}
+_REFUSALS = (
+    (
+        r"no partition specified",
+        "slurm.partition=NAME; sinfo -s lists them, clusterddp init --launcher slurm chooses one",
+    ),
+    (r"invalid partition", "slurm.partition=NAME; sinfo -s lists the cluster's"),
+    (r"invalid account|account/partition", "slurm.account=NAME; sacctmgr show associations user=$USER lists yours"),
+    (
+        r"invalid qos|qos not permitted",
+        "slurm.qos=NAME; sacctmgr show associations user=$USER format=account,qos lists yours",
+    ),
+    (
+        r"generic resource|gres|invalid gpu|unrecognized option '--gpus",
+        "a site may want GPUs in its own form: slurm.gres=gpu:8, or with their type slurm.gres=gpu:h100:8; "
+        "sinfo -o '%P %G' lists types and numbers",
+    ),
+    (
+        r"node configuration is not available",
+        "no node of the partition has so many GPUs, cores or so much memory: sinfo -o '%P %D %c %m %G' lists what they "
+        "have; resources.gpus_per_node, cpus_per_task and memory_gb ask for it, slurm.gres=gpu:h100:8 for a type",
+    ),
+    (r"accounting/qos policy", "sacctmgr show qos, and show associations user=$USER, list your limits"),
+    (r"time limit", "resources.time; sinfo -o '%P %l' lists what partitions allow"),
+)
+"""What to do about sbatch's refusals. Source of the words: slurm, src/common/slurm_errno.c."""
 
 
 def explain_waiting(job: Job, *, was_started: bool = False, now: float | None = None) -> str:
@@ -136,6 +161,11 @@ def explain_end(job: Job) -> str:
     elif job.state == "FAILED" and signal not in {"", "0"}:
         text += f", signal {signal} to the job's script"
     return text
+
+
+def advise_refusal(words: str) -> str | None:
+    """Say what to do about sbatch's refusal of a job; None where its words say all."""
+    return next((advice for pattern, advice in _REFUSALS if re.search(pattern, words, re.IGNORECASE)), None)
 
 
 def _waits_for(job: Job, *, was_started: bool) -> str:

@@ -76,8 +76,8 @@ class Network(Section):
     )
     host_silence: fields.TimeLimit | None = Field(
         default=None,
-        description="How long another host may be silent (its cable is out, a switch restarts) before the run ends, "
-        'written as time is. Default: "0:30", 30 seconds.',
+        description="How long another host may be silent (its cable is out, a switch restarts), or storage be away, "
+        'before the run ends, written as time is. Default: "0:30", 30 seconds.',
     )
     heartbeat_timeout: fields.TimeLimit | None = Field(
         default=None,

@@ -28,7 +28,6 @@ OWNED: dict[str, str] = {
     "ntasks_per_gpu": "resources.procs_per_node and resources.gpus_per_node decide it",
     "cpus_per_task": "resources.cpus_per_task sets it",
     "time": "resources.time sets it",
-    "distribution": "ranks of a node are neighbours, whatever the cluster's default is",
     "signal": "ranks are asked to checkpoint in time by their supervisors",
     "export": "env: sets variables for the ranks, secrets: hands them on by name",
     "export_file": "env: sets variables for the ranks, secrets: hands them on by name",
@@ -60,6 +59,7 @@ FLAGS = frozenset(
 _FLAG_OR_VALUE = frozenset({"exclusive", "kill_on_invalid_dep", "nice", "no_kill", "propagate"})
 SRUN_OPTIONS = frozenset({"cpu_bind", "mpi"})
 """Options that only srun knows; they go there."""
+BIND_OPTIONS = frozenset({"gpu_bind", "tres_bind"})
 GPU_OPTIONS = frozenset({"gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task"})
 MEMORY_OPTIONS = frozenset({"mem", "mem_per_cpu", "mem_per_gpu"})
 REQUEUE_OPTIONS = frozenset({"requeue", "no_requeue"})
@@ -93,6 +93,10 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     "no_kill": (r"off", "true or off"),
     "kill_on_invalid_dep": (r"yes|no", 'true or false, which Slurm calls "yes" and "no"'),
     "gres": (rf"{_RESOURCE}(,{_RESOURCE})*", "resources such as gpu:a100:4,nvme"),
+    "distribution": (
+        r"(?i:block(:(block|cyclic|fcyclic|\*)){0,2}(,(no)?pack)?)",
+        "block, block:block, block:cyclic or block:fcyclic",
+    ),
     "mail_user": (r"\S[^\s@]*@\S+|[\w.-]+", "an address, or a user of the cluster"),
     "dependency": (r"singleton|[a-z]+(:[0-9]+(_[0-9]+)?(\+[0-9]+)?)+([,?]\S+)?", "such as afterok:1234"),
 }  # fmt: skip

@@ -133,7 +133,7 @@ class TrainSpec(Section):
         default=False, description="Batch norm over the batches of all ranks (SyncBatchNorm); on GPUs only."
     )
     compile: Annotated[Literal["auto", "always", "never"], Word] = Field(
-        default="auto", description="torch.compile; auto: on GPUs, where it pays."
+        default="auto", description="torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile."
     )
     width: fields.Positive = Field(default=1.0, description="Multiplier of fastnet's channels.")
     eval_every: Count = Field(default=1, description="Epochs between evaluations on the test images.")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from clusterddp.errors import ClusterddpError
+from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
 from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
 from clusterddp.train.comm.modes import build_exchange
@@ -24,7 +28,7 @@ from clusterddp.train.forward import (
     place_model,
     wrap_forward,
 )
-from clusterddp.train.group import Group, StopAgreement, broadcast_bytes
+from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
 from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
 from clusterddp.train.precision import choose_precision, time_precisions
@@ -103,9 +107,7 @@ def begin(setting: Setting) -> TrainState:
     if saved is not None:
         _go_on(state, saved, setting)
     if is_compiled(spec, group.device):
-        state.compile_seconds = compile_now(state.forward, model, setting.dataset, spec, precision)
-        if isinstance(optimizer, Muon):
-            state.compile_seconds += optimizer.compile_now()
+        compile_or_go_on(state, setting)
     setting.turns.follow(model)
     setting.reporter.open_events(step=state.step)
     return state
@@ -148,6 +150,45 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
     return choose_comm(measured, spec.comm_allow)
 
 
+def compile_or_go_on(state: TrainState, setting: Setting) -> None:
+    """Compile the forward pass and Muon; with `compile: auto` all ranks go on uncompiled where one cannot compile.
+
+    Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
+    Raises: ClusterddpError: with `compile: always` it fails.
+    """
+    spec, group = setting.spec, setting.group
+    muon = state.optimizer if isinstance(state.optimizer, Muon) else None
+
+    def compile_() -> float:
+        seconds = compile_now(state.forward, state.model, setting.dataset, spec, state.precision)
+        return seconds + (muon.compile_now() if muon else 0.0)
+
+    failure = ""
+    state.model.train(not spec.sync_bn)  # else its batch norm exchanges
+    try:
+        with state.exchange.scope(now=False):
+            state.compile_seconds = compile_()
+    except Exception as error:  # whatever a compiler, Triton or the driver raises
+        failure = _spell_failure(error)
+        if spec.compile == "always":
+            raise ClusterddpError(
+                f"train.compile always: {failure}", hint="compile: auto goes on uncompiled, compile: never does not try"
+            ) from error
+    state.model.train()
+    if min_over_ranks(not failure, group):
+        if spec.sync_bn:
+            state.compile_seconds += compile_()
+        return
+    told = gather_on_first([failure, socket.gethostname()], group) or []
+    which = [f"rank {rank} on {host}: {words}" for rank, (words, host) in enumerate(told) if words]
+    more = f" (and {len(which) - 1} more ranks)" if len(which) > 1 else ""
+    if which:
+        setting.reporter.say(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
+    state.forward, state.compile_seconds = state.exchange.module, 0.0
+    if muon:
+        muon.go_on_uncompiled()
+
+
 def introduce(state: TrainState, setting: Setting) -> None:
     """Tell what is going to be trained, on what."""
     spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
@@ -170,6 +211,13 @@ def introduce(state: TrainState, setting: Setting) -> None:
         setting.reporter.say(f"each steps with its own batch alone, at {schedule.alone_share:.2f} of exact's rate")
     if dataset.warning:
         setting.reporter.say(f"warning: {dataset.warning}")
+
+
+def _spell_failure(error: Exception) -> str:
+    """Put a failed compilation into a line, with what this host lacks for it."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    obstacle = find_compile_obstacle(os.environ)
+    return f"{type(error).__name__}: {line}" + (f" ({obstacle})" if obstacle else "")
 
 
 def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:

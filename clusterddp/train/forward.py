@@ -53,7 +53,7 @@ def is_compiled(spec: TrainSpec, device: torch.device) -> bool:
 
 def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -> list[str]:
     """Tell, in words, what is unusual about the forward pass of training."""
-    facts = [f"compiled in {compile_seconds:.1f} s"] if is_compiled(spec, group.device) else []
+    facts = [f"compiled in {compile_seconds:.1f} s"] if compile_seconds else []
     if spec.strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         idle = f"strategy dp: one {group.device.type} device, so there is nothing to share out"
@@ -79,9 +79,9 @@ def count_devices(forward: nn.Module) -> int:
 
 
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
-    """Have `module` compiled by one forward and backward pass that leaves no trace in `model`; return the seconds.
+    """Have `module` compiled by one forward and backward pass that leaves no trace in `model`, even where it fails.
 
-    Every rank must take part, as the pass may exchange gradients.
+    Return the seconds. Every rank must take part where the pass exchanges something.
     """
     began = time.perf_counter()
     device = dataset.train_images.device
@@ -89,11 +89,13 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
     images = torch.zeros(spec.batch_size, *dataset.image_shape, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
-    trial_pass(module, images, labels, precision)
-    model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        trial_pass(module, images, labels, precision)
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began

@@ -21,7 +21,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, read_json
 from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
-from clusterddp.run.storage import retry_outage
+from clusterddp.run.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import Place, join_group, leave_group
@@ -69,7 +69,9 @@ def main(environ: Mapping[str, str]) -> None:
     run, attempt = assignment.run, assignment.attempt.number
     start_up = StartUp()
     start_up.mark("import")
-    spec = read_spec(run)
+    plan = read_plan(run)
+    spec = TrainSpec.from_json(plan["spec"].get("train") or {})
+    set_storage_timeout((plan.get("gang") or {}).get("host_silence_s"))
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     group = join_group(place)
     start_up.mark("rendezvous")
@@ -100,15 +102,15 @@ def main(environ: Mapping[str, str]) -> None:
     leave_group(group)
 
 
-def read_spec(run: RunDir) -> TrainSpec:
-    """Read what to train from the run's plan.
+def read_plan(run: RunDir) -> dict[str, Any]:
+    """Read the run's plan.
 
     Raises: ClusterddpError: there is no plan.
     """
     plan = read_json(run.plan)
     if plan is None:
         raise ClusterddpError(f"{run.plan}: there is no plan")
-    return TrainSpec.from_json(plan["spec"].get("train") or {})
+    return dict(plan)
 
 
 def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:

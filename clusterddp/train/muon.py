@@ -75,6 +75,10 @@ class Muon(torch.optim.SGD):
                 self._turn_on_gpu(weights, zeros, [torch.zeros_like(weight) for weight in weights], group)
         return time.perf_counter() - began
 
+    def go_on_uncompiled(self) -> None:
+        """Do without a graph."""
+        self._turn_at_once = turn_at_once
+
     def _turn(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         for weight in weights:
             if "momentum_buffer" not in self.state[weight]:

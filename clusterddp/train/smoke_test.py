@@ -30,8 +30,9 @@ from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.group import Group, Place, join_group, leave_group, sum_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
-from clusterddp.train.main import Assignment, read_spec, set_up_torch
+from clusterddp.train.main import Assignment, read_plan, set_up_torch
 from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from clusterddp.train.turns import agree_on_turns
 
@@ -86,7 +87,7 @@ def _check_sum(group: Group) -> None:
 
 
 def _check_training(assignment: Assignment, place: Place, group: Group, *, threads: str | None) -> None:
-    spec = read_spec(assignment.run)
+    spec = TrainSpec.from_json(read_plan(assignment.run)["spec"].get("train") or {})
     set_up_torch(spec, threads=threads)
     host = find_host(group)
     with _said(place, f"the data set {spec.dataset} is there"):
@@ -201,4 +202,5 @@ if __name__ == "__main__":
     try:
         main(os.environ)
     except ClusterddpError as error:  # which is about the user's files: our frames say nothing
-        sys.exit(f"{error.message}; {error.hint}" if error.hint else error.message)
+        print(f"{error.message}; {error.hint}" if error.hint else error.message, file=sys.stderr, flush=True)
+        os._exit(1)  # at once: on a busy host Python's own end takes longer than the other ranks take to miss this one

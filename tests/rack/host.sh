@@ -22,8 +22,8 @@ else
     # The head's processes are still to be seen here, PID 1 is its init: lay the cable from its side.
     nsenter --net=/proc/1/ns/net sh -euc '
         if ip link show "$0" >/dev/null 2>&1; then ip link del "$0"; fi
-        ip link add "$0" type veth peer name eth0 address "$1" netns 1
-        ip link set "$0" master switch up' "$port" "$card"
+        ip link add "$0" type veth peer name eth0 address "$1" netns /proc/self/fd/9
+        ip link set "$0" master switch up' "$port" "$card" 9</proc/self/ns/net
 fi
 
 # Leave the file system of this machine for the host's own disk, with what the table says of the system in it.
@@ -92,6 +92,7 @@ fi
 
 start_accounting() {
     mkdir -p /run/mysqld "$dir/state/mysql"
+    ln -s mysqld /run/mariadbd # the other name that newer ones use
     # No promise to the disk: this database lives as long as the rack.
     options="--no-defaults --user=root --datadir=$dir/state/mysql --innodb-log-file-size=4M
         --innodb-flush-log-at-trx-commit=0"

@@ -29,7 +29,7 @@ from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, RootCause, read_gang, signal_name
 from clusterddp.run.stop import request_stop
-from clusterddp.run.storage import retry_outage
+from clusterddp.run.storage import retry_outage, set_storage_timeout
 from clusterddp.run.sweep import sweep
 
 _END_TIMEOUT_S = 2.5
@@ -68,6 +68,7 @@ def carry(run_dir: str, attempt: int) -> str:
 
 
 def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
+    set_storage_timeout(gang.host_silence_s)
     supervisors: list[_Supervisor] = []
     ended: list[_Supervisor] = []
     complaint = None

@@ -32,7 +32,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.record import AttemptEnd, RootCause, drop_secrets, log_event, read_end, read_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
-from clusterddp.run.storage import STORAGE_TIMEOUT_S, retry_outage
+from clusterddp.run.storage import retry_outage, set_storage_timeout, storage_timeout_s
 from clusterddp.run.sweep import sweep
 from clusterddp.slurm.control import JobNow, show_job
 
@@ -170,6 +170,7 @@ def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Ca
     plan = read_json(run.plan)
     if not plan or not plan.get("slurm"):
         raise ClusterddpError(f"{run.plan}: is gone, or is no plan for Slurm")
+    set_storage_timeout(plan["gang"].get("host_silence_s"))
     return Carried(
         run=run,
         record=record,
@@ -233,13 +234,13 @@ def _patience_s(run: RunDir, attempt: AttemptDir) -> float:
 def _await_storage(carried: Carried, attempt: AttemptDir) -> None:
     """Wait until the run's directory can be read.
 
-    Raises: ClusterddpError: not within `STORAGE_TIMEOUT_S`; unless the head has done so, that is spooled as the end.
+    Raises: ClusterddpError: not within `storage_timeout_s`; unless the head has done so, that is spooled as the end.
     """
     run, start = carried.run, carried.start
     try:
         retry_outage(run.newest_attempt)
     except OSError as error:
-        reason = f"{run.path}: cannot be read on {start.host} for {STORAGE_TIMEOUT_S:.0f} s: {error.strerror}"
+        reason = f"{run.path}: cannot be read on {start.host} for {storage_timeout_s():g} s: {error.strerror}"
         cause = RootCause(rank=None, host=start.host, exit_code=None, error=reason, log=None)
         spool_end(carried.record.token, attempt.number, AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause))
         raise ClusterddpError(reason) from error

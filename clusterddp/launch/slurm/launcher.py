@@ -26,6 +26,7 @@ from clusterddp.run.record import (
     write_run,
 )
 from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
@@ -213,7 +214,8 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
             ) from silence
     if job is None or (is_over(job) and not error.transient):
         # Slurm keeps a job that it has refused on second thoughts: it shows up, and has failed.
-        raise SlurmError(f"{name} was not submitted: {error.message}", hint=error.hint, transient=False) from error
+        hint = error.hint or advise_refusal(error.message)
+        raise SlurmError(f"{name} was not submitted: {error.message}", hint=hint, transient=False) from error
     log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
     return job.job_id
 

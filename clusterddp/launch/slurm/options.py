@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.launch.owned_ranks import cores_per_task, tasks_per_node
 from clusterddp.spec.slurm_options import (
+    BIND_OPTIONS,
     FLAGS,
     GPU_OPTIONS,
     MEMORY_OPTIONS,
@@ -16,6 +17,7 @@ from clusterddp.spec.slurm_options import (
     REQUEUE_OPTIONS,
     SRUN_OPTIONS,
     asks_for_gpus,
+    option_problem,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ _ODD_NAMES = {
 }
 """Where sbatch's variables have other names than its options; None: part of another option."""
 _SWITCHES = FLAGS | {"exclusive", "no_kill", "wait_all_nodes"}
+
+_BOUND = (
+    "a rank sees only the GPUs that are bound to it. Where Slurm confines tasks to their devices, NCCL copies from GPU "
+    "to GPU by way of the host's memory, and a script that takes LOCAL_RANK for its device ends with invalid device "
+    "ordinal: CLUSTERDDP_GPU names the device"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +66,11 @@ def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | N
     own = {name: value for name, value in wanted.items() if value is not False}
     options |= {name: value for name, value in own.items() if name not in SRUN_OPTIONS}
     exported, notes = _exported(environ, {**wanted, **options})
-    return JobOptions(
-        sbatch=options | exported,
-        srun={name: value for name, value in own.items() if name in SRUN_OPTIONS},
-        notes=notes,
-    )
+    sbatch = options | exported
+    srun: Options = {name: value for name, value in own.items() if name in SRUN_OPTIONS}
+    bound = [name for name in sbatch if name in BIND_OPTIONS and not str(sbatch[name]).endswith("none")]
+    notes += tuple(f"slurm.{name}: {_BOUND}" for name in bound if asks_for_gpus(sbatch))
+    return JobOptions(sbatch=sbatch, srun=srun, notes=notes)
 
 
 def option_argv(options: Mapping[str, str | bool]) -> tuple[str, ...]:
@@ -133,6 +141,8 @@ def _exported(environ: Mapping[str, str], options: Mapping[str, str | bool]) -> 
             notes.append(f"{variable} in your environment is left out: slurm.switches takes both values")
         elif name in OWNED and name not in {"time"}:
             notes.append(f"{variable} in your environment is overridden: {OWNED[name]}")
+        elif name == "distribution" and (problem := option_problem(name, environ[variable])):
+            notes.append(f"{variable} in your environment is overridden: {problem[0]}")
         elif _is_taken(name, options):
             notes.append(f"{variable} in your environment is overridden by the spec")
         else:

@@ -15,6 +15,7 @@ from clusterddp.launch.slurm.options import JobOptions, Options, option_argv
 from clusterddp.run.directory import RunDir
 from clusterddp.run.templates import read_template
 from clusterddp.slurm.identity import job_name, job_tag
+from clusterddp.spec.slurm_options import BIND_OPTIONS
 
 SCRIPT = "slurm_job.sh"
 TASK_MODULE = "clusterddp.node.task"
@@ -104,7 +105,8 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "ntasks_per_node": options["ntasks_per_node"],
         # srun of 22.05 to 23.02 does not take it from the job.
         "cpus_per_task": options["cpus_per_task"],
-        "distribution": "block",
+        # Neighbours share a socket, and so do, as a rule, their GPUs; Slurm's own default deals them out in turn.
+        "distribution": options.get("distribution") or "block:block",
         "unbuffered": True,
         "label": True,
         "open_mode": "append",
@@ -115,7 +117,20 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
     inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
     flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
     task = (*inside, "-m", TASK_MODULE, str(run_dir))
-    return ("srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
+    return (*_without_binding(options), "srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
+
+
+def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
+    """Return what goes before srun so that every rank sees all GPUs of its node, unless the user binds them.
+
+    From a number of GPUs for each task, which sbatch leaves in the job's environment, srun concludes that each task
+    sees only its own. `--gpu-bind=none` does not mend that: srun 20.11 refuses it, and with 22.05 no task learns of any
+    GPU.
+    """
+    by_task = {"gpus_per_task": "SLURM_GPUS_PER_TASK", "tres_per_task": "SLURM_TRES_PER_TASK"}
+    if by_task.keys().isdisjoint(options) or not BIND_OPTIONS.isdisjoint(options):
+        return ()
+    return ("env", *(f"--unset={variable}" for variable in by_task.values()))
 
 
 def _start_paths(environ: Mapping[str, str]) -> tuple[str, ...]:

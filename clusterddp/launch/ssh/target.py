@@ -33,7 +33,7 @@ _ATTEMPT_FACTS = re.compile(r"attempts/\d+/(start|stopped)\.json")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
 _END = re.compile(r"attempts/\d+/end\.json")
 _RANK = re.compile(
-    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err))"
+    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl))"
 )
 _NODE_LOG = re.compile(r"launcher/(?:supervisor|torchrun)-(\d+)\.log")
 _LOCK_S = 5.0

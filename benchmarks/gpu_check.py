@@ -1,0 +1,190 @@
+"""Everything that clusterddp has never done on your GPUs, in one run: one JSON file and one page to send.
+
+    make gpu-check [DATA=DIR]                 or: python benchmarks/gpu_check.py [--data-dir DIR] [--cpu] [--out PATH]
+
+First it says what is missing: a GPU, a driver, a torch with CUDA, a compiler. Where nothing is, it measures what ranks
+on all GPUs of this machine can do (`clusterddp doctor --job --deep`), runs the tests that need a GPU, and 200 steps of
+the jobs in jobs/, in turns with airbench94_muon.py and Lightning. DIR has CIFAR-10; without it the jobs see noise, and
+airbench is left out. 15 minutes on one card; the peers are cloned and installed at the first use. --cpu does all that
+on the CPU, to see that it works. How to send the files: CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import platformdirs
+from trainer_gpu import airbench
+from trainer_peers_setup import Peers
+from trainer_rounds import ROOT, Contender, describe_machine, play, say
+from trainer_runs import LocalPlace
+
+from clusterddp.doctor.page import render_page
+from clusterddp.facts.checks import Check, Result, is_healthy, red, to_json
+from clusterddp.facts.judge import Needs, judge_machine
+from clusterddp.facts.machine import Machine, read_machine
+from clusterddp.facts.torch import import_torch
+
+_STEPS, _WARM_STEPS, _STEPS_ON_CPU = 200, 50, 4
+_FIGURES = ("images_per_s", "step_ms", "mfu_percent", "compile_seconds", "train_seconds", "accuracy_tta")
+_JOBS = ("cifar10_resnet18", "cifar10_fastnet", "modelarts_ours", "resnet18_2x8")
+
+
+def main() -> int:
+    """Check, measure, write; exit code 3 where something is missing, 1 where something failed."""
+    arguments = parse()
+    machine = dataclasses.replace(read_machine(ROOT, os.environ), torch=import_torch())
+    needs = Needs(trainer=True, gpus=not arguments.cpu)
+    found = [*judge_machine(machine, needs), *([] if arguments.cpu else find_missing(machine))]
+    checks = [Check(name=name, results={"here": result}) for name, result in found]
+    report: dict[str, Any] = {"schema": 1, "kind": "gpu-check", "machine": describe_machine()}
+    report["checks"] = [each for each in to_json(checks) if each["check"] != "runs directory"]
+    for each in report["checks"]:
+        say(
+            f"{each['level']:5} {each['check']:16} {each['found']}"
+            + (f"\n      fix: {each['fix']}" if each["fix"] else "")
+        )
+    if not is_healthy(checks):
+        write(report, arguments.out)
+        say("nothing was measured: what is red above has to be mended first")
+        return 3
+    gpus = len(machine.gpus)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
+        place = LocalPlace(path=Path(directory))
+        report["deep"] = measure_deep(place.path, gpus, cpu=arguments.cpu)
+        write(report, arguments.out)
+        report["tests"] = run_tests(place.path)
+        write(report, arguments.out)
+        played = play(list(contenders(arguments, place, gpus)), arguments.rounds)
+        report |= {"speed": [summarise(row) for row in played["rows"]], "left_out": played["skipped"]}
+    write(report, arguments.out)
+    worked = report["deep"].get("healthy") and not report["tests"]["failed"] and report["speed"]
+    return 0 if worked else 1
+
+
+def find_missing(machine: Machine) -> Iterator[tuple[str, Result]]:
+    """Say what a GPU needs that is not here."""
+    if not machine.gpus:
+        where = "nvidia-smi lists none" if shutil.which("nvidia-smi") else "there is no nvidia-smi"
+        yield "NVIDIA GPU", red(f"none: {where}", "NVIDIA's driver; nvidia-smi -L has to list the GPUs")
+    if machine.torch is not None and machine.torch.version and not machine.torch.cuda:
+        fix = "install torch with CUDA: https://pytorch.org/get-started/locally"
+        yield "torch with CUDA", red(f"{machine.torch.version} is for the CPU", fix)
+
+
+def measure_deep(directory: Path, gpus: int, *, cpu: bool) -> dict[str, Any]:
+    """Return what `doctor --job --deep` finds with one rank on each GPU."""
+    resources = {"procs_per_node": 2} if cpu else {"gpus_per_node": gpus}
+    train: dict[str, Any] = {"model": "resnet18", "batch_size": 128}
+    if cpu:
+        train = {"model": "fastnet", "width": 0.25, "batch_size": 8, "precision": "fp32", "compile": "never"}
+    spec = {"name": "gpu-check", "launcher": "local", "device": "cpu" if cpu else "gpu", "resources": resources}
+    (directory / "deep.yaml").write_text(json.dumps(spec | {"train": train}))  # JSON is YAML
+    say("deep check: ranks on all GPUs measure, and hang")
+    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--job", "--deep", "--report", "deep"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=directory, env=environ, text=True, capture_output=True, check=False)
+    told = directory / "deep.json"
+    found = {} if told.exists() else {"error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
+    return {"healthy": done.returncode == 0} | (json.loads(told.read_text()) if told.exists() else found)
+
+
+def run_tests(directory: Path) -> dict[str, Any]:
+    """Run the tests that need a GPU; return how many passed, and which did not."""
+    say("the tests that need a GPU")
+    results = directory / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={results}", str(ROOT / "tests")]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []  # noqa: S314
+    by_outcome: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
+    for case in cases:
+        outcome = next((each.tag for each in case if each.tag in ("failure", "error", "skipped")), "passed")
+        by_outcome[{"failure": "failed", "error": "failed"}.get(outcome, outcome)].append(str(case.get("name")))
+    return {"passed": len(by_outcome["passed"]), "failed": by_outcome["failed"], "skipped": by_outcome["skipped"]}
+
+
+def contenders(arguments: argparse.Namespace, place: LocalPlace, gpus: int) -> Iterator[Contender]:
+    """Yield the shipped jobs, each for some steps on the GPUs that are here, and the peers."""
+    steps, warm = (_STEPS_ON_CPU, 1) if arguments.cpu else (_STEPS, _WARM_STEPS)
+    data = ["train.dataset=random", "train.data_dir=null"]
+    if arguments.data_dir is not None:
+        data = [f"train.data_dir={arguments.data_dir.resolve()}"]
+    ends = [f"train.max_steps={steps + warm}", f"train.log_every={warm}", "train.checkpoint_every=1000"]
+    for name in _JOBS:
+        here = ["launcher=local", "resources.nodes=1", "resources.time=null"]
+        here += ["resources.gpus_per_node=null", "device=cpu"] if arguments.cpu else []
+        here += [f"resources.gpus_per_node={min(gpus, 8)}"] if name.endswith("2x8") and not arguments.cpu else []
+        take = partial(place.job_turn, ROOT / "jobs" / f"{name}.yaml", *here, *data, *ends, warm_steps=warm)
+        yield Contender(name=name, label=f"jobs/{name}.yaml", take_turn=take)
+    if arguments.no_peers:
+        return
+    try:
+        peers = Peers.set_up(arguments.peers, kuangliu=Peers.KUANGLIU)
+    except (OSError, subprocess.CalledProcessError) as error:
+        say(f"peers: SKIPPED: {error}")
+        return
+    lightning = partial(
+        peers.turn,
+        "lightning",
+        ranks=1,
+        threads=8,
+        steps=(warm, steps),
+        best=True,
+        batch=8 if arguments.cpu else 512,
+        device="cpu" if arguments.cpu else "gpu",
+    )
+    yield Contender(name="lightning", label="Lightning, ResNet-18, 512 images", take_turn=lightning)
+    if arguments.data_dir is not None and not arguments.cpu:
+        clone = peers.clone(arguments.airbench, "cifar10-airbench")
+        take = partial(airbench, clone / "airbench94_muon.py", arguments.data_dir)
+        yield Contender(name="airbench94_muon", label="airbench94_muon.py, unchanged", take_turn=take)
+
+
+def summarise(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians of a row's turns."""
+    facts = [turn["facts"] | {key: turn[key] for key in ("images_per_s", "step_ms")} for turn in row["turns"]]
+    values = {key: [each[key] for each in facts if each.get(key) is not None] for key in _FIGURES}
+    medians = {key: round(statistics.median(numbers), 2) for key, numbers in values.items() if numbers}
+    return {"what": row["label"], "turns": len(facts), "precision": facts[0].get("precision"), **medians}
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Write the report as JSON and as a page, as far as it is."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(f"{out.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    out.with_name(f"{out.name}.html").write_text(render_page(report, title="clusterddp: make gpu-check"))
+    say(f"written: {out}.json and {out}.html")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cache = Path(platformdirs.user_cache_dir("clusterddp-benchmarks"))
+    name = f"gpu-{time.strftime('%Y-%m-%d', time.gmtime())}"
+    parser.add_argument("--data-dir", type=Path, help="where CIFAR-10 is")
+    parser.add_argument("--cpu", action="store_true", help="a few steps on the CPU: to see that it works")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each job and peer")
+    parser.add_argument("--no-peers", action="store_true", help="our own jobs only")
+    parser.add_argument("--peers", type=Path, default=cache / "peers", help="where the peers are or will be")
+    parser.add_argument("--airbench", default=Peers.AIRBENCH, help="what git shall clone; a path works, too")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / name, help="without its ending")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

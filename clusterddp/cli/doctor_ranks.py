@@ -1,0 +1,125 @@
+"""`doctor --job --deep`: the ranks of a spec are started where they would train, on any launcher, and measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp import __version__
+from clusterddp.api import Run
+from clusterddp.errors import PreflightError
+
+if TYPE_CHECKING:
+    from clusterddp.cli.terminal import Terminal
+    from clusterddp.facts.checks import Check
+    from clusterddp.facts.deep_check import Finding
+    from clusterddp.launch.entry import Trial
+    from clusterddp.launch.plan import Plan
+    from clusterddp.spec.load import ResolvedSpec
+
+_RUN_S = 900.0
+"""How long the ranks may take from their start; compiling takes most of it."""
+_HANG_S = 120.0
+_POLL_S = 0.2
+_STARTED = ("RUNNING", "STOPPING")
+
+
+def measure_ranks(
+    resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal, *, timeout_s: float, tell: Callable[[str], None]
+) -> tuple[list[Check], dict[str, Any]]:
+    """Have all ranks of the spec measure, then hang and be ended; return checks, and the report to send.
+
+    Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
+    """
+    from clusterddp.doctor.ranks import judge_hang, judge_ranks, to_report
+
+    plan = _plan(resolved, runs_dir, terminal, "deep check")
+    tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
+    run, state = _carry_out(plan, timeout_s, tell)
+    world_size = plan.gang.world_size
+    findings = _read(run, world_size)
+    checks = judge_ranks(findings, world_size=world_size, state=state, run=run.name)
+    ended_s = None
+    if world_size > 1 and state == "COMPLETED":
+        ended_s = _time_hang(_plan(resolved, runs_dir, terminal, "hang"), timeout_s, tell)
+        checks.append(judge_hang(ended_s, backend=plan.gang.backend))
+    return checks, {
+        "schema": 1,
+        "clusterddp": __version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "launcher": plan.launcher,
+        "nodes": len(plan.gang.nodes),
+        "ranks": world_size,
+        "backend": plan.gang.backend,
+        "state": state,
+        "hang_ended_s": ended_s,
+        **to_report(checks, findings),
+    }
+
+
+def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal, trial: Trial) -> Plan:
+    from clusterddp.launch.plan import plan_run
+
+    job = resolved.job.model_copy(update={"restarts": 0})
+    return plan_run(
+        dataclasses.replace(resolved, job=job),
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=terminal.environ,
+        trial=trial,
+    )
+
+
+def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tuple[Run, str]:
+    """Submit a run and wait for its end; return it, and its state then."""
+    run = _start(plan, timeout_s, tell)
+    try:
+        state = run.wait(_RUN_S)
+    finally:
+        run.cancel()  # of a run that has ended: nothing happens
+    return run, state
+
+
+def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
+    """Submit a run, and wait until its ranks have started.
+
+    Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
+    """
+    from clusterddp.launch.submit import submit
+
+    run = Run(submit(plan, tell=tell).run_dir)
+    deadline = time.monotonic() + timeout_s
+    while (state := run.wait(_POLL_S)) not in (*_STARTED, "COMPLETED", "FAILED", "CANCELLED", "LOST"):
+        if time.monotonic() > deadline:
+            run.cancel()
+            raise PreflightError(
+                f"{run.name} has not started within {timeout_s:g} s, and is cancelled: it is {state}",
+                hint="--timeout S waits longer",
+            )
+    return run
+
+
+def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
+    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never came that far."""
+    tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
+    run = _start(plan, timeout_s, tell)
+    deadline = time.monotonic() + _HANG_S
+    try:
+        while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:
+            if time.monotonic() > deadline or run.wait(_POLL_S) not in _STARTED:
+                return None
+        time.sleep(1.0)  # into the all-reduce
+        began = time.monotonic()
+    finally:
+        run.cancel()
+    run.wait(_HANG_S)
+    return round(time.monotonic() - began, 1)
+
+
+def _read(run: Run, world_size: int) -> list[Finding]:
+    from clusterddp.facts.deep_check import read_findings
+
+    return [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]

@@ -1,0 +1,70 @@
+"""What NCCL's own log says of the way that its data takes: the network, its devices, the links between ranks.
+
+Source of the lines: NCCL 2.10 to 2.29, src/init.cc, src/transport/*.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+SOCKETS = "Socket"
+VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+"""What makes NCCL write its log; where the user has set one of them, all are the user's."""
+_NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
+_DEVICES = re.compile(r"NCCL INFO NET/(?:IB|Socket) : Using\s+(\[0\].*?)\s*(?:\[RO\])?\s*(?:;.*)?$", re.MULTILINE)
+_LINK = re.compile(r"NCCL INFO Channel .* via (NET|P2P|SHM)/(.+?)\s*$", re.MULTILINE)
+_MISSING = re.compile(
+    r"NCCL (?:INFO|WARN) (NET/IB : No device found\.|Failed to open libibverbs\S*|.*ibv_\w+.*failed.*)"
+)
+_ADDRESS = re.compile(r"^(\S+?):\S*<\d+>$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transport:
+    """The way that NCCL's data takes from one rank, or from the ranks of a node."""
+
+    network: str
+    """NCCL's own name of it: IB (RoCE, too), Socket, or that of a plugin."""
+    devices: tuple[str, ...] = ()
+    """Of the network: mlx5_0:1/IB, or the interfaces of sockets."""
+    links: tuple[str, ...] = ()
+    """Kinds of links to other ranks that were opened so far: NET/IB/GDRDMA, P2P/CUMEM, SHM/direct."""
+    complaint: str = ""
+    """Why there is no InfiniBand, in NCCL's words."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read_transport(log: str) -> Transport | None:
+    """Read one rank's log as far as it is written; None: NCCL has not chosen yet."""
+    networks = _NETWORK.findall(log)
+    if not networks:
+        return None
+    found = _DEVICES.findall(log)
+    words = re.findall(r"\[\d+\](\S+)", found[-1]) if found else []
+    complaint = _MISSING.search(log)
+    return Transport(
+        network=networks[-1],
+        devices=tuple(_ADDRESS.sub(r"\1", word) for word in words),
+        links=tuple(sorted({_kind(*match) for match in _LINK.findall(log)})),
+        complaint=complaint[1] if complaint and networks[-1] == SOCKETS else "",
+    )
+
+
+def merge(transports: list[Transport]) -> Transport:
+    """Put what the ranks of a node say together; the slowest network is the node's."""
+    of_sockets = [each for each in transports if each.network == SOCKETS]
+    first = (of_sockets or transports)[0]
+    return dataclasses.replace(first, links=tuple(sorted({link for each in transports for link in each.links})))
+
+
+def _kind(way: str, rest: str) -> str:
+    """Leave the number of the device and what is said of buffers out of a link."""
+    if way == "NET":
+        name = rest.partition("/")[0]
+        return f"NET/{name}/GDRDMA" if "/GDRDMA" in rest else f"NET/{name}"
+    return f"{way}/{rest.partition('/')[0]}"

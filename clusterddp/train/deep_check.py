@@ -1,0 +1,308 @@
+"""The deep check of a run's places: its ranks meet, and measure what a training will depend on.
+
+The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints a line for each probe:
+a Finding of facts/deep_check.py. A probe that fails ends nothing but itself, on every rank where ranks do it together.
+
+With the word `hang` the ranks wait for one of them for ever: how long it takes to end such a gang is measured outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterddp.dist.devices import ask_nvidia_smi
+from clusterddp.facts.deep_check import (
+    Compile,
+    Environment,
+    Finding,
+    Hang,
+    Peers,
+    Reduction,
+    Reductions,
+    Rendezvous,
+    Training,
+)
+from clusterddp.train.begin import Setting, begin, prepare
+from clusterddp.train.checkpoint import Store
+from clusterddp.train.group import Group, Place, join_group, leave_group, min_over_ranks
+from clusterddp.train.loop import await_checkpoint, save, train_epoch
+from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.spec import TrainSpec
+from clusterddp.train.state import TrainState
+
+_STEPS = {"cpu": 3, "cuda": 50}
+_PROFILED_STEPS = 3
+_SIZES = tuple(4**power * 1024 for power in range(10))
+"""Bytes of an all-reduce: 1 KiB to 256 MiB."""
+_LONGEST_S = 0.25
+"""An all-reduce that takes longer is the last one that is measured."""
+_COPY_BYTES = 1 << 26
+_ROUNDS = 5
+_SHM = "/dev/shm"  # noqa: S108
+_VARIABLES = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+_SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def main(environ: Mapping[str, str], words: list[str]) -> None:
+    """Measure, and print."""
+    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
+    probe = Probe(place)
+    probe("environment", lambda: describe_environment(place, environ))
+    began = time.perf_counter()
+    group = join_group(place)
+    probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=place.backend, device=str(group.device)))
+    if "hang" in words:
+        wait_for_ever(group, probe)
+    probe.group = group
+    if group.world_size > 1:
+        probe("all_reduce", lambda: time_reductions(group))
+    if group.device.type == "cuda" and place.local_rank == 0:
+        probe.alone("peers", measure_peers)
+    spec = _spec(assignment, group)
+    set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
+    if spec.compile != "never":
+        probe("compile", lambda: time_compile(group.device))
+    probe("train", lambda: measure_training(spec, assignment, group))
+    leave_group(group)
+
+
+class Probe:
+    """Carries probes out, and tells what came of them."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.group: Group | None = None
+        """Set: whether a probe worked is agreed on, so that all ranks go on alike."""
+
+    def __call__(self, name: str, measure: Callable[[], Any]) -> None:
+        worked = self.alone(name, measure)
+        if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
+            self._tell(name, error="failed on another rank")
+
+    def alone(self, name: str, measure: Callable[[], Any]) -> bool:
+        """Carry out what other ranks take no part in; False: it failed."""
+        try:
+            self._tell(name, found=measure())
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            self._tell(name, error=f"{type(error).__name__}: {first[:500]}")
+            return False
+        return True
+
+    def _tell(self, name: str, **what: Any) -> None:
+        finding = Finding(rank=self._place.rank, host=socket.gethostname(), probe=name, **what)
+        print(finding.to_line(), flush=True)
+
+
+def describe_environment(place: Place, environ: Mapping[str, str]) -> Environment:
+    """Tell what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
+    has_gpus = torch.cuda.is_available()
+    nccl = torch.cuda.nccl.version() if has_gpus and dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
+    own: dict[str, Any] = {}
+    if has_gpus:
+        index = place.local_rank if place.gpu is None else place.gpu
+        device = torch.cuda.get_device_properties(index)
+        driver = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+        own = {
+            "gpu": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "memory_bytes": device.total_memory,
+            "driver": driver or None,
+        }
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version() if has_gpus else None,  # type: ignore[no-untyped-call]
+        nccl=".".join(map(str, nccl)) if nccl else None,
+        gpus=torch.cuda.device_count(),
+        cores=len(os.sched_getaffinity(0)),
+        locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        shm_bytes=shutil.disk_usage(_SHM).total if Path(_SHM).exists() else None,
+        compiler=next(filter(None, map(shutil.which, (environ.get("CC", "cc"), "gcc", "clang"))), None),
+        python_h=Path(sysconfig.get_path("include"), "Python.h").exists(),
+        variables={name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES)},
+        topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if place.local_rank == 0 else None,
+        **own,
+    )
+
+
+def time_reductions(group: Group) -> Reductions:
+    """Time all-reduces of float32 numbers, by size."""
+    rows: list[Reduction] = []
+    for num_bytes in _SIZES:
+        numbers = torch.ones(num_bytes // 4, device=group.device)
+        times = [_time_reduction(numbers, group) for _ in range(_ROUNDS)]
+        seconds = -min_over_ranks(-min(times), group)  # the slowest rank's best
+        bus = 2 * (group.world_size - 1) / group.world_size * num_bytes / seconds / 1e9
+        rows.append(Reduction(bytes=num_bytes, ms=round(1000 * seconds, 4), bus_gb_per_s=round(bus, 4)))
+        if seconds > _LONGEST_S:
+            break
+    return Reductions(sizes=tuple(rows))
+
+
+def measure_peers() -> Peers:
+    """Copy between each two GPUs of this host that this process sees."""
+    devices = range(torch.cuda.device_count())
+    return Peers(
+        access=tuple(
+            tuple(one == two or torch.cuda.can_device_access_peer(one, two) for two in devices) for one in devices
+        ),
+        gb_per_s=tuple(tuple(None if one == two else _copy_gb_per_s(one, two) for two in devices) for one in devices),
+    )
+
+
+def time_compile(device: torch.device) -> Compile:
+    """Compile a small function, forward and backward."""
+
+    def small(values: torch.Tensor) -> torch.Tensor:
+        return (values.sin() * values).relu().sum()
+
+    torch.compiler.reset()
+    began = time.perf_counter()
+    numbers = torch.linspace(0, 1, 64, device=device, requires_grad=True)
+    value = torch.compile(small)(numbers)
+    value.backward()  # type: ignore[no-untyped-call]
+    if not torch.allclose(value, small(numbers)):
+        raise ArithmeticError("a compiled function gives another value than the function")
+    return Compile(seconds=_since(began))
+
+
+def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
+    """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
+    from clusterddp.train.host import find_host, load_once
+    from clusterddp.train.turns import agree_on_turns
+
+    host = find_host(group)
+    dataset = load_once(spec, group, host)
+    turns = agree_on_turns(spec, host, image_size=dataset.image_size)
+    store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
+    with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
+        setting = prepare(spec, dataset, group, store=store, reporter=reporter, turns=turns)
+        state = begin(setting)
+        _take_steps(state, setting, _PROFILED_STEPS)
+        seconds, steps = _take_steps(state, setting, _STEPS[group.device.type])
+        on_gpu: dict[str, Any] = {}
+        if group.device.type == "cuda":
+            on_gpu = _count_calls(state, setting) | {"peak_bytes": torch.cuda.max_memory_allocated(group.device)}
+        began = time.perf_counter()
+        save(state, setting)
+        await_checkpoint(state, setting)
+        setting.stop.settle()
+        return Training(
+            model=spec.model,
+            precision=state.precision,
+            batch=setting.schedule.global_batch,
+            compile_s=state.compile_seconds,
+            step_ms=round(1000 * seconds / steps, 3),
+            images_per_s=round(steps * setting.schedule.global_batch / seconds, 1),
+            checkpoint_s=_since(began),
+            **on_gpu,
+        )
+
+
+def wait_for_ever(group: Group, probe: Probe) -> None:
+    """Let all ranks but the first enter an all-reduce that the first one never comes to."""
+    probe("hang", lambda: Hang(waits=not group.is_first))
+    if not group.is_first:
+        numbers = torch.ones(1 << 20, device=group.device)
+        dist.all_reduce(numbers)
+        _synchronize(group)
+    while True:
+        time.sleep(60)
+
+
+def _spec(assignment: Assignment, group: Group) -> TrainSpec:
+    """Return the run's own training, or that of a spec with an entry in default values, on noise and without an end."""
+    spec = TrainSpec.from_json(read_plan(assignment.run)["spec"].get("train") or {"model": "resnet18"})
+    return dataclasses.replace(
+        spec,
+        dataset="random",
+        samples=spec.batch_size * spec.accumulate * group.world_size * (_STEPS[group.device.type] + 1),
+        epochs=1000,
+        max_steps=None,
+        checkpoint_every=1000,
+        eval_every=1000,
+        deterministic=False,
+    )
+
+
+def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[float, int]:
+    """Train an epoch, or what is left of one, until `at_least` steps are done; return seconds and steps."""
+    first = state.step
+    _synchronize(setting.group)
+    began = time.perf_counter()
+    while state.step < first + at_least:
+        if state.step_in_epoch == setting.schedule.steps_per_epoch:
+            state.epoch, state.step_in_epoch = state.epoch + 1, 0
+        train_epoch(state, setting, lambda: None)
+    setting.stop.settle()
+    _synchronize(setting.group)
+    return time.perf_counter() - began, state.step - first
+
+
+def _count_calls(state: TrainState, setting: Setting) -> dict[str, float]:
+    """Count, with the profiler, what a step launches on the GPU, and how often it waits for it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        _, steps = _take_steps(state, setting, _PROFILED_STEPS)
+    calls = {event.key: event.count for event in profiled.key_averages()}
+    counted = {"launches": _LAUNCHES, "syncs": _SYNCS}
+    return {
+        f"{what}_per_step": round(sum(count for key, count in calls.items() if key.startswith(names)) / steps, 2)
+        for what, names in counted.items()
+    }
+
+
+def _time_reduction(numbers: torch.Tensor, group: Group) -> float:
+    _synchronize(group)
+    began = time.perf_counter()
+    dist.all_reduce(numbers)
+    _synchronize(group)
+    return time.perf_counter() - began
+
+
+def _copy_gb_per_s(one: int, two: int) -> float:
+    source = torch.ones(_COPY_BYTES // 4, device=f"cuda:{one}")
+    target = torch.empty_like(source, device=f"cuda:{two}")
+    times = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize(one)
+        torch.cuda.synchronize(two)
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(two)
+        torch.cuda.synchronize(one)
+        times.append(time.perf_counter() - began)
+    return round(_COPY_BYTES / min(times) / 1e9, 2)
+
+
+def _synchronize(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 3)
+
+
+if __name__ == "__main__":
+    main(os.environ, sys.argv[1:])
