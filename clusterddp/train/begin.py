@@ -154,7 +154,7 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
     """Compile the forward pass and Muon; with `compile: auto` all ranks go on uncompiled where one cannot compile.
 
     Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
-    Raises: ClusterddpError: with `compile: always` it fails.
+    Raises: ClusterddpError: with `compile: always` or `max` it fails.
     """
     spec, group = setting.spec, setting.group
     muon = state.optimizer if isinstance(state.optimizer, Muon) else None
@@ -170,9 +170,10 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
             state.compile_seconds = compile_()
     except Exception as error:  # whatever a compiler, Triton or the driver raises
         failure = _spell_failure(error)
-        if spec.compile == "always":
+        if spec.compile != "auto":
             raise ClusterddpError(
-                f"train.compile always: {failure}", hint="compile: auto goes on uncompiled, compile: never does not try"
+                f"train.compile {spec.compile}: {failure}",
+                hint="compile: auto goes on uncompiled, compile: never does not try",
             ) from error
     state.model.train()
     if min_over_ranks(not failure, group):
