@@ -9,9 +9,12 @@ import pytest
 from launch_runs import plan_text
 
 from clusterddp.dist.interface import Link, LinkAddress
+from clusterddp.dist.muster_words import Seen, own_hello
 from clusterddp.dist.socket_links import faster_networks, names_in, tell_links
+from clusterddp.launch.foreign.place import decide_networks
 from clusterddp.node.footing import find_footing
 from clusterddp.node.muster import Muster
+from clusterddp.spec.load import load_spec
 
 MGMT = Link(name="eno1", speed_mbit_per_s=1000, addresses=(LinkAddress(address="10.0.0.{n}", prefix=24),))
 DOCKER = Link(name="docker0", kind="bridge", addresses=(LinkAddress(address="172.17.0.1", prefix=16),))
@@ -87,6 +90,33 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
         found = (variables["NCCL_SOCKET_IFNAME"].value, variables["GLOO_SOCKET_IFNAME"].value)
         assert found == (expected, "eno1")
         assert footing.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
+
+
+def seen(*hosts: tuple[Link, ...]) -> Seen:
+    """Return what rank 0 of `clusterddp worker` sees: two ranks on each host."""
+    hellos = [
+        dataclasses.replace(
+            own_hello(rank=rank, world_size=2 * len(hosts), world_size_from="x", spec=""),
+            host=f"h{rank // 2}",
+            links=tell_links(at(11 + rank // 2, *hosts[rank // 2])),
+        )
+        for rank in range(2 * len(hosts))
+    ]
+    return Seen(hellos=tuple(hellos), reached="10.0.0.11", port=1)
+
+
+def test_ranks_of_another_launcher_decide_for_the_same_network(tmp_path) -> None:
+    job = load_spec("name: a\n", environ={}).job
+    assert decide_networks(job, seen((MGMT, IB0), (MGMT, IB0), (MGMT, IB0))) == ("10.1.0.0/16",)
+    assert decide_networks(job, seen((MGMT, IB0), (MGMT, IB0), (MGMT,))) == ()
+    assert decide_networks(job, seen((MGMT, IB0))) == ()
+    named = load_spec("name: a\nnetwork: {interface: eno1}\n", environ={}).job
+    assert decide_networks(named, seen((MGMT, IB0), (MGMT, IB0))) == ()
+
+
+def test_what_is_no_address_is_left_out() -> None:
+    told = [{"x": 5, "10.1.0.11/16": 9, "10.1.0.11/99": 9}, {"10.1.0.12/16": 9, "": 1}]
+    assert faster_networks(told, "10.0.0.11") == ("10.1.0.0/16",)
 
 
 def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:

@@ -1,11 +1,15 @@
 """What the head makes of Slurm's signals and of the controller's words, and what follows the end of an attempt."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 from gang_runs import make_gang
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.allocation import PATIENCE_S, Answer
+from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt
+from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
 from clusterddp.node.job_watch import Intent, JobWatch, bring_home
 from clusterddp.node.muster import Muster
@@ -98,6 +102,30 @@ def test_a_controller_that_does_not_answer_leaves_the_run_its_restarts():
     watched.on_term(100.0)
     intents = [watched.tick(100.0 + step / 10) for step in range(int(PATIENCE_S * 10) + 20)]
     assert [intent.kind for intent in intents if intent] == ["goes_on"]
+
+
+def test_in_a_container_the_end_of_the_job_is_known_from_its_environment(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000 + clock.now)
+    environ = {"PATH": "/nowhere", "SLURM_JOB_END_TIME": "1800000600"}
+    watched = JobWatch(SLURM, Allocation("2", environ, clock), stop_lead_s=60.0)
+    intents = {}
+    while clock.now < 620:
+        clock.now += 1
+        if clock.now == 602:
+            watched.on_term(clock.now)
+        if intent := watched.tick(clock.now):
+            intents[clock.now] = intent
+    (approaches, first), (reached, last) = intents.items()
+    assert (540 <= approaches <= 542, first.kind) == (True, "time_is_up")
+    assert (reached > 602, last.words) == (True, "the time limit of the job is reached")
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1e99", "9" * 40])
+def test_an_end_of_the_job_that_is_nonsense_is_not_known(text):
+    allocation = Allocation("2", {"PATH": "/nowhere", "SLURM_JOB_END_TIME": text}, Clock())
+    allocation.ask()
+    assert allocation.take().time_left_s is None
 
 
 def test_what_is_left_of_the_job_ends_before_slurm_kills():

@@ -19,6 +19,7 @@ from clusterddp.launch.attempts import end_run
 from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.launch.prerequisites import check_trainer
 from clusterddp.launch.slurm.ask import ask_scheduler
+from clusterddp.launch.slurm.container import _TASK
 from clusterddp.launch.slurm.launcher import renew, write_variables
 from clusterddp.launch.slurm.options import Options, memory_text, without_waiting
 from clusterddp.launch.staging import make_run
@@ -397,8 +398,13 @@ def test_a_container_of_pyxis_is_options_of_srun(tmp_path: Path) -> None:
         f"--container-mounts={runs},{package},/data:/data,/a:/b:ro",
         "--no-container-mount-home",
         "--container-workdir=/w",
+        "/bin/sh",
+        "-c",
+        'exec "$0" "$@"',
         "python3",
-        "-m",
+        "-c",
+        _TASK,
+        "/opt/clusterddp",
         "clusterddp.node.task",
         str(planned.run_dir),
     )
@@ -410,7 +416,8 @@ def test_a_container_of_apptainer_stands_before_python(tmp_path: Path) -> None:
     start = srun.index("apptainer")
     assert srun[start : start + 3] == ("apptainer", "exec", "--nv")
     assert f"--bind={tmp_path}/runs:{tmp_path}/runs" in srun
-    assert srun[-5:] == ("t.sif", "/opt/python", "-m", "clusterddp.node.task", str(planned.run_dir))
+    words = ("t.sif", "/opt/python", "-c", _TASK, "/opt/clusterddp", "clusterddp.node.task", str(planned.run_dir))
+    assert srun[-len(words) :] == words
 
 
 def test_a_container_without_gpus_gets_none(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ import click
 from clusterddp.cli.arguments import command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.dist.environment import Variable
+from clusterddp.dist.interface import read_links
 from clusterddp.dist.muster import DEFAULT_TIMEOUT_S, muster
 from clusterddp.dist.muster_words import own_hello
 from clusterddp.dist.signed import JOIN_KEY
+from clusterddp.dist.socket_links import tell_links
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -98,13 +100,15 @@ def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str,
         launched = ask_pmi(launched, environ, own_addresses(), timeout_s)
     size = launched.told.get("WORLD_SIZE")
     port_is_given = launched.master_port is not None and not launched.port_is_taken
+    gpus = count_gpus(resolved.job, environ)
     return launched, own_hello(
         rank=launched.rank,
         world_size=launched.world_size,
         world_size_from=size.origin if size else "alone",
         spec=hashlib.sha256(spec_text(resolved.job).encode()).hexdigest(),
         local_rank=launched.local_rank,
-        gpus=count_gpus(resolved.job, environ),
+        gpus=gpus,
+        links=tell_links(read_links()) if gpus else {},
         identity="" if port_is_given else f"{launched.identity}:{launched.start}",
     )
 

@@ -8,7 +8,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import PreflightError
@@ -42,6 +42,8 @@ class Hello:
     local_rank: int | None = None
     gpus: int = 0
     """How many this rank sees."""
+    links: dict[str, int] = field(default_factory=dict)
+    """Of its host, where it has GPUs; see `tell_links`."""
     identity: str = ""
     """Of the job, where the port was not given; another job's ranks may knock at the wrong door."""
     left_s: float = 0.0

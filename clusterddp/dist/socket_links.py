@@ -6,12 +6,15 @@ management network, which must not be all that NCCL may use.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from clusterddp.dist.interface import Link, LinkAddress
 from clusterddp.dist.network_choice import TUNNELS
 
+_Place = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAX_TOLD = 32
 """A host may have hundreds; the message that joins the gang is short."""
 
@@ -28,21 +31,21 @@ def faster_networks(told: Sequence[Mapping[str, int]], master_addr: str) -> tupl
     `told`: of each host, the first one's first. A network is as fast as its slowest link. Several are equally fast
     where hosts have a link for each rail.
     """
+    hosts = [_read(links) for links in told]
     speeds: dict[str, list[int]] = {}
-    owners: dict[str, int] = {}
-    for links in told:
+    for links in hosts:
         of_host: dict[str, int] = {}
-        for address, speed in links.items():
-            owners[address] = owners.get(address, 0) + 1
-            network = str(ipaddress.ip_interface(address).network)
+        for place, speed in links.items():
+            network = str(place.network)
             of_host[network] = max(speed, of_host.get(network, 0))
         for network, speed in of_host.items():
             speeds.setdefault(network, []).append(speed)
     # An address that several hosts have leads to none of them.
-    dead = {str(ipaddress.ip_interface(address).network) for address, count in owners.items() if count > 1}
+    owners = Counter(place for links in hosts for place in links)
+    dead = {str(place.network) for place, count in owners.items() if count > 1}
     common = {network: min(each) for network, each in speeds.items() if len(each) == len(told) and network not in dead}
     best = max(common.values(), default=0)
-    if not told or best <= _speed_of_route(told[0], common, master_addr):
+    if best <= _speed_of_route(hosts[0] if hosts else {}, common, master_addr):
         return ()
     return tuple(network for network, speed in common.items() if speed == best)
 
@@ -61,9 +64,17 @@ def _usable(links: Iterable[Link]) -> Iterator[tuple[Link, LinkAddress]]:
                     yield link, entry
 
 
-def _speed_of_route(first: Mapping[str, int], common: Mapping[str, int], master_addr: str) -> int:
-    for address, speed in first.items():
-        interface = ipaddress.ip_interface(address)
-        if str(interface.ip) == master_addr:
-            return common.get(str(interface.network), speed)
+def _read(links: Mapping[str, int]) -> dict[_Place, int]:
+    """Read what a host has told; what is no address is left out."""
+    found: dict[_Place, int] = {}
+    for text, speed in links.items():
+        with contextlib.suppress(ValueError):
+            found[ipaddress.ip_interface(text)] = speed
+    return found
+
+
+def _speed_of_route(first: Mapping[_Place, int], common: Mapping[str, int], master_addr: str) -> int:
+    for place, speed in first.items():
+        if str(place.ip) == master_addr:
+            return common.get(str(place.network), speed)
     return 0

@@ -125,6 +125,6 @@ def _planned_here(name: str, planned: str) -> str:
         "OMP_NUM_THREADS": "resources.cpus_per_task, else a share of the cores",
         "CUDA_VISIBLE_DEVICES": "empty where ranks compute on the CPU",
         "GLOO_SOCKET_IFNAME": "the interface of the route to rank 0",
-        "NCCL_SOCKET_IFNAME": "the interface of the route to rank 0",
+        "NCCL_SOCKET_IFNAME": "the fastest network of all hosts, else the interface of the route to rank 0",
         "ROLE_NAME": "always default",
     }.get(name, planned)

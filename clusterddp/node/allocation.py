@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.node.clock import Clock
 from clusterddp.slurm.commands import slurm_environment
 from clusterddp.slurm.control import JobNow, read_job
-from clusterddp.slurm.time_left import KILL_WAIT_S, read_kill_wait_s, read_time_left_s
+from clusterddp.slurm.time_left import END_TIME, KILL_WAIT_S, read_kill_wait_s, read_time_left_s
 
 PATIENCE_S = 4.0
 """How long the controller may take to answer: as a rule its answer decides what becomes of ranks that end."""
@@ -36,6 +37,8 @@ class Allocation:
         self.kill_wait_s = KILL_WAIT_S
         self._job_id = job_id
         self._environ = slurm_environment(environ)
+        end = environ.get(END_TIME, "")
+        self._end_time = float(end) if end.isdecimal() and len(end) <= 12 else None
         self._clock = clock
         self._question: _Command | None = None
         self._config: _Command | None = None
@@ -52,8 +55,9 @@ class Allocation:
         now = self._clock.now
         try:
             self._question = _Command(["scontrol", "show", "job", "-o", self._job_id], self._environ, now)
-        except OSError as error:
-            self._answer = Answer(job=None, asked=now, error=str(error))
+        except OSError as error:  # in a container there is no scontrol
+            left_s = None if self._end_time is None else self._end_time - time.time()
+            self._answer = Answer(job=None, asked=now, time_left_s=left_s, error=str(error))
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
         """Take in which children have ended."""

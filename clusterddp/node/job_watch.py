@@ -81,6 +81,8 @@ class JobWatch:
         if answer.job is None:
             note(f"the controller could not be asked: {answer.error}")
             self._ask_at = now + _RETRY_S
+            if answer.time_left_s is not None:
+                self._learn_end(answer)
         # EndTime of a job that ends is the moment at which it was ended, of a preempted one the end of its grace.
         elif not answer.job.ends and not answer.job.preempted:
             self._learn_end(answer)
@@ -112,12 +114,17 @@ class JobWatch:
         # Slurm's SIGTERM comes at the end, and KillWait after it SIGKILL; that is for what goes wrong.
         return Intent(kind="time_is_up", words=words, ends_by=self._end)
 
+    def _is_at_end(self, moment: float) -> bool:
+        return self._end is not None and moment >= self._end - 1.0
+
     def _explain(self, answer: Answer) -> Intent | None:
         """Say why SIGTERM came; None: Slurm does not end the job."""
         assert self._term_at is not None
         job = answer.job
         kind: Literal["goes_on", "failed"] = "goes_on"
-        if job is None:
+        if job is None and self._is_at_end(self._term_at):
+            words = "the time limit of the job is reached"
+        elif job is None:
             words = "SIGTERM came, and the controller could not be asked why"
         elif job.preempted:
             words = "the job was preempted"
@@ -125,7 +132,7 @@ class JobWatch:
             words = "the job was requeued"
         elif not job.ends:
             return None
-        elif job.reason == "TimeLimit" or (self._end is not None and self._term_at >= self._end - 1.0):
+        elif job.reason == "TimeLimit" or self._is_at_end(self._term_at):
             words = "the time limit of the job is reached"
         elif job.reason.startswith(_SCRIPT_ENDED):
             kind = "failed"

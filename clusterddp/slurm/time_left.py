@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
+END_TIME = "SLURM_JOB_END_TIME"
+"""The variable in which tasks of Slurm 23.02 and newer find when their job ends, in seconds since the epoch."""
 KILL_WAIT_S = 30.0
 """Slurm's default."""
 

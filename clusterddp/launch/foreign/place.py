@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.interface import interface_towards, is_loopback, loopback, named_interface
-from clusterddp.dist.muster_words import Hello
+from clusterddp.dist.muster_words import Hello, Seen
+from clusterddp.dist.socket_links import faster_networks
 from clusterddp.errors import PreflightError
 from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
 from clusterddp.wire import build
@@ -38,6 +39,8 @@ class Decided:
     master_port: int
     reached: str
     """The address of rank 0's host by which the others reach it."""
+    networks: tuple[str, ...] = ()
+    """What NCCL's sockets take in place of the one by which rank 0 is reached."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], world_size: int) -> Decided:
@@ -103,6 +106,15 @@ def count_threads(num_ranks: int) -> int:
     """Share this host's cores out; a launcher that binds ranks to cores has done that."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, mine if mine < (os.cpu_count() or 1) else mine // num_ranks)
+
+
+def decide_networks(job: JobSpec, seen: Seen) -> tuple[str, ...]:
+    """Decide what networks NCCL's sockets take; none: the one by which rank 0 is reached."""
+    hosts = {hello.place: hello.links for hello in reversed(seen.hellos)}
+    if job.network.interface != "auto" or len(hosts) == 1:
+        return ()
+    first = hosts.pop(seen.hellos[0].place)
+    return faster_networks([first, *hosts.values()], seen.reached)
 
 
 def choose_interface(job: JobSpec, decided: Decided) -> str | None:

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.dist.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
+from clusterddp.dist.interface import read_links
 from clusterddp.dist.launched import Launched
 from clusterddp.dist.muster_words import Seen
+from clusterddp.dist.nccl_log import VARIABLES
+from clusterddp.dist.socket_links import names_in
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.launch.attempts import make_attempt
 from clusterddp.launch.command_lines import rank_command
@@ -30,6 +33,7 @@ from clusterddp.launch.foreign.place import (
     count_gpus,
     count_threads,
     decide_gpus,
+    decide_networks,
     nodes_of,
 )
 from clusterddp.launch.job_values import filled_in, spec_text, with_absolute_paths
@@ -100,6 +104,7 @@ class Worker:
             master_addr=self._master_addr(seen),
             master_port=port or 0,
             reached=seen.reached,
+            networks=decide_networks(self.job, seen),
         )
         return dataclasses.asdict(dataclasses.replace(decided, run=self._make(decided).name))
 
@@ -123,7 +128,9 @@ class Worker:
     def variables(self, decided: Decided, gang: Gang, run: RunDir, interface: str | None) -> dict[str, Variable]:
         """Compute what this rank's environment lacks; what the launcher has set stays as it is."""
         rank = self.launched.rank
-        gang = dataclasses.replace(gang, interface=interface)
+        faster = names_in(decided.networks, read_links()) if decided.networks else ()
+        nodes = tuple(dataclasses.replace(node, nccl_interfaces=faster) for node in gang.nodes)
+        gang = dataclasses.replace(gang, interface=interface, nodes=nodes)
         variables = gang.variables_of(
             rank,
             run_dir=str(run.path),
@@ -134,7 +141,9 @@ class Worker:
         kept = {
             name: variable
             for name, variable in variables.items()
-            if name.startswith("CLUSTERDDP_") or variable.origin == USERS or not self.environ.get(name)
+            if name.startswith("CLUSTERDDP_")
+            or variable.origin == USERS
+            or not (self.environ.get(name) or name in VARIABLES)  # no supervisor reads NCCL's log
         }
         node = gang.node_of(rank)
         kept[COOKIE] = Variable(cookie(decided.token, f"w{node.node_rank}"), "the run")

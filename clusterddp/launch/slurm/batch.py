@@ -34,7 +34,9 @@ from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
 from clusterddp.run.storage import retry_outage, set_storage_timeout, storage_timeout_s
 from clusterddp.run.sweep import sweep
+from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.control import JobNow, show_job
+from clusterddp.slurm.time_left import END_TIME, read_time_left_s
 
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
@@ -171,14 +173,26 @@ def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Ca
     if not plan or not plan.get("slurm"):
         raise ClusterddpError(f"{run.plan}: is gone, or is no plan for Slurm")
     set_storage_timeout(plan["gang"].get("host_silence_s"))
+    environment = job_environment(run, environ, record.token)
+    if plan["slurm"].get("container"):
+        environment = job_end(start.job_id, environment) | environment
     return Carried(
         run=run,
         record=record,
         start=start,
         restarts=int(plan["gang"]["restarts"]),
         srun=tuple(plan["slurm"]["srun"]),
-        environment=job_environment(run, environ, record.token),
+        environment=environment,
     )
+
+
+def job_end(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return when the job ends, as Slurm 23.02 and newer tell tasks: inside a container there is no scontrol."""
+    try:
+        left_s = read_time_left_s(run_slurm(["scontrol", "show", "job", "-o", job_id], environ=environ))
+    except SlurmError:
+        return {}
+    return {} if left_s is None else {END_TIME: str(int(time.time() + left_s))}
 
 
 def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:

@@ -1,6 +1,7 @@
 """How a container is put around the ranks: pyxis by options of srun, apptainer as words before Python.
 
-No cluster with either was at hand: what is rendered here follows their documentation and has not been run.
+No cluster with either was at hand: what is rendered here follows their documentation. A test runs it with a stand-in
+that sets what pyxis sets.
 """
 
 from __future__ import annotations
@@ -13,21 +14,31 @@ import clusterddp
 
 IMPORT_PATH = "/opt/clusterddp"
 """Where this package lies inside, alone: what else is installed beside it here must not hide what the image has."""
+_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
+"""Finds Python inside: srun may look for the first word of a command on the host, where it need not be."""
+_TASK = """\
+import os, runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""Finds this package inside: a PYTHONPATH of the image beats the one that the job's environment has."""
 
 
 def container_words(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
-    """Return the words of the task's command up to Python.
+    """Return the words of the task's command up to the name of its module.
 
     Source: https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
     """
     if container is None:
-        return (sys.executable,)
+        return (sys.executable, "-m")
+    python = (container["python"], "-c", _TASK, IMPORT_PATH)
     if container["runtime"] == "pyxis":
-        return (container["python"],)
+        return (*_SHELL, *python)
     binds = tuple(f"--bind={mount}" for mount in _mounts(container, mounts, run_dir))
     gpus = ("--nv",) if container["gpus"] else ()
     workdir = (f"--pwd={container['workdir']}",) if container["workdir"] else ()
-    return ("apptainer", "exec", *gpus, *binds, *workdir, container["image"], container["python"])
+    return ("apptainer", "exec", *gpus, *binds, *workdir, container["image"], *python)
 
 
 def container_flags(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:

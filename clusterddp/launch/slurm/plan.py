@@ -116,7 +116,7 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
     }
     inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
     flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
-    task = (*inside, "-m", TASK_MODULE, str(run_dir))
+    task = (*inside, TASK_MODULE, str(run_dir))
     return (*_without_binding(options), "srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
 
 
