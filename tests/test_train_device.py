@@ -60,6 +60,17 @@ def test_more_ranks_than_gpus_are_refused(see: Any) -> None:
     assert error.hint == "ask for at most one rank per GPU, or run on the CPU with --cpu"
 
 
+def test_ranks_that_are_shown_several_slices_are_told_that_cuda_shows_one(
+    see: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert str(refusal(rank=1, local_rank=1)) == "rank 1 is number 1 on its node, which shows it 1 GPU"
+    hint = refusal(rank=1, local_rank=1).hint
+    assert hint is not None
+    assert hint.startswith("CUDA shows a process one slice (MIG)")
+
+
 def test_a_torch_for_the_cpu_is_said(see: Any) -> None:
     see(0, cuda=None)
     error = refusal(rank=3)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from clusterddp.dist.devices import read_driver, visible_gpus
 from clusterddp.dist.entry_environment import INIT_METHOD
 from clusterddp.dist.environment import DEVICE, GPU
 from clusterddp.dist.gloo import await_gloo_threads
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
+from clusterddp.train.device import choose_device
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
 NCCL_TIMEOUT = timedelta(minutes=10)  # its operations begin when all ranks have their data
@@ -90,7 +88,7 @@ def join_group(place: Place) -> Group:
 
     Raises: ClusterddpError: the rank has no GPU of its own, or one that NCCL takes from no two ranks.
     """
-    device = _choose_device(place)
+    device = choose_device(place)
     if place.world_size == 1:
         return Group(rank=0, world_size=1, device=device)
     by_nccl = place.backend == "nccl"
@@ -293,39 +291,3 @@ class StopAgreement:
             self._pending.wait()
             self._pending = None
             self.told = bool(self._flag.item())
-
-
-def _choose_device(place: Place) -> torch.device:
-    if (place.device or ("cuda" if place.backend == "nccl" else "cpu")) == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    index = place.local_rank if place.gpu is None else place.gpu
-    if not gpus:
-        raise _no_gpu(place)
-    if index >= gpus:
-        raise ClusterddpError(
-            f"rank {place.rank} is number {place.local_rank} on its node, which shows it {gpus} GPUs",
-            hint="ask for at most one rank per GPU, or run on the CPU with --cpu",
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _no_gpu(place: Place) -> ClusterddpError:
-    """Say why torch finds no GPU on a host that is to have some."""
-    wants, build = f"rank {place.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
-    cpu = "--cpu runs the same ranks on the CPU"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return ClusterddpError(f"{wants} {build} is built for the CPU", hint=f"{INSTALL_CUDA}; {cpu}")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not visible_gpus(os.environ):
-        return ClusterddpError(f"{wants} finds none: CUDA_VISIBLE_DEVICES is {hidden!r}", hint=cpu)
-    driver = read_driver(os.environ)
-    if driver is None:
-        return ClusterddpError(f"{wants} finds none: nvidia-smi shows no driver on this host", hint=cpu)
-    trouble = driver_trouble(str(torch.version.cuda), driver)
-    if trouble is None:
-        return ClusterddpError(f"{wants} finds none: {build}, driver {driver}", hint=f"nvidia-smi -L there; {cpu}")
-    found, fix = trouble
-    return ClusterddpError(f"{wants} finds none: {build} is for CUDA {torch.version.cuda}, {found}", hint=fix)

@@ -1,0 +1,60 @@
+"""Which device a rank computes on, and why torch finds none where there is to be one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from clusterddp.dist.devices import read_driver, visible_gpus
+from clusterddp.errors import ClusterddpError
+from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
+
+if TYPE_CHECKING:
+    from clusterddp.train.group import Place
+
+_ONE_EACH = "ask for at most one rank per GPU, or run on the CPU with --cpu"
+_SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_VISIBLE_DEVICES, as submit does"
+
+
+def choose_device(place: Place) -> torch.device:
+    """Choose what a rank computes on.
+
+    Raises: ClusterddpError: it is to have a GPU, and has none of its own.
+    """
+    if (place.device or ("cuda" if place.backend == "nccl" else "cpu")) == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    index = place.local_rank if place.gpu is None else place.gpu
+    if not gpus:
+        raise _no_gpu(place)
+    if index >= gpus:
+        which = f"rank {place.rank} is number {place.local_rank} on its node"
+        shown = visible_gpus(os.environ, listed=())
+        raise ClusterddpError(
+            f"{which}, which shows it {gpus} GPU{'' if gpus == 1 else 's'}",
+            hint=_SLICED if shown and shown[0].startswith("MIG-") else _ONE_EACH,
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _no_gpu(place: Place) -> ClusterddpError:
+    """Say why torch finds no GPU on a host that is to have some."""
+    wants, build = f"rank {place.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
+    cpu = "--cpu runs the same ranks on the CPU"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ClusterddpError(f"{wants} {build} is built for the CPU", hint=f"{INSTALL_CUDA}; {cpu}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not visible_gpus(os.environ):
+        return ClusterddpError(f"{wants} finds none: CUDA_VISIBLE_DEVICES is {hidden!r}", hint=cpu)
+    driver = read_driver(os.environ)
+    if driver is None:
+        return ClusterddpError(f"{wants} finds none: nvidia-smi shows no driver on this host", hint=cpu)
+    trouble = driver_trouble(str(torch.version.cuda), driver)
+    if trouble is None:
+        return ClusterddpError(f"{wants} finds none: {build}, driver {driver}", hint=f"nvidia-smi -L there; {cpu}")
+    found, fix = trouble
+    return ClusterddpError(f"{wants} finds none: {build} is for CUDA {torch.version.cuda}, {found}", hint=fix)
