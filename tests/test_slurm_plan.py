@@ -189,6 +189,11 @@ def test_gpus_asked_for_by_gres_alone_make_the_backend_nccl(tmp_path: Path) -> N
     assert plan(tmp_path, "slurm: {gres: 'gpu:2'}", spec=CPU).gang.backend == "nccl"
 
 
+def test_the_cpu_is_meant_where_gres_asks_for_gpus_besides(tmp_path: Path) -> None:
+    gang = plan(tmp_path, "device: cpu\nslurm: {gres: 'gpu:2'}", spec=CPU).gang
+    assert (gang.backend, gang.on_cpu) == ("gloo", True)
+
+
 def test_other_resources_leave_the_gpus_as_they_are(tmp_path: Path) -> None:
     assert named(sbatch(tmp_path, "slurm: {gres: nvme}"), "gpus-per-node") == ["--gpus-per-node=4"]
 

@@ -49,12 +49,13 @@ def rack(needs_rack: None) -> Iterator[Rack]:
 
 
 def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
-    """Submit jobs/resnet18_2x8.yaml, GPUs and all, but with gloo, which computes on the CPU; look at it all."""
+    """Submit jobs/resnet18_2x8.yaml, GPUs and all, but to compute on the CPU; look at it all."""
     place = Place(rack, "train")
     overrides = [
         *(
             "slurm.partition=low",
-            "network.backend=gloo",
+            "device=cpu",
+            f"slurm.gres=gpu:{ranks_per_node}",
             f"train.data_dir={data_dir}",
             "train.max_steps=2",
             "train.batch_size=4",
@@ -69,7 +70,7 @@ def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
     run = RunDir(place.path / "runs" / done.stdout.split()[0])
     status = place.status(run)
     assert status["state"] == "COMPLETED"
-    assert f"--gpus-per-node={ranks_per_node}" in json.loads(run.plan.read_text())["slurm"]["sbatch"]
+    assert f"--gres=gpu:{ranks_per_node}" in json.loads(run.plan.read_text())["slurm"]["sbatch"]
     assert [rank["rank"] for rank in status["ranks"]] == list(range(2 * ranks_per_node))
     assert [rank["host"] for rank in status["ranks"]] == ["node1"] * ranks_per_node + ["node2"] * ranks_per_node
     assert {rank["interface"] for rank in status["ranks"]} == {"eth0"}

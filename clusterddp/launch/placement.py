@@ -136,6 +136,7 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
     Raises: PreflightError: nccl is asked for, and no GPUs.
     """
     per_node = job.resources.ranks_per_node
+    gpus = gpus and job.device != "cpu"
     nodes = tuple(
         Node(
             node_rank=node_rank,
