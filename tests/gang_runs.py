@@ -210,6 +210,7 @@ def make_gang(tmp_path: Path, program: str, *, nodes: int = 2, ranks_per_node: i
         "backend": "gloo",
         "master_addr": "127.0.0.1",
         "interface": "lo",
+        "on_cpu": True,
     }
     gang = Gang(**(defaults | options))
     (run_dir / "plan.json").write_text(json.dumps({"gang": gang.to_json()}))

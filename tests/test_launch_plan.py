@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from handmade_runs import make_gang
 from launch_runs import git, plan_script, plan_text
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
@@ -86,6 +87,39 @@ def test_zero_gpus_per_node_means_the_cpu() -> None:
 def test_gloo_may_be_asked_for_on_gpus() -> None:
     placement = place("name: a\nnetwork: {backend: gloo}\n", num_gpus=1)
     assert (placement.backend, placement.on_cpu, placement.nodes[0].gpus) == ("gloo", False, ("GPU-0",))
+
+
+MIG = {"MIG-a0": "GPU-a", "MIG-a1": "GPU-a", "MIG-b0": "GPU-b"}
+
+
+def slices(*names: str) -> Machine:
+    return dataclasses.replace(machine(), gpus=names, cards={name: MIG[name] for name in names})
+
+
+def test_nccl_gets_slices_of_different_gpus() -> None:
+    job = load_spec("name: a\nresources: {gpus_per_node: 2}\n", environ={}).job
+    assert plan_placement(job, slices(*MIG)).nodes[0].gpus == ("MIG-a0", "MIG-b0")
+
+
+def test_two_slices_of_one_gpu_are_refused_to_nccl_and_given_to_gloo() -> None:
+    job = load_spec("name: a\nresources: {gpus_per_node: 2}\n", environ={}).job
+    with pytest.raises(
+        PreflightError, match="MIG-a0 and MIG-a1 are slices of one GPU, and NCCL takes one rank on each"
+    ):
+        plan_placement(job, slices("MIG-a0", "MIG-a1"))
+    gloo = load_spec("name: a\nresources: {gpus_per_node: 2}\nnetwork: {backend: gloo}\n", environ={}).job
+    assert plan_placement(gloo, slices("MIG-a0", "MIG-a1")).nodes[0].gpus == ("MIG-a0", "MIG-a1")
+    alone = load_spec("name: a\nresources: {gpus_per_node: 1}\n", environ={}).job
+    assert plan_placement(alone, slices("MIG-a0", "MIG-a1")).backend == "nccl"
+
+
+def test_each_rank_sees_its_own_slice_alone() -> None:
+    """CUDA shows a process no more than one."""
+    node = dataclasses.replace(make_gang().nodes[0], gpus=("MIG-a0", "MIG-b0"))
+    gang = dataclasses.replace(make_gang(), nodes=(node,))
+    seen = [gang.variables_of(rank, run_dir="/r", attempt=0, master_port=1) for rank in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"].value for each in seen] == ["MIG-a0", "MIG-b0"]
+    assert [each["CLUSTERDDP_GPU"].value for each in seen] == ["0", "0"]
 
 
 def test_nccl_without_gpus_is_refused() -> None:

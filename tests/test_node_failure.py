@@ -1,11 +1,14 @@
 """Which words are said of a rank's end, and which of several failures is the cause."""
 
+import dataclasses
 import json
 
 import pytest
+from handmade_runs import make_gang
 
 from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
+from clusterddp.node.ending import Ending
 from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
@@ -97,6 +100,15 @@ def make_watch(tmp_path, *, spawns=()):
     attempt = Attempt(RunDir(tmp_path), gang, 0)
     attempt.begun = 0.0
     return attempt
+
+
+@pytest.mark.parametrize(("on_cpu", "seconds"), [(True, 10.0), (False, 34.0)])
+def test_processes_with_gpus_have_longer_until_they_cannot_be_killed(on_cpu, seconds):
+    ending = Ending(dataclasses.replace(make_gang(2), on_cpu=on_cpu), {1}, 100.0)
+    assert not ending.is_over(100.0 + seconds - 0.1, waits=False)
+    assert ending.is_over(100.0 + seconds, waits=False)
+    ending.confirm(1, [])
+    assert ending.all_gone
 
 
 def failed(rank, weight, error="some error", **facts):

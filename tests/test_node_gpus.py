@@ -19,6 +19,7 @@ from clusterddp.train.group import Place
         (["0,1", "0,1", "0,1"], True, Choice(device=0)),
         (["0", "0"], False, Choice()),  # one GPU for two ranks: the trainer says so
         (["MIG-a", "MIG-b"], True, Choice(device=0)),
+        (["MIG-a,MIG-b", "MIG-a,MIG-b"], False, Choice(visible=("MIG-a", "MIG-b"), one_each=True)),
         (["0"], False, Choice()),
     ],
 )

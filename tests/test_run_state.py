@@ -16,6 +16,7 @@ import pytest
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, RunRecord, write_end, write_run
 from clusterddp.run.state import read_state
+from clusterddp.run.stop import looking_at, request_stop
 from clusterddp.run.sweep import find_processes, sweep
 from clusterddp.run.view import RunState
 
@@ -271,3 +272,14 @@ def test_a_sweep_finds_what_was_started_by_a_process_that_has_ended(token: str) 
     assert len(find_processes(f"{token}.")) == 1
     assert sweep(f"{token}.", timeout_s=5) == []
     assert find_processes(f"{token}.") == []
+
+
+def test_the_stop_file_is_looked_for_by_time_not_as_often_as_it_is_asked_for(tmp_path: Path) -> None:
+    now = [10.0]
+    requested = looking_at(tmp_path / "STOP", clock=lambda: now[0])
+    assert not requested()
+    request_stop(tmp_path / "STOP", "SIGUSR2 to rank 0")
+    now[0] += 0.2
+    assert not requested()
+    now[0] += 0.1
+    assert requested()

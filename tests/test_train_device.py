@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.group import Place, join_group
@@ -96,6 +98,32 @@ def test_a_rank_on_the_cpu_takes_no_gpu_of_those_that_it_sees(see: Any) -> None:
 def test_gloo_and_a_gpu_are_two_decisions(see: Any) -> None:
     see(2)
     assert join_group(place(backend="gloo", local_rank=1)).device == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("gloo", 30)])
+def test_a_hang_of_nccl_is_noticed_sooner_than_a_host_that_downloads(
+    see: Any, monkeypatch: pytest.MonkeyPatch, backend: str, minutes: int
+) -> None:
+    see(2)
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(dist, "new_group", lambda **options: given.append(options) or dist.group)
+    join_group(place(backend=backend, world_size=2))
+    gradients, control = given
+    assert (gradients["timeout"], control["timeout"]) == (timedelta(minutes=minutes), timedelta(minutes=30))
+    assert gradients["device_id"] == (torch.device("cuda", 0) if backend == "nccl" else None)
+
+
+def test_two_ranks_on_slices_of_one_gpu_are_told_what_to_write(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000")
+
+    see(1)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    error = refusal(rank=1, local_rank=1, gpu=0, world_size=2)
+    assert str(error) == "rank 1: NCCL takes no two ranks on one GPU, or on slices (MIG) of one"
+    assert error.hint is not None
+    assert "network.backend: gloo" in error.hint
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -42,6 +43,8 @@ class Machine:
     loopback: str
     busy: Mapping[str, str] = field(default_factory=dict)
     """Those of `gpus` that are in use -> by whom, in words."""
+    cards: Mapping[str, str] = field(default_factory=dict)
+    """Those of `gpus` that are slices (MIG) -> the GPU that they are of."""
 
     def idle(self) -> Machine:
         """Return what the machine offers when nobody else uses it."""
@@ -76,6 +79,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         gpus=gpus,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         loopback=loopback_interface(),
+        cards={name: gpu.uuid for gpu in listed for name in gpu.slices if name in gpus},
         busy=busy_gpus(environ, gpus=gpus, listed=listed, foreign="CUDA_VISIBLE_DEVICES" not in environ),
     )
 
@@ -103,6 +107,9 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
     gpus = _free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
+    backend = _backend(job, gpus_per_node, len(machine.gpus))
+    if backend == "nccl" and job.resources.world_size > 1:
+        _refuse_shared_cards(job.name, gpus, machine)
     threads, thread_notes = _threads_per_rank(job, machine)
     nodes = tuple(
         Node(
@@ -116,7 +123,7 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
     return Placement(
         nodes=nodes,
         threads_per_rank=threads,
-        backend=_backend(job, gpus_per_node, len(machine.gpus)),
+        backend=backend,
         on_cpu=not gpus_per_node,
         interface=_interface(job, machine),
         notes=(*device_notes, *thread_notes),
@@ -257,7 +264,24 @@ def _free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
             f"{'is' if len(free) == 1 else 'are'} free: {spell_busy(machine.busy)}",
             hint=f"submit it when they are free; {CPU_HINT}",
         )
-    return free[:wanted]
+    seen: Counter[str] = Counter()
+    turns: dict[str, int] = {}
+    for gpu in free:  # slices of different GPUs first
+        turns[gpu] = seen[machine.cards.get(gpu, gpu)]
+        seen[machine.cards.get(gpu, gpu)] += 1
+    return tuple(sorted(free, key=turns.__getitem__))[:wanted]
+
+
+def _refuse_shared_cards(name: str, gpus: Sequence[str], machine: Machine) -> None:
+    """Refuse slices of one GPU to ranks that exchange by NCCL, which takes one rank on each GPU."""
+    first: dict[str, str] = {}
+    for gpu in gpus:
+        other = first.setdefault(machine.cards.get(gpu, gpu), gpu)
+        if other != gpu:
+            raise PreflightError(
+                f"{name}: {other} and {gpu} are slices of one GPU, and NCCL takes one rank on each",
+                hint="network.backend=gloo carries the gradients of slices, too; resources.gpus_per_node=1 takes one",
+            )
 
 
 def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:

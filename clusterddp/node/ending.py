@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 
 from clusterddp.dist.environment import node_cookies
-from clusterddp.node.member import GIVE_UP_S
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd
 from clusterddp.run.sweep import sweep
 
-CONFIRM_S = GIVE_UP_S + 4.0
-"""How long nodes may take to confirm."""
+_CONFIRM_S = 4.0
+"""How long nodes may take to confirm once they have given up."""
 
 
 class Ending:
@@ -22,7 +21,7 @@ class Ending:
         self.unconfirmed = set(nodes)
         """Node ranks."""
         self._gang = gang
-        self._until = now + CONFIRM_S
+        self._until = now + gang.give_up_s + _CONFIRM_S
         self._left: dict[int, list[int]] = {}
 
     @property

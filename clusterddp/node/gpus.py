@@ -34,6 +34,8 @@ class Choice:
     """For CUDA_VISIBLE_DEVICES of all ranks; None: each keeps what its task has."""
     device: int | None = None
     """Which of the GPUs that it sees is a rank's own; None: LOCAL_RANK says."""
+    one_each: bool = False
+    """Each rank sees its own of `visible` alone: CUDA shows a process one slice (MIG)."""
 
 
 def choose_gpus(tasks: Sequence[TaskGpus]) -> Choice:
@@ -44,6 +46,8 @@ def choose_gpus(tasks: Sequence[TaskGpus]) -> Choice:
     known = [names for names in lists if names]
     if len(set(known)) == 1:
         enough = len(known[0]) >= len(known)
+        if enough and len(known) > 1 and known[0][0].startswith("MIG-"):
+            return Choice(visible=known[0], one_each=True)
         return Choice() if enough or not tasks[0].bound else Choice(device=0)
     firsts = [names[0] for names in known]
     if len(set(firsts)) < len(firsts):

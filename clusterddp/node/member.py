@@ -39,8 +39,6 @@ from clusterddp.run.sweep import Sweep
 
 TERM_GRACE_S = 1.0
 """How long ranks have between SIGTERM and SIGKILL when the gang is ended."""
-GIVE_UP_S = 6.0
-"""After that a process that is still there cannot be killed (it hangs in the kernel), and is reported instead."""
 _EMPTY_STOP_FILE_S = 0.3
 """A stop file without content is either being written or was made by hand; the first does not last."""
 
@@ -154,7 +152,7 @@ class Member:
             self._starter.signal(rank, signal.SIGTERM)
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
-            give_up_at=now + GIVE_UP_S,
+            give_up_at=now + self._gang.give_up_s,
             sweep=Sweep(
                 cookies=cookies, descendants_but=self._guard_pid() if self._starter.sweeps_descendants else None
             ),

@@ -52,6 +52,7 @@ def run_rank(run_dir: str) -> None:
     """Run the entry; the exit code is the entry's own, 1 after an exception."""
     _die_with_supervisor()
     _stop_on_signal()
+    _keep_flight_record()
     _keep_to_cores()
     if "CLUSTERDDP_LISTENER_FD" in os.environ:
         from clusterddp.node.store_listener import give_listener_to_torch
@@ -115,6 +116,23 @@ def _stop_on_signal() -> None:
 
     signal.signal(signal.SIGUSR2, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+def _keep_flight_record() -> None:
+    """Have torch write which of NCCL's operations this rank waited for, beside its log, when one times out.
+
+    Source: FlightRecorder.hpp and ProcessGroupNCCL.hpp of torch 2.13; the second names are those of earlier versions.
+    """
+    stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
+    if stop_file is None or os.environ.get("CLUSTERDDP_BACKEND") != "nccl":
+        return
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{Path(stop_file).parent}/logs/nccl_trace_"),
+    ):
+        if os.environ.keys().isdisjoint(names):
+            os.environ[names[0]] = value
 
 
 def _keep_to_cores() -> None:

@@ -77,7 +77,10 @@ class Tasks:
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
         choice = choose_gpus([self._tasks[each].gpus for each in self._ranks])
         if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(choice.visible)
+            own = choice.visible[self._ranks.index(rank)] if choice.one_each else None
+            variables["CUDA_VISIBLE_DEVICES"] = own or ",".join(choice.visible)
+            if own:
+                variables[GPU] = "0"
         if choice.device is not None:
             variables[GPU] = str(choice.device)
         order = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
-from clusterddp.dist.environment import RankPlace, Variable, rank_variables
+from clusterddp.dist.environment import GPU, RankPlace, Variable, rank_variables
 from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
@@ -132,6 +132,14 @@ class Gang:
     """How long a supervisor on a host that answers may be silent before its node counts as lost."""
 
     @property
+    def give_up_s(self) -> float:
+        """Seconds from the SIGTERM after which a process that is still there is reported as one that cannot be killed.
+
+        It hangs in the kernel. The driver of a GPU frees the memory of a process there, for eight of them in a row.
+        """
+        return 6.0 if self.on_cpu else 30.0
+
+    @property
     def world_size(self) -> int:
         return sum(len(node.ranks) for node in self.nodes)
 
@@ -155,7 +163,11 @@ class Gang:
         See `rank_variables` for `restart`, and for a `master_port` in words.
         """
         node = self.node_of(rank)
-        return rank_variables(
+        gpus, variables = node.gpus, {}
+        if any(gpu.startswith("MIG-") for gpu in gpus) and len(gpus) == len(node.ranks) > 1:
+            gpus = (gpus[node.ranks.index(rank)],)
+            variables[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
+        return variables | rank_variables(
             RankPlace(
                 rank=rank,
                 local_rank=node.ranks.index(rank),
@@ -171,7 +183,7 @@ class Gang:
             master_addr=self.master_addr,
             master_port=master_port,
             threads=self.threads_per_rank,
-            gpus=None if node.slurm_chooses_gpus else node.gpus,
+            gpus=None if node.slurm_chooses_gpus else gpus,
             interface=node.interface or self.interface,
             nccl_interfaces=node.nccl_interfaces,
             backend=self.backend,

@@ -7,14 +7,19 @@ the program agrees on one step over all ranks, writes a checkpoint there, confir
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, is_file, read_regular, write_json
 from clusterddp.wire import read_object
+
+LOOK_EVERY_S = 0.25
+"""How often a program that asks in every step looks for the file."""
 
 
 def request_stop(stop_file: Path, reason: str) -> None:
@@ -33,6 +38,26 @@ def request_stop(stop_file: Path, reason: str) -> None:
 def stop_requested(stop_file: Path) -> bool:
     """Say whether a stop was asked for (one stat call); storage that is away asks for none."""
     return is_file(stop_file)
+
+
+def looking_at(
+    stop_file: Path, *, every_s: float = LOOK_EVERY_S, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], bool]:
+    """Return what tells whether a stop was asked for, and looks at the file no more often than `every_s`.
+
+    Steps may take 3 ms, and every rank of a run that asks a shared file system 300 times a second is a load on it.
+    """
+    looked_at = -math.inf
+    found = False
+
+    def requested() -> bool:
+        nonlocal looked_at, found
+        now = clock()
+        if now - looked_at >= every_s:
+            looked_at, found = now, stop_requested(stop_file)
+        return found
+
+    return requested
 
 
 def stop_reason(stop_file: Path) -> str:

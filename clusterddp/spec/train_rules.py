@@ -75,7 +75,13 @@ def _forward_conflicts(train: TrainSpec) -> Iterator[Conflict]:
             message="fastnet has a batch norm of its own form, which torch's SyncBatchNorm would replace",
             hint="resnet18 can do it",
         )
-    if train.strategy == "dp" and train.compile == "always":
+    if train.compile == "max" and train.deterministic:
+        yield Conflict(
+            keys=("train.compile", "train.deterministic"),
+            message="max chooses kernels by timing them, so two runs may come to other last bits",
+            hint="train.compile: always repeats",
+        )
+    if train.strategy == "dp" and train.compile in ("always", "max"):
         yield Conflict(
             keys=("train.compile", "train.strategy"),
             message="DataParallel's copies of the model, new in each step, cannot be compiled",

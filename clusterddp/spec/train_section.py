@@ -132,8 +132,10 @@ class TrainSpec(Section):
     sync_bn: fields.Switch = Field(
         default=False, description="Batch norm over the batches of all ranks (SyncBatchNorm); on GPUs only."
     )
-    compile: Annotated[Literal["auto", "always", "never"], Word] = Field(
-        default="auto", description="torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile."
+    compile: Annotated[Literal["auto", "always", "never", "max"], Word] = Field(
+        default="auto",
+        description="torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile; max: on GPUs with "
+        "kernels chosen by timing, and CUDA graphs where a step has one micro-batch, else as always.",
     )
     width: fields.Positive = Field(default=1.0, description="Multiplier of fastnet's channels.")
     eval_every: Count = Field(default=1, description="Epochs between evaluations on the test images.")

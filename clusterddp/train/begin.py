@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -152,25 +151,29 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
 
 
 def compile_or_go_on(state: TrainState, setting: Setting) -> None:
-    """Compile the steps; with `compile: auto` all ranks go on uncompiled where one of them cannot compile.
+    """Compile the forward pass and Muon; with `compile: auto` all ranks go on uncompiled where one cannot compile.
 
     Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
-    Raises: ClusterddpError: with `compile: always` it fails.
+    Raises: ClusterddpError: with `compile: always` or `max` it fails.
     """
     spec, group = setting.spec, setting.group
-    compile_ = partial(compile_now, state.forward, state.model, setting.dataset, spec, state.precision)
+    muon = state.optimizer if isinstance(state.optimizer, Muon) else None
+
+    def compile_() -> float:
+        seconds = compile_now(state.forward, state.model, setting.dataset, spec, state.precision)
+        return seconds + (muon.compile_now() if muon else 0.0)
+
     failure = ""
     state.model.train(not spec.sync_bn)  # else its batch norm exchanges
     try:
         with state.exchange.scope(now=False):
             state.compile_seconds = compile_()
-        if isinstance(state.optimizer, Muon):
-            state.compile_seconds += state.optimizer.compile_now()
     except Exception as error:  # whatever a compiler, Triton or the driver raises
         failure = _spell_failure(error)
-        if spec.compile == "always":
+        if spec.compile != "auto":
             raise ClusterddpError(
-                f"train.compile always: {failure}", hint="compile: auto goes on uncompiled, compile: never does not try"
+                f"train.compile {spec.compile}: {failure}",
+                hint="compile: auto goes on uncompiled, compile: never does not try",
             ) from error
     state.model.train()
     if min_over_ranks(not failure, group):
@@ -183,8 +186,8 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
     if which:
         setting.reporter.say(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
     state.forward, state.compile_seconds = state.exchange.module, 0.0
-    if isinstance(state.optimizer, Muon):
-        state.optimizer.go_on_uncompiled()
+    if muon:
+        muon.go_on_uncompiled()
 
 
 def introduce(state: TrainState, setting: Setting) -> None:

@@ -90,7 +90,7 @@ class Writer:
         Raises: see `wait`.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:

@@ -30,6 +30,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
+NCCL_TIMEOUT = timedelta(minutes=10)  # its operations begin when all ranks have their data
 
 _T = TypeVar("_T")
 
@@ -87,19 +88,28 @@ class Group:
 def join_group(place: Place) -> Group:
     """Choose this rank's device and meet the other ranks where `place` says.
 
-    Raises: ClusterddpError: the rank has no GPU of its own.
+    Raises: ClusterddpError: the rank has no GPU of its own, or one that NCCL takes from no two ranks.
     """
     device = _choose_device(place)
     if place.world_size == 1:
         return Group(rank=0, world_size=1, device=device)
-    dist.init_process_group(
-        place.backend,
-        init_method=place.init_method,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=GROUP_TIMEOUT,
-        device_id=device if place.backend == "nccl" else None,
-    )
+    by_nccl = place.backend == "nccl"
+    try:
+        dist.init_process_group(
+            place.backend,
+            init_method=place.init_method,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=NCCL_TIMEOUT if by_nccl else GROUP_TIMEOUT,
+            device_id=device if by_nccl else None,
+        )
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ClusterddpError(
+            f"rank {place.rank}: NCCL takes no two ranks on one GPU, or on slices (MIG) of one",
+            hint="one rank for each GPU; or network.backend: gloo, which carries the gradients of slices, too",
+        ) from error
     control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert control is not None
     here = place.on_one_host
@@ -208,7 +218,7 @@ def averaged_buffers(model: nn.Module, group: Group) -> AbstractContextManager[N
 
 
 def gather_on_first(value: _T, group: Group) -> list[_T] | None:
-    """Collect one value of each rank (tensors and plain values), by rank, on rank 0; None elsewhere.
+    """Collect one value of each rank (plain values, and tensors, which come to the CPU), by rank, on rank 0; else None.
 
     torch's own gather_object cannot do without numpy.
     """
@@ -227,7 +237,8 @@ def gather_on_first(value: _T, group: Group) -> list[_T] | None:
     if not group.is_first:
         return None
     pairs = zip(received, sizes.tolist(), strict=True)
-    return [torch.load(io.BytesIO(data[:size]), weights_only=True) for data, size in pairs]
+    # Onto the CPU: rank 0 would open the GPUs of all others.
+    return [torch.load(io.BytesIO(data[:size]), map_location="cpu", weights_only=True) for data, size in pairs]
 
 
 def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clusterddp.spec.image_sets import BUILT_IN
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.group import Group
+from clusterddp.train.group import Group, max_over_ranks
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -76,7 +76,9 @@ def load_once(spec: TrainSpec, group: Group, host: Host | None) -> Dataset:
     Raises: ClusterddpError: what `load_dataset` raises.
     """
     if host is None or spec.dataset not in BUILT_IN or len(set(host.gather(host.ranks[0]))) == group.world_size:
-        return load_dataset(spec, device=group.device, prepare=True)
+        own = load_dataset(spec, device=group.device, prepare=True)
+        max_over_ranks(0.0, group)  # NCCL would not wait for as long as a download may take
+        return own
     with host.shared_file("clusterddp-dataset") as (descriptor, path):
         if host.index == 0:
             dataset = load_dataset(spec, device=group.device, prepare=True)

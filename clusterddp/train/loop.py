@@ -15,6 +15,7 @@ from clusterddp.train.begin import Setting, begin, introduce
 from clusterddp.train.data.augment import Looks, augment, draw_looks
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
+from clusterddp.train.forward import mark_step
 from clusterddp.train.group import ranks_apart
 from clusterddp.train.optim import optimizer_tensors, set_learning_rate
 from clusterddp.train.precision import autocast
@@ -81,6 +82,7 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, looks: Looks,
     look = partial(augment, looks=looks, mean=data.mean, std=data.std, channels_last=True, size=data.image_size)
     mark = state.gauges.clock.mark
     mark("step")
+    mark_step(spec, group.device)
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         mark("load")

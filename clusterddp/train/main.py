@@ -20,7 +20,7 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, read_json
 from clusterddp.run.process_table import read_age_s
-from clusterddp.run.stop import confirm_stop, stop_reason, stop_requested
+from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
 from clusterddp.run.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
@@ -89,7 +89,7 @@ def main(environ: Mapping[str, str]) -> None:
             store=Store(run=run, attempt=attempt, keep=spec.keep_checkpoints),
             reporter=reporter,
             turns=turns,
-            stop_requested=partial(stop_requested, assignment.stop_file),
+            stop_requested=looking_at(assignment.stop_file),
         )
         state = train(setting, after_step=partial(start_up.after_step, reporter))
         if not state.finished(setting.schedule):

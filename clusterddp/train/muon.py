@@ -76,7 +76,7 @@ class Muon(torch.optim.SGD):
         return time.perf_counter() - began
 
     def go_on_uncompiled(self) -> None:
-        """Leave the graph, which some rank cannot have."""
+        """Do without a graph."""
         self._turn_at_once = turn_at_once
 
     def _turn(self, weights: list[Tensor], group: dict[str, Any]) -> None:

@@ -239,6 +239,7 @@ def _count_steps(group: Any, path: Path, options: dict[str, Any]) -> dict[str, i
         "an evaluation": _waits_of(lambda: evaluate_if_due(state, setting)),
         "a checkpoint": _waits_of(lambda: save(state, setting)),
     }
+    setting.writer.wait()
     setting.stop.settle()
     setting.reporter.close()
     return found

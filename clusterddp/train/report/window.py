@@ -73,22 +73,23 @@ def read_window(window: Window, state: TrainState, group: Group) -> Figures:
     Raises: ClusterddpError: a loss, or a gradient of the last step, is not finite.
     """
     own = state.gauges.read(state.precision)
-    numbers = torch.cat((window.losses, window.hits, own.flatten().to(group.device)))
-    sums = sum_over_ranks(numbers, group).cpu()
-    losses, hits, rows = sums[: window.steps], sums[len(window.losses)], sums[-own.numel() :].view_as(own)
+    sums = torch.cat((window.losses, window.hits, own.flatten().to(group.device, non_blocking=True)))
+    sum_over_ranks(sums, group)
+    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+    norm_on_device = torch.nn.utils.get_total_norm(gradients).double().view(1)
+    found = torch.cat((norm_on_device, sums)).cpu()  # the only transfer from the device
+    norm, losses, rest = found[0].item(), found[1 : 1 + window.steps], found[1 + len(window.losses) :]
     means = (losses / group.world_size).tolist()
     for step, loss in enumerate(means, start=state.step - window.steps + 1):
         if not math.isfinite(loss):
             raise _astray(f"the loss of step {step} is {loss}")
-    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).item()
     if not math.isfinite(norm):
         raise _astray(f"the gradients of step {state.step} have the norm {norm}")
     return Figures(
         loss=sum(means) / len(means),
-        hits=hits.item(),
+        hits=rest[0].item(),
         seconds=time.perf_counter() - window.began,
-        ranks=rows.tolist(),
+        ranks=rest[1:].view_as(own).tolist(),
     )
 
 
