@@ -7,11 +7,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch_runs import plan_text
 
+from clusterddp.cli.doctor import _plan
 from clusterddp.errors import PreflightError
 from clusterddp.launch import prerequisites
 from clusterddp.launch.plan import Plan
@@ -19,6 +21,7 @@ from clusterddp.launch.prerequisites import check_data, storage_notes
 from clusterddp.launch.submit import submit
 from clusterddp.run.storage import Mount
 from clusterddp.spec.image_sets import NAMES, is_there
+from clusterddp.spec.load import load_spec
 
 GPUS = "name: a\nlauncher: slurm\nresources: {gpus_per_node: 2}\n"
 
@@ -36,7 +39,11 @@ def write_cifar10(directory: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(batch, protocol=4))
 
 
-def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch of the tests is for the CPU, which is refused first; that is not asked here."""
+    monkeypatch.setattr("clusterddp.launch.submit.check_trainer", lambda gang, *, elsewhere: None)
     (tmp_path / "sets").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/sets}}")
     with pytest.raises(PreflightError, match=r"cifar10 is not in .*/sets, and nodes would look for it when") as refused:
@@ -55,6 +62,17 @@ def test_the_command_that_is_named_is_one_that_can_be_typed(tmp_path: Path) -> N
     command = str(refused.value.hint).partition("  #")[0].replace("/empty", "/sets")
     done = subprocess.run(["sh", "-c", command], cwd="/", env={}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"cifar10 is in {tmp_path}/sets\n"), done.stderr
+
+
+def test_the_doctor_names_data_that_are_absent(tmp_path: Path) -> None:
+    (tmp_path / "sets").mkdir()
+    spec = tmp_path / "job.yaml"
+    spec.write_text(f"{GPUS}train: {{dataset: cifar10, data_dir: {tmp_path}/sets}}\n")
+    terminal = SimpleNamespace(environ={"PATH": "/nowhere"})
+    found = dict(_plan(load_spec(spec, environ={}), tmp_path / "runs", terminal))
+    assert (found["data"].level, "clusterddp.train.data cifar10" in str(found["data"].fix)) == ("red", True)
+    write_cifar10(tmp_path / "sets")
+    assert "data" not in dict(_plan(load_spec(spec, environ={}), tmp_path / "runs", terminal))
 
 
 def test_the_place_that_is_taken_without_data_dir_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

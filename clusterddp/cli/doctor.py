@@ -226,6 +226,12 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
         return
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
+        from clusterddp.launch.prerequisites import check_data
+
+        try:
+            check_data(plan)
+        except PreflightError as error:
+            yield "data", red(error.message, error.hint or "train.data_dir names where they are")
         from clusterddp.launch.slurm.ask import ask_scheduler
         from clusterddp.slurm.explain import advise_refusal
 
