@@ -191,7 +191,7 @@ def test_a_job_that_a_node_could_not_start_says_what_that_usually_means(
     rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
 ) -> None:
     run = make()
-    job = submit_job(rack, run, "--output=/nonexistent/job.log")
+    job = submit_job(rack, run, "--output=/proc/none/job.log")
     await_state(rack, job, "FAILED")
     view = read_at_rest(run, slurm)
     assert "usually it does not see the run's directory" in view.reason
