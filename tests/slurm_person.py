@@ -114,5 +114,5 @@ def interrupt(person: Person) -> None:
 
 def lost_reply() -> str:
     """Return LOST_REPLY for the Slurm that is here: newer ones receive less often before."""
-    version = subprocess.run(["sbatch", "--version"], check=True, capture_output=True, text=True).stdout.split()[-1]
+    version = subprocess.run(["slurmctld", "-V"], check=True, capture_output=True, text=True).stdout.split()[-1]
     return LOST_REPLY if int(version.split(".")[0]) < 24 else LOST_REPLY.replace("when=5", "when=2")

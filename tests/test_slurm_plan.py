@@ -400,6 +400,16 @@ def test_a_container_of_apptainer_stands_before_python(tmp_path: Path) -> None:
     assert srun[-5:] == ("t.sif", "/opt/python", "-m", "clusterddp.node.task", str(planned.run_dir))
 
 
+def test_a_container_mounts_no_directory_that_need_not_be_there(tmp_path: Path) -> None:
+    def mounts(more: str) -> str:
+        container = "container: {runtime: apptainer, image: a.sif, mounts: [/b:/sets]}"
+        return " ".join(plan(tmp_path, f"{container}\n{more}").slurm.srun)
+
+    assert "datasets" not in mounts("train: {dataset: shapes}")
+    assert "/sets/c:/sets/c" not in mounts("train: {dataset: cifar10, data_dir: /sets/c}")
+    assert "/other:/other" in mounts("train: {dataset: cifar10, data_dir: /other}")
+
+
 def test_a_container_without_gpus_gets_none(tmp_path: Path) -> None:
     assert "--nv" not in plan(tmp_path, "container: {runtime: apptainer, image: t.sif}", spec=CPU).slurm.srun
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.spec.image_sets import GENERATED
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
