@@ -20,7 +20,7 @@ from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LOST_REPLY = 'exec strace -o /dev/null -e inject=recvfrom:error=ECONNRESET:when=5 /usr/bin/sbatch "$@"'
-"""sbatch never reads the controller's answer: it reports a failure for a job that is queued."""
+"""sbatch never reads the controller's answer: it reports a failure for a job that is queued (up to Slurm 22.05)."""
 HELD = "slurm: {hold: true}"
 
 
@@ -110,3 +110,9 @@ def await_true(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
 def interrupt(person: Person) -> None:
     """Press Ctrl-C: the command and the sbatch that it waits for get the signal, as from a terminal."""
     person.slurm("pkill", "-INT", "-f", f"clusterddp submit|{person.place}/bin/sbatch")
+
+
+def lost_reply() -> str:
+    """Return LOST_REPLY for the Slurm that is here: newer ones receive less often before."""
+    version = subprocess.run(["slurmctld", "-V"], check=True, capture_output=True, text=True).stdout.split()[-1]
+    return LOST_REPLY if int(version.split(".")[0]) < 24 else LOST_REPLY.replace("when=5", "when=2")

@@ -1,6 +1,7 @@
 """Run the tests that need a Slurm in other Debian releases, and write what came of it into docs/slurm.md.
 
-As root: `.venv/bin/python tests/slurm_releases.py RELEASE...`; rack/in_release makes those that are missing.
+As root: `.venv/bin/python tests/slurm_releases.py [--failed] RELEASE...`; rack/in_release makes those that are missing.
+With `--failed` only the tests that the page names as failed are run again.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Outcome:
 
 def main(releases: list[str]) -> int:
     """Test each release; 1 when a test failed."""
-    failed = False
-    for release in releases:
-        outcome = run_tests(release)
+    failed, again = False, releases[:1] == ["--failed"]
+    for release in releases[again:]:
+        outcome = run_failed(release, PAGE.read_text()) if again else run_tests(release)
         words = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped.total()} skipped"
         sys.stdout.write(f"{release}: {words}\n")
         PAGE.write_text(write_row(PAGE.read_text(), release, describe(release), outcome))
@@ -81,6 +82,20 @@ def run_tests(release: str) -> Outcome:
     return outcome
 
 
+def run_failed(release: str, page: str) -> Outcome:
+    """Run the tests again that the page names as failed; what it says of the others stays."""
+    row = re.search(rf"^\| {release} \|.*\| (\d+) \| \d+ \| \d+ \| [0-9-]+ \|$", page, re.MULTILINE)
+    words = re.search(rf"^\* {release}: .*$", page, re.MULTILINE)
+    if row is None or words is None:
+        raise SystemExit(f"{release}: {PAGE} names no test that failed")
+    names = [f"tests/{name}" for name in re.findall(r"`([^`]+)` failed", words[0])]
+    outcome = run_pytest(release, names)
+    outcome.passed += int(row[1])
+    for count, reason in re.findall(r"(\d+) skipped: ([^;\n]+)", words[0]):
+        outcome.skipped[reason] += int(count)
+    return outcome
+
+
 def run_pytest(release: str, arguments: list[str]) -> Outcome:
     """Run pytest in a release; what it says goes to the terminal."""
     with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +117,7 @@ def read_report(text: str) -> Outcome:
         skipped = case.find("skipped")
         broken = [child for child in case if child.tag in {"failure", "error"}]
         if broken:
-            outcome.failed[name] = " ".join((broken[0].get("message") or "").split())[:160]
+            outcome.failed[name] = " ".join((broken[0].get("message") or "").split())[:100]
         elif skipped is not None:
             outcome.skipped[skipped.get("message") or "?"] += 1
         else:
@@ -130,7 +145,7 @@ def write_row(page: str, release: str, versions: tuple[str, str], outcome: Outco
     date = time.strftime("%Y-%m-%d", time.gmtime())
     counts = f"{outcome.passed} | {len(outcome.failed)} | {outcome.skipped.total()}"
     rows[release] = f"| {release} | {slurm} | {python} | {counts} | {date} |"
-    notes = [f"`{Path(name).name}` failed: {why}" for name, why in sorted(outcome.failed.items())]
+    notes = [f"`{Path(name).name}` failed: {why.replace(';', ',')}" for name, why in sorted(outcome.failed.items())]
     notes += [f"{count} skipped: {reason}" for reason, count in sorted(outcome.skipped.items())]
     words[release] = f"* {release}: {'; '.join(notes)}" if notes else ""
     lines = [HEAD, *(rows[name] for name in ORDER if name in rows), ""]

@@ -99,6 +99,12 @@ def test_rank_0_of_open_mpi_is_looked_for_on_all_its_hosts() -> None:
     assert find_place(OPEN_MPI).master_addrs == hosts
 
 
+def test_rank_0_of_open_mpi_5_is_looked_for_in_the_allocation() -> None:
+    version_5 = {name: value for name, value in OPEN_MPI.items() if "orte" not in name}
+    assert find_place(version_5 | {"SLURM_JOB_NODELIST": "gpu[07-08]"}).master_addrs == ("gpu07", "gpu08")
+    assert "MASTER_ADDR" in refusal(version_5).message
+
+
 def test_hydra_tells_ranks_and_local_ranks() -> None:
     assert numbers(find_place(HYDRA)) == (1, 2, 1, 2, None, None)
 

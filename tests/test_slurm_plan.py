@@ -392,7 +392,7 @@ def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:
 
 
 def test_a_container_of_pyxis_is_options_of_srun(tmp_path: Path) -> None:
-    more = "container: {image: /images/t.sqsh, mounts: [/data, '/a:/b:ro'], workdir: /w}\ntrain: {data_dir: /sets}"
+    more = "container: {image: /images/t.sqsh, mounts: [/data, '/a:/b:ro'], workdir: /w}\ntrain: {dataset: cifar10, data_dir: /sets}"
     planned = plan(tmp_path, more)
     srun = planned.slurm.srun
     package = f"{ROOT / 'clusterddp'}:/opt/clusterddp/clusterddp:ro"
@@ -423,6 +423,16 @@ def test_a_container_of_apptainer_stands_before_python(tmp_path: Path) -> None:
     assert f"--bind={tmp_path}/runs:{tmp_path}/runs" in srun
     words = ("t.sif", "/opt/python", "-c", _TASK, "/opt/clusterddp", "clusterddp.node.task", str(planned.run_dir))
     assert srun[-len(words) :] == words
+
+
+def test_a_container_mounts_no_directory_that_need_not_be_there(tmp_path: Path) -> None:
+    def mounts(more: str) -> str:
+        container = "container: {runtime: apptainer, image: a.sif, mounts: [/b:/sets]}"
+        return " ".join(plan(tmp_path, f"{container}\n{more}").slurm.srun)
+
+    assert "datasets" not in mounts("train: {dataset: shapes}")
+    assert "/sets/c:/sets/c" not in mounts("train: {dataset: cifar10, data_dir: /sets/c}")
+    assert "/other:/other" in mounts("train: {dataset: cifar10, data_dir: /other}")
 
 
 def test_a_container_without_gpus_gets_none(tmp_path: Path) -> None:

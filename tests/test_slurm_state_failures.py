@@ -18,6 +18,7 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 
 pytestmark = pytest.mark.root
+CONTROLLER = r"^(\S*/)?slurmctld( |$)"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,9 @@ def restart_slurmctld(rack: Rack) -> None:
 
 
 def kill_slurmctld(rack: Rack) -> None:
-    rack.run("head", ["pkill", "-KILL", "-x", "slurmctld"])
-    eventually(lambda: rack.run("head", ["pgrep", "-x", "slurmctld"], check=False).returncode != 0)
+    # By its arguments: one that has started itself anew, as newer ones do on `reconfigure`, has another name.
+    rack.run("head", ["pkill", "-KILL", "-f", CONTROLLER])
+    eventually(lambda: rack.run("head", ["pgrep", "-f", CONTROLLER], check=False).returncode != 0)
 
 
 def read_forgotten(rack: Rack, run: RunDir, job: str, slurm: Slurm) -> RunView:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rack.plan import HEAD, RackPlan
 from rack.rack import Rack, running_rack
-from slurm_person import LOST_REPLY, Person, await_true, interrupt
+from slurm_person import LOST_REPLY, Person, await_true, interrupt, lost_reply
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SBATCH = 'exec /usr/bin/sbatch "$@"'
@@ -33,7 +33,7 @@ def own_person(needs_rack: None) -> Iterator[Person]:
 
 
 def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(person: Person) -> None:
-    done = person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(LOST_REPLY))
+    done = person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(lost_reply()))
     assert done.returncode == 0, done.stderr
     assert person.jobs() == [(person.record().job_id, "PENDING")]
     assert person.events() == ["adopted", "submitted"]
@@ -92,7 +92,7 @@ def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(pe
 
 def test_a_controller_that_comes_back_is_asked_again(own_person: Person) -> None:
     """The answer is lost, and the controller dies before it can be asked for the job."""
-    kill = f"{LOST_REPLY.removeprefix('exec ')}; code=$?; pkill -KILL -x slurmctld; touch {own_person.place}/dead"
+    kill = f"{lost_reply().removeprefix('exec ')}; code=$?; pkill -KILL -x slurmctld; touch {own_person.place}/dead"
     wrapper = own_person.wrap_sbatch(f"sleep 6; {kill}; exit $code")
     own_person.slurm("true")
     process = own_person.start("submit", "job.yaml", environ=wrapper)
@@ -107,7 +107,7 @@ def test_a_controller_that_comes_back_is_asked_again(own_person: Person) -> None
 
 @pytest.mark.slow
 def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_person: Person) -> None:
-    kill = f"{LOST_REPLY.removeprefix('exec ')}; code=$?; sleep 6; pkill -KILL -x slurmctld; exit $code"
+    kill = f"{lost_reply().removeprefix('exec ')}; code=$?; sleep 6; pkill -KILL -x slurmctld; exit $code"
     done = own_person.clusterddp("submit", "job.yaml", environ=own_person.wrap_sbatch(kill))
     assert done.returncode == 3
     assert "it is not known whether Slurm has taken the job" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE
 from rack.plan import HEAD
 from rack.rack import Rack
-from worker_ranks import MPI_AS_ROOT, ROOT, Place, demand, worker
+from worker_ranks import MPI_AS_ROOT, ROOT, Place, demand, demand_open_mpi_4, worker
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -58,14 +58,14 @@ def test_cyclic_tasks_are_ranks_as_slurm_counts_them(cluster: Cluster) -> None:
 
 
 def test_open_mpi_finds_rank_0_where_mpirun_is_not(cluster: Cluster) -> None:
-    mpirun = [demand("mpirun.openmpi"), "-x", "PYTHONPATH", "--host", "node1,node2", "-n", "2"]
+    mpirun = [demand_open_mpi_4(), "-x", "PYTHONPATH", "--host", "node1,node2", "-n", "2"]
     done = cluster.run(*mpirun, *worker())
     assert done.returncode == 0, done.stderr
     assert cluster.place.values("MASTER_ADDR") == ["10.77.0.11"] * 2
 
 
 def test_open_mpi_finds_rank_0_where_mpirun_is(cluster: Cluster) -> None:
-    mpirun = [demand("mpirun.openmpi"), "-x", "PYTHONPATH", "--host", "head,node2", "-n", "2"]
+    mpirun = [demand_open_mpi_4(), "-x", "PYTHONPATH", "--host", "head,node2", "-n", "2"]
     done = cluster.run(*mpirun, *worker())
     assert done.returncode == 0, done.stderr
     assert cluster.place.values("MASTER_ADDR") == ["10.77.0.1"] * 2

@@ -203,6 +203,9 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
         others = _hosts_of(environ.get("OMPI_MCA_orte_node_regex", ""))[1:]
         addresses = (*others[:1], *_addresses_of(environ["OMPI_MCA_orte_hnp_uri"]), *others[1:])
         return addresses, "OMPI_MCA_orte_node_regex and OMPI_MCA_orte_hnp_uri: the hosts of mpirun"
+    if launched.launcher == "openmpi" and environ.get("SLURM_JOB_NODELIST"):
+        # Since its version 5 no variable names the hosts; in an allocation they are the allocation's.
+        return expand(environ["SLURM_JOB_NODELIST"]), "SLURM_JOB_NODELIST: the hosts of the allocation"
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         return (), "PMI"
     hints = {

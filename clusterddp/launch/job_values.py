@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.spec.image_sets import GENERATED
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
@@ -72,7 +73,8 @@ def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
 def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
     """Return the directories that a spec, as `filled_in` gave it, makes use of: a container has to have them."""
     section = filled["train"] or filled["entry"] or {}
-    named = (section.get("data_dir"), section.get("output_dir"))
+    data_dir = None if section.get("dataset") in GENERATED else section.get("data_dir")
+    named = (data_dir, section.get("output_dir"))
     return tuple(dict.fromkeys([str(working_dir), *(path for path in named if path)]))
 
 

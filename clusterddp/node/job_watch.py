@@ -53,6 +53,7 @@ class JobWatch:
         self._ask_at = 0.0
         self._term_at: float | None = None
         self._told_time = False
+        self._complaint = ""
         allocation.ask_config()
 
     def on_term(self, now: float) -> None:
@@ -79,7 +80,9 @@ class JobWatch:
 
     def _hear(self, answer: Answer, now: float) -> Intent | None:
         if answer.job is None:
-            note(f"the controller could not be asked: {answer.error}")
+            if answer.error != self._complaint:
+                note(f"the controller could not be asked: {answer.error}")
+            self._complaint = answer.error
             self._ask_at = now + _RETRY_S
             if answer.time_left_s is not None:
                 self._learn_end(answer)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "folder"
+GENERATED = ("shapes", "random")
+"""Sets that are made where they are used, and lie in no directory."""
 BUILT_IN: Mapping[str, int] = {"shapes": 32, "cifar10": 32, "fashion_mnist": 32, "random": 32}
 """The sets that the trainer reads or draws by itself, and the side of their images in pixels."""
 

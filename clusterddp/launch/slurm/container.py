@@ -61,6 +61,9 @@ def container_flags(container: dict[str, Any] | None, *, mounts: tuple[str, ...]
 def _mounts(container: dict[str, Any], mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
     """List the mounts as HOST_PATH:PATH[:FLAGS]: the run, what it needs, and the user's own."""
     package = f"{Path(clusterddp.__file__).absolute().parent}:{IMPORT_PATH}/clusterddp:ro"
-    ours = dict.fromkeys((str(run_dir.parent), *mounts))
-    users = (mount if ":" in mount else f"{mount}:{mount}" for mount in container["mounts"])
+    users = [mount if ":" in mount else f"{mount}:{mount}" for mount in container["mounts"]]
+    targets = [Path(mount.split(":")[1]) for mount in users]
+    # What a mount of the user's brings need not be on the nodes under the same path.
+    brought = {path for path in mounts if any(Path(path).is_relative_to(target) for target in targets)}
+    ours = dict.fromkeys(path for path in (str(run_dir.parent), *mounts) if path not in brought)
     return (*(f"{path}:{path}" for path in ours), package, *users)

@@ -11,13 +11,13 @@ from clusterddp.facts.checks import Result
 from clusterddp.facts.host import HostFacts
 from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts, reds_of
 from clusterddp.launch.entry import TRAINER
+from clusterddp.spec.image_sets import GENERATED
 from clusterddp.ssh.session import Reply, Session, ask_all
 
 if TYPE_CHECKING:
     from clusterddp.launch.plan import Plan
     from clusterddp.launch.ssh.crew import Crew
 
-_GENERATED = ("shapes", "random")
 _GPU_TIMEOUT_S = 60.0
 """nvidia-smi may have to wake every GPU first."""
 
@@ -102,7 +102,7 @@ def needs_of(plan: Plan) -> dict[str, HostNeeds]:
 def data_dir_of(plan: Plan) -> str | None:
     """Return the directory on the hosts that the trainer reads its data from, unless it is sent there."""
     train = plan.spec.get("train")
-    if plan.gang.entry.target != TRAINER or not train or train["dataset"] in _GENERATED or plan.ssh is None:
+    if plan.gang.entry.target != TRAINER or not train or train["dataset"] in GENERATED or plan.ssh is None:
         return None
     directory = str(train["data_dir"])
     return None if any(_overlap(directory, send.target) for send in plan.ssh.send) else directory
