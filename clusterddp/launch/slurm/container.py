@@ -1,6 +1,6 @@
 """How a container is put around the ranks: pyxis by options of srun, apptainer as words before Python.
 
-No cluster with either was at hand: what is rendered here follows their documentation and has not been run.
+apptainer 1.4 is run by tests/test_slurm_container.py; what is rendered for pyxis follows its documentation.
 """
 
 from __future__ import annotations
