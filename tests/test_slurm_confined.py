@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from gang_runs import processes_with
 from rack.confinement import find_obstacle_to_confinement
-from rack.plan import RackPlan
+from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, running_rack, wait_until
 from slurm_place import ROOT, Place
+from slurm_runs import await_job_state
 
 from clusterddp.run.directory import RunDir
 
@@ -138,6 +139,35 @@ def test_a_killed_supervisor_takes_its_ranks_along(confined):
         os.kill(pid, signal.SIGKILL)
     cause = end(place, run)
     assert cause["host"] == "node2"
+
+
+def test_memory_that_another_user_s_job_fills_beside_a_killed_rank_is_not_its_cause(confined):
+    place, run = start(confined, "beside", ranks=1)
+    hog = ["sbatch", "--parsable", "-w", "node2", "-n1", "--mem=100M", "-o", "/dev/null", "--wrap", "tail /dev/zero"]
+    job = confined.run(HEAD, hog, user=USER).stdout.strip()
+    await_job_state(confined, job, "OUT_OF_MEMORY")
+    os.kill(host_pid(run, 1), signal.SIGKILL)
+    cause = end(place, run)
+    assert (cause["rank"], cause["host"]) == (1, "node2")
+    assert "memory" not in cause["error"]
+
+
+def test_a_reservation_holds_nodes_for_the_run_that_names_it(confined):
+    hold = "reservationname=ours starttime=now duration=60 users=root nodes=node1,node2"
+    confined.run(HEAD, ["scontrol", "create", "reservation", *hold.split()])
+    try:
+        outside = Place(confined, "outside")
+        (outside.path / "look.py").write_text(LOOK)
+        text = SPEC.format(ranks=1, memory_gb=0.25, word="word", more="")
+        waiting = outside.submit(text)
+        status = outside.await_status(waiting, lambda status: "reserved" in str(status["reason"]))
+        assert status["state"] == "PENDING"
+        place, run = start(confined, "inside", ranks=1, more=", reservation: ours")
+        outside.clusterddp("cancel", waiting.name)
+        say(place, "end")
+        assert end(place, run) == {}
+    finally:
+        confined.run(HEAD, ["scontrol", "delete", "reservation", "ours"])
 
 
 @pytest.fixture(scope="module")

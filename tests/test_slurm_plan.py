@@ -392,7 +392,8 @@ def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:
 
 
 def test_a_container_of_pyxis_is_options_of_srun(tmp_path: Path) -> None:
-    more = "container: {image: /images/t.sqsh, mounts: [/data, '/a:/b:ro'], workdir: /w}\ntrain: {dataset: cifar10, data_dir: /sets}"
+    container = "container: {image: /images/t.sqsh, mounts: [/data, '/a:/b:ro'], workdir: /w}"
+    more = f"{container}\ntrain: {{dataset: cifar10, data_dir: /sets}}"
     planned = plan(tmp_path, more)
     srun = planned.slurm.srun
     package = f"{ROOT / 'clusterddp'}:/opt/clusterddp/clusterddp:ro"
