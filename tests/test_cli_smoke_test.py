@@ -13,7 +13,7 @@ from patience import PATIENCE
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import list_runs, read_json
-from clusterddp.train.group import Place
+from clusterddp.train.place import Place
 from clusterddp.train.smoke_test import check_program
 
 TRAINER = """\

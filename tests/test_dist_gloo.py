@@ -12,7 +12,8 @@ SLOW_GLOO = (
     + """
 import sys
 import torch, torch.distributed as dist
-from clusterddp.train.group import Place, join_group, leave_group
+from clusterddp.train.group import join_group, leave_group
+from clusterddp.train.place import Place
 def main():
     group = join_group(
         Place(rank=int(sys.argv[2]), local_rank=0, world_size=2, backend="gloo", init_method=f"file://{sys.argv[1]}")

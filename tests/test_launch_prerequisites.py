@@ -17,7 +17,8 @@ from clusterddp.cli.doctor import _plan
 from clusterddp.errors import PreflightError
 from clusterddp.launch import prerequisites
 from clusterddp.launch.plan import Plan
-from clusterddp.launch.prerequisites import check_data, storage_notes
+from clusterddp.launch.prerequisites import storage_notes
+from clusterddp.launch.slurm.launcher import check_data
 from clusterddp.launch.submit import submit
 from clusterddp.run.storage import Mount
 from clusterddp.spec.image_sets import NAMES, is_there

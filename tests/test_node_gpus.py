@@ -3,7 +3,7 @@
 import pytest
 
 from clusterddp.node.gpus import Choice, TaskGpus, choose_gpus
-from clusterddp.train.group import Place
+from clusterddp.train.place import Place
 
 
 @pytest.mark.parametrize(

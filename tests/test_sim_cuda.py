@@ -141,7 +141,8 @@ device.install(gpus=2)
 from pathlib import Path
 from clusterddp.run.directory import RunDir
 from clusterddp.train import deep_check
-from clusterddp.train.group import Place, join_group
+from clusterddp.train.group import join_group
+from clusterddp.train.place import Place
 from clusterddp.train.main import Assignment
 from clusterddp.train.spec import TrainSpec
 

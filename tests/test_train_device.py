@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.group import Place, join_group
+from clusterddp.train.group import join_group
+from clusterddp.train.place import Place
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.data.dataset import load_dataset
-from clusterddp.train.group import Group, Place, join_group, leave_group
+from clusterddp.train.group import Group, join_group, leave_group
 from clusterddp.train.loop import train
+from clusterddp.train.place import Place
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256

@@ -226,7 +226,7 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
         return
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
-        from clusterddp.launch.prerequisites import check_data
+        from clusterddp.launch.slurm.launcher import check_data
 
         try:
             check_data(plan)

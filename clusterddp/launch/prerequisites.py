@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +12,13 @@ import clusterddp
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.facts.torch import INSTALL_CUDA
 from clusterddp.launch.entry import TRAINER
-from clusterddp.launch.environment import is_secret, python_path
+from clusterddp.launch.environment import is_secret
 from clusterddp.run.gang import Gang
 from clusterddp.run.storage import find_mount
 from clusterddp.run.torch_files import find_package, read_torch_values
-from clusterddp.spec.image_sets import can_download, is_there
+from clusterddp.spec.image_sets import is_there
 
 if TYPE_CHECKING:
-    from clusterddp.launch.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 _HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNORECASE)
@@ -67,29 +65,6 @@ def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
         )
 
 
-def check_data(plan: Plan) -> None:
-    """Say before a job on Slurm takes its GPUs that its data are not there: nodes often have no internet.
-
-    A directory that is not to be seen here may be one of the nodes' own; the plan has a note of it.
-    Raises: PreflightError: the directory is one that is seen here, and lacks them.
-    """
-    train = plan.spec.get("train")
-    if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
-        return
-    name, data_dir = str(train["dataset"]), Path(train["data_dir"])
-    if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
-        return
-    if can_download(name):
-        words = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
-        path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
-        hint = f"{path}{shlex.join(words)}  # downloads it here; train.data_dir names a directory that has it"
-    else:
-        hint = "train.data_dir names the directory that has it; docs/trainer.md lists what belongs there"
-    raise PreflightError(
-        f"{plan.name}: {name} is not in {data_dir}, and nodes would look for it when they are taken already", hint=hint
-    )
-
-
 def storage_notes() -> tuple[str, ...]:
     """Name what a job's processes start with and its nodes may lack: a Python, or this package, on a disk of our own.
 
@@ -118,15 +93,6 @@ def data_notes(train: Mapping[str, object] | None) -> tuple[str, ...]:
         if data_dir.exists()
         else (f"train.data_dir {data_dir} is not seen from here: each node needs the set there",)
     )
-
-
-def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
-    """Say whether the data may lie where only the nodes, or only a container, see them."""
-    named = any(change["key"] == "train.data_dir" for change in plan.changes)
-    assert plan.slurm is not None
-    mounts = (plan.slurm.container or {}).get("mounts", ())
-    inside = [Path(parts[1]) for mount in mounts if len(parts := mount.split(":")) > 1]
-    return (named and not data_dir.exists()) or any(data_dir.is_relative_to(target) for target in inside)
 
 
 def _package_place() -> str:

@@ -31,7 +31,7 @@ from clusterddp.launch.joining import launcher as joining
 from clusterddp.launch.local import launcher as local
 from clusterddp.launch.placement import GpusInUseError
 from clusterddp.launch.plan import Plan, move_plan, plan_json, read_plan
-from clusterddp.launch.prerequisites import check_data, check_secrets, check_trainer
+from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.slurm import launcher as slurm
 from clusterddp.launch.ssh import launcher as ssh
 from clusterddp.launch.staging import make_run
@@ -92,7 +92,7 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    check_data(plan)
+    slurm.check_data(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, tell)
 
@@ -114,7 +114,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    check_data(plan)
+    slurm.check_data(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number)
     return start_attempt(run, number, tell)

@@ -39,9 +39,10 @@ from clusterddp.facts.deep_check import (
 )
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.group import Group, Place, join_group, leave_group, min_over_ranks
+from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.place import Place
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState

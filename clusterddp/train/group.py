@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,50 +21,14 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from clusterddp.dist.entry_environment import INIT_METHOD
-from clusterddp.dist.environment import DEVICE, GPU
 from clusterddp.dist.gloo import await_gloo_threads
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.device import choose_device
+from clusterddp.train.place import Place, choose_device
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
 NCCL_TIMEOUT = timedelta(minutes=10)  # its operations begin when all ranks have their data
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where this process stands among the ranks, as torchrun's variables tell it."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    backend: str
-    """What carries gradients: nccl or gloo."""
-    device: str | None = None
-    """What this rank computes on: cuda or cpu, as gloo carries gradients of GPUs, too; None: a GPU for nccl alone."""
-    on_one_host: bool = False
-    """True when whoever started the ranks says that all of them are on this host."""
-    init_method: str = "env://"
-    """Where the ranks meet."""
-    gpu: int | None = None
-    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
-        """Read the variables; without them the process is the only rank."""
-        backend = environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo")
-        return cls(
-            rank=int(environ.get("RANK", "0")),
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
-            world_size=int(environ.get("WORLD_SIZE", "1")),
-            backend=backend,
-            device=environ.get(DEVICE),
-            on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
-            init_method=environ.get(INIT_METHOD, "env://"),
-            gpu=int(environ[GPU]) if environ.get(GPU) else None,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

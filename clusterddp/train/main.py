@@ -24,9 +24,10 @@ from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requ
 from clusterddp.run.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.group import Place, join_group, leave_group
+from clusterddp.train.group import join_group, leave_group
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
+from clusterddp.train.place import Place
 from clusterddp.train.report.figures import tell
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.report.progress import last_words

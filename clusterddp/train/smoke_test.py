@@ -27,10 +27,11 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
-from clusterddp.train.group import Group, Place, join_group, leave_group, sum_over_ranks
+from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.place import Place
 from clusterddp.train.report.metrics import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256

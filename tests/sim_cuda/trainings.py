@@ -101,7 +101,8 @@ def _main(directory: Path, which: str) -> None:
     from sim_cuda import device  # before anything that imports torch
 
     device.install(gpus=2)
-    from clusterddp.train.group import Place, join_group, leave_group
+    from clusterddp.train.group import join_group, leave_group
+    from clusterddp.train.place import Place
 
     is_alone = which == "alone"
     rank = 0 if is_alone else int(which)

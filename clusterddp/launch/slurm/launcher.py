@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.launch.attempts import Started, Tell, silence
-from clusterddp.launch.environment import travelling_variables
+from clusterddp.launch.entry import TRAINER
+from clusterddp.launch.environment import python_path, travelling_variables
 from clusterddp.launch.fresh import Home
 from clusterddp.launch.plan import Plan, move_plan, read_plan
 from clusterddp.launch.slurm.after import find_dependency
@@ -30,9 +34,33 @@ from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
+from clusterddp.spec.image_sets import can_download, is_there
 
 _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""
+
+
+def check_data(plan: Plan) -> None:
+    """Say before a job on Slurm takes its GPUs that its data are not there: nodes often have no internet.
+
+    A directory that is not to be seen here may be one of the nodes' own; the plan has a note of it.
+    Raises: PreflightError: the directory is one that is seen here, and lacks them.
+    """
+    train = plan.spec.get("train")
+    if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
+        return
+    name, data_dir = str(train["dataset"]), Path(train["data_dir"])
+    if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
+        return
+    if can_download(name):
+        words = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
+        path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
+        hint = f"{path}{shlex.join(words)}  # downloads it here; train.data_dir names a directory that has it"
+    else:
+        hint = "train.data_dir names the directory that has it; docs/trainer.md lists what belongs there"
+    raise PreflightError(
+        f"{plan.name}: {name} is not in {data_dir}, and nodes would look for it when they are taken already", hint=hint
+    )
 
 
 def start(
@@ -227,3 +255,12 @@ def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
         options = without_waiting(plan.slurm.sbatch_options)
         plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
     return move_plan(plan, run.path, attempt)
+
+
+def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
+    """Say whether the data may lie where only the nodes, or only a container, see them."""
+    named = any(change["key"] == "train.data_dir" for change in plan.changes)
+    assert plan.slurm is not None
+    mounts = (plan.slurm.container or {}).get("mounts", ())
+    inside = [Path(parts[1]) for mount in mounts if len(parts := mount.split(":")) > 1]
+    return (named and not data_dir.exists()) or any(data_dir.is_relative_to(target) for target in inside)

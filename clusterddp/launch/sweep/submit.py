@@ -10,9 +10,9 @@ from pathlib import Path
 
 from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launch.prerequisites import check_data, check_secrets, check_trainer
+from clusterddp.launch.prerequisites import check_secrets, check_trainer
 from clusterddp.launch.slurm.jobs import cancel_job, settle
-from clusterddp.launch.slurm.launcher import submit_job, variables_for
+from clusterddp.launch.slurm.launcher import check_data, submit_job, variables_for
 from clusterddp.launch.staging import refusal
 from clusterddp.launch.sweep.plan import SweepPlan, rename_sweep
 from clusterddp.launch.sweep.queue_control import SubmittedSweep, submit_to_queue

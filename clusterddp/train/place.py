@@ -1,21 +1,55 @@
-"""Which device a rank computes on, and why torch finds none where there is to be one."""
+"""Where a rank stands among the ranks, and the device it computes on; why torch finds none where one is to be."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from clusterddp.dist.devices import read_driver, visible_gpus
+from clusterddp.dist.entry_environment import INIT_METHOD
+from clusterddp.dist.environment import DEVICE, GPU
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
 
-if TYPE_CHECKING:
-    from clusterddp.train.group import Place
-
 _ONE_EACH = "ask for at most one rank per GPU, or run on the CPU with --cpu"
 _SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_VISIBLE_DEVICES, as submit does"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process stands among the ranks, as torchrun's variables tell it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    backend: str
+    """What carries gradients: nccl or gloo."""
+    device: str | None = None
+    """What this rank computes on: cuda or cpu, as gloo carries gradients of GPUs, too; None: a GPU for nccl alone."""
+    on_one_host: bool = False
+    """True when whoever started the ranks says that all of them are on this host."""
+    init_method: str = "env://"
+    """Where the ranks meet."""
+    gpu: int | None = None
+    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+        """Read the variables; without them the process is the only rank."""
+        backend = environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo")
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            backend=backend,
+            device=environ.get(DEVICE),
+            on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
+            init_method=environ.get(INIT_METHOD, "env://"),
+            gpu=int(environ[GPU]) if environ.get(GPU) else None,
+        )
 
 
 def choose_device(place: Place) -> torch.device:
