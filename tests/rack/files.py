@@ -45,7 +45,7 @@ def write_rack_files(plan: RackPlan, directory: Path) -> None:
         (directory / name).mkdir(parents=True)
     (directory / "shared").chmod(0o1777)
     etc = directory / "etc"
-    switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts")}
+    switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts", "configless")}
     controllers = ["freezer"] * tracks_by_cgroup(plan) + list(CONTROLLERS) * plan.confine
     lines = [f"{name}={'yes' * value}\n" for name, value in switches.items()]
     (etc / "switches").write_text("".join([*lines, f"controllers='{' '.join(controllers)}'\n"]))
@@ -112,7 +112,7 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "job_requeue": int(plan.job_requeue),
         "tracking": "cgroup" if tracks_by_cgroup(plan) else "linuxproc",
         "task_plugin": "task/cgroup,task/affinity" if plan.confine else "task/none",
-        "more": write_confinement(directory) if plan.confine else "",
+        "more": more_settings(plan, directory),
         "accounting": ACCOUNTING if plan.accounting else "",
         "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
     }
@@ -131,6 +131,14 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         os.mknod(device, 0o666 | stat.S_IFCHR, number)
     lines = [f"Name=gpu File={device}\n" for device in devices]
     (directory / "etc/slurm/gres.conf").write_text("AutoDetect=off\n" + "".join(lines))
+
+
+def more_settings(plan: RackPlan, directory: Path) -> str:
+    """Return the lines of slurm.conf for what not every rack has."""
+    lines = [write_confinement(directory)] * plan.confine
+    lines += ["SlurmctldParameters=enable_configless"] * plan.configless
+    lines += ["AccountingStorageEnforce=associations,limits"] * (plan.confine and plan.accounting)
+    return "\n".join(lines)
 
 
 def write_keys(plan: RackPlan, directory: Path) -> None:
