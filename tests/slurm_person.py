@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from rack.files import slurm_year
 from rack.plan import HEAD
 from rack.rack import SYSTEM_PATH, Rack
 
@@ -114,5 +115,4 @@ def interrupt(person: Person) -> None:
 
 def lost_reply() -> str:
     """Return LOST_REPLY for the Slurm that is here: newer ones receive less often before."""
-    version = subprocess.run(["slurmctld", "-V"], check=True, capture_output=True, text=True).stdout.split()[-1]
-    return LOST_REPLY if int(version.split(".")[0]) < 24 else LOST_REPLY.replace("when=5", "when=2")
+    return LOST_REPLY if slurm_year() < 24 else LOST_REPLY.replace("when=5", "when=2")

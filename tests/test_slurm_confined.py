@@ -72,6 +72,8 @@ def confined(needs_rack_accounting: None) -> Iterator[Rack]:
     demand_confinement()
     plan = RackPlan(nodes=["node1", "node2"], confine=True, accounting=True, cores_per_host=2, memory_mb=4000)
     with running_rack(plan) as rack:
+        for what in (["account", "lab"], ["user", USER, "account=lab"]):
+            rack.run(HEAD, ["sacctmgr", "-i", "add", *what])
         yield rack
 
 
@@ -152,6 +154,20 @@ def test_memory_that_another_user_s_job_fills_beside_a_killed_rank_is_not_its_ca
     assert "memory" not in cause["error"]
 
 
+def test_a_submit_beyond_the_limit_of_the_user_is_refused_in_slurm_s_words(confined):
+    place, run = start(confined, "first", ranks=1)
+    limit = ["sacctmgr", "-i", "modify", "user", "root", "set"]
+    confined.run(HEAD, [*limit, "MaxSubmitJobs=1"])
+    try:
+        done = place.clusterddp("submit", "job.yaml", check=False)
+    finally:
+        confined.run(HEAD, [*limit, "MaxSubmitJobs=-1"])
+    assert done.returncode == 3
+    assert "limit" in done.stderr.lower()
+    say(place, "end")
+    assert end(place, run) == {}
+
+
 def test_a_reservation_holds_nodes_for_the_run_that_names_it(confined):
     hold = "reservationname=ours starttime=now duration=60 users=root nodes=node1,node2"
     confined.run(HEAD, ["scontrol", "create", "reservation", *hold.split()])
@@ -176,7 +192,7 @@ def wide() -> Iterator[Rack]:
     if os.environ.get("CLUSTERDDP_TEST_SLURM") != "all":
         pytest.skip("two minutes of sixteen ranks: make test-slurm runs them")
     demand_confinement()
-    with running_rack(RackPlan(nodes=["node1", "node2"], confine=True)) as rack:
+    with running_rack(RackPlan(nodes=["node1", "node2"], confine=True, configless=True)) as rack:
         yield rack
 
 

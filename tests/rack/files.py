@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import stat
 import string
 import subprocess
 from pathlib import Path
 
 from rack.confinement import CGROUPS, CONTROLLERS, NVIDIA_MAJOR, cgroup_conf, write_confinement
-from rack.plan import HEAD, USER, USER_ID, RackPlan
+from rack.plan import HEAD, SYSTEM_PATH, USER, USER_ID, RackPlan
 from rack.private import write_private_files
 
 HERE = Path(__file__).parent
 FREEZER = CGROUPS / "freezer"
 """The controller with which Slurm signals and suspends the processes of a step."""
-CGROUP_CONF = """\
-CgroupPlugin=cgroup/v1
-CgroupMountpoint=/sys/fs/cgroup
-"""
+CGROUP_CONF = "CgroupMountpoint=/sys/fs/cgroup\n"
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=head
@@ -45,7 +43,7 @@ def write_rack_files(plan: RackPlan, directory: Path) -> None:
         (directory / name).mkdir(parents=True)
     (directory / "shared").chmod(0o1777)
     etc = directory / "etc"
-    switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts")}
+    switches = {name: getattr(plan, name) for name in ("slurm", "docker", "private_hosts", "configless")}
     controllers = ["freezer"] * tracks_by_cgroup(plan) + list(CONTROLLERS) * plan.confine
     lines = [f"{name}={'yes' * value}\n" for name, value in switches.items()]
     (etc / "switches").write_text("".join([*lines, f"controllers='{' '.join(controllers)}'\n"]))
@@ -112,13 +110,13 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "job_requeue": int(plan.job_requeue),
         "tracking": "cgroup" if tracks_by_cgroup(plan) else "linuxproc",
         "task_plugin": "task/cgroup,task/affinity" if plan.confine else "task/none",
-        "more": write_confinement(directory) if plan.confine else "",
+        "more": more_settings(plan, directory),
         "accounting": ACCOUNTING if plan.accounting else "",
         "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
     }
     template = string.Template((HERE / "slurm.conf").read_text())
     limits = cgroup_conf(plan) if plan.confine else ""
-    (directory / "etc/slurm/cgroup.conf").write_text(CGROUP_CONF + limits)
+    (directory / "etc/slurm/cgroup.conf").write_text(CGROUP_CONF + cgroup_plugin() + limits)
     (directory / "etc/slurm/slurm.conf").write_text(template.substitute(values))
     if plan.accounting:
         dbd_conf = directory / "etc/slurm/slurmdbd.conf"
@@ -131,6 +129,25 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         os.mknod(device, 0o666 | stat.S_IFCHR, number)
     lines = [f"Name=gpu File={device}\n" for device in devices]
     (directory / "etc/slurm/gres.conf").write_text("AutoDetect=off\n" + "".join(lines))
+
+
+def cgroup_plugin() -> str:
+    """Name the version of cgroups, which Slurm 20.11 does not let itself be told."""
+    return "CgroupPlugin=cgroup/v1\n" if slurm_year() > 20 else ""
+
+
+def slurm_year() -> int:
+    """Return the first number of the version of Slurm that is here."""
+    argv = [shutil.which("slurmctld", path=SYSTEM_PATH) or "slurmctld", "-V"]
+    return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1].split(".")[0])
+
+
+def more_settings(plan: RackPlan, directory: Path) -> str:
+    """Return the lines of slurm.conf for what not every rack has."""
+    lines = [write_confinement(directory)] * plan.confine
+    lines += ["SlurmctldParameters=enable_configless"] * plan.configless
+    lines += ["AccountingStorageEnforce=associations,limits"] * (plan.confine and plan.accounting)
+    return "\n".join(lines)
 
 
 def write_keys(plan: RackPlan, directory: Path) -> None:

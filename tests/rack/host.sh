@@ -5,7 +5,7 @@ set -eu
 dir=$1 name=$2 address=$3 port=${4:-}
 etc=$dir/etc log=$dir/log pids=$dir/pid config=$etc/sshd_config
 trap 'touch "$pids/$name.failed"' EXIT
-slurm='' docker='' private_hosts='' controllers=''
+slurm='' docker='' private_hosts='' configless='' controllers=''
 # shellcheck disable=SC1091
 . "$etc/switches"
 
@@ -116,7 +116,13 @@ start_accounting() {
 }
 
 start_slurm() {
-    mount --bind "$etc/slurm" /etc/slurm
+    conf_server=
+    if [ -n "$port" ] && [ -n "$configless" ]; then
+        mount -t tmpfs tmpfs /etc/slurm
+        conf_server='--conf-server=head'
+    else
+        mount --bind "$etc/slurm" /etc/slurm
+    fi
     mkdir /run/munge
     # munged goes to the background when it is ready; Slurm's daemons want it so.
     munged --num-threads=2 --key-file="$etc/munge.key" --socket=/run/munge/munge.socket.2 \
@@ -126,8 +132,8 @@ start_slurm() {
         slurmctld -D -i >/dev/null 2>&1 &
     else
         # As the only one on a machine: in the root of each controller, by what it sees.
-        controllers=$controllers sh -euc 'for each in $controllers; do echo $$ >"/sys/fs/cgroup/$each/cgroup.procs"; done
-            exec unshare --cgroup slurmd -D' >/dev/null 2>&1 &
+        controllers=$controllers conf_server=$conf_server sh -euc 'for each in $controllers; do echo $$ >"/sys/fs/cgroup/$each/cgroup.procs"; done
+            exec unshare --cgroup slurmd -D $conf_server' >/dev/null 2>&1 &
     fi
 }
 

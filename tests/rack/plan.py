@@ -41,6 +41,8 @@ class RackPlan:
     confine: bool = False
     """As sites have it: task/cgroup and task/affinity hold a job to its memory, its GPUs and, where this machine has
     so many, its cores; PrologFlags=Contain; a /tmp of the job's own. Takes the controllers of cgroup v1."""
+    configless: bool = False
+    """Nodes have no slurm.conf: their daemon fetches it from the controller."""
     accounting: bool = False
     """slurmdbd and mariadb on the head, so that sacct answers; needs the packages of the same names."""
     slurm: bool = True

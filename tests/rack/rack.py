@@ -23,13 +23,8 @@ from rack.private import HOMES, outside
 
 HERE = Path(__file__).parent
 TOOLS = (
-    "slurmctld",
-    "slurmd",
-    "srun",
-    "munged",
-    "sshd",
-    "ssh",
-    "ssh-keygen",
+    *("slurmctld", "slurmd", "srun", "munged"),
+    *("sshd", "ssh", "ssh-keygen"),
     "ip",
     "tc",
     "nft",
@@ -51,7 +46,10 @@ if read -r go; then
     find {FREEZER}/$rack -name freezer.state -exec sh -c 'echo THAWED >"$0"' {{}} \\; 2>/dev/null
     wait $!
 fi
-find {CGROUPS}/*/"$rack" -depth -type d -exec rmdir {{}} + 2>/dev/null
+for again in 0 0.1 1; do # its last processes may still be on their way out
+    sleep $again
+    find {CGROUPS}/*/"$rack" -depth -type d -exec rmdir {{}} \\; 2>/dev/null || break
+done
 rm -rf "$dir"
 """
 """Stays outside of the namespaces and starts the head when it is told to. When the pipe that the owner holds is closed,
