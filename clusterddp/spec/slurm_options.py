@@ -51,12 +51,12 @@ OWNED: dict[str, str] = {
 
 FLAGS = frozenset(
     {
-        "contiguous", "hold", "ignore_pbs", "no_requeue", "overcommit", "oversubscribe", "reboot", "requeue",
+        "contiguous", "hold", "ignore_pbs", "no_requeue", "overcommit", "oversubscribe", "reboot",
         "share", "spread_job", "use_min_nodes",
     }
 )  # fmt: skip
 """Options that are there or not, and have no value."""
-_FLAG_OR_VALUE = frozenset({"exclusive", "kill_on_invalid_dep", "nice", "no_kill", "propagate"})
+_FLAG_OR_VALUE = frozenset({"exclusive", "kill_on_invalid_dep", "nice", "no_kill", "propagate", "requeue"})
 SRUN_OPTIONS = frozenset({"cpu_bind", "mpi"})
 """Options that only srun knows; they go there."""
 BIND_OPTIONS = frozenset({"gpu_bind", "tres_bind"})
@@ -91,6 +91,7 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("nodelist", "exclude"), (rf"{_HOSTS}(,{_HOSTS})*|[^/\n]*/.*", "hosts such as node[01-04],gpu7")),
     "exclusive": (r"user|mcs|topo", "true, user, mcs or topo"),
     "no_kill": (r"off", "true or off"),
+    "requeue": (r"expedite", "true or expedite, which Slurm has since 25.11"),
     "kill_on_invalid_dep": (r"yes|no", 'true or false, which Slurm calls "yes" and "no"'),
     "gres": (rf"{_RESOURCE}(,{_RESOURCE})*", "resources such as gpu:a100:4,nvme"),
     "distribution": (
