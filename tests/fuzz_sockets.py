@@ -90,9 +90,11 @@ def _link() -> Target:
 
 
 def _muster() -> Iterator[Target]:
+    from clusterddp.dist.interface import read_links
     from clusterddp.dist.muster_guest import COMMAND, Visit, _stay
     from clusterddp.dist.muster_host import Guest, _Muster
     from clusterddp.dist.muster_words import own_hello
+    from clusterddp.dist.socket_links import faster_networks, names_in
     from clusterddp.launch.foreign.place import Decided, nodes_of
 
     own = own_hello(rank=0, world_size=2, world_size_from="WORLD_SIZE", spec="0" * 64, identity="job")
@@ -115,6 +117,7 @@ def _muster() -> Iterator[Target]:
         if muster._read(guest) and guest.hello is not None:
             muster._admit(guest)
             nodes_of((own, guest.hello))
+            faster_networks([own.links, guest.hello.links], "127.0.0.1")
 
     def read_decided(what: Any, data: bytes, rng: random.Random) -> None:
         signer = Signer("k", "member")
@@ -123,11 +126,12 @@ def _muster() -> Iterator[Target]:
         assert visit.meet(time.monotonic() + 1)
         answer = _stay(visit, visit.read(time.monotonic() + 1), time.monotonic() + 1)
         if not isinstance(answer, str):
-            Decided.from_json(answer, world_size=4)
+            names_in(Decided.from_json(answer, world_size=4).networks, read_links())
 
     decided = Decided(
         run="brisk-otter-3", token=TOKEN, attempt=0, identity="job", nodes=(("a", (0, 1)), ("b", (2, 3))), gpus=False,
         backend="gloo", master_addr="10.0.0.1", master_port=29500, reached="10.0.0.1",
+        networks=("10.1.0.0/16",),
     )  # fmt: skip
     answers = [Example(value={"decided": dataclasses.asdict(decided)})]
     yield Target(name="a rank that comes", examples=[Example(value=hello)], read=read_hello)

@@ -8,7 +8,7 @@ from fuzz_hosts import answers, mirrored, requests, trees
 from fuzz_mutations import Target
 from fuzz_records import login_notes, nodes_reports, records
 from fuzz_sockets import said_over_sockets
-from fuzz_texts import imported, printed_by_slurm, printed_by_ssh, specs
+from fuzz_texts import imported, printed_by_ranks, printed_by_slurm, printed_by_ssh, specs
 
 
 def make_targets(root: Path) -> list[Target]:
@@ -20,6 +20,7 @@ def make_targets(root: Path) -> list[Target]:
         mirrored(root),
         requests(root),
         *said_over_sockets(),
+        printed_by_ranks(),
         *printed_by_slurm(),
         *printed_by_ssh(root),
         *specs(root),
