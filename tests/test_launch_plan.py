@@ -17,6 +17,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.launch.names import ADJECTIVES, ANIMALS, choose_run_name
 from clusterddp.launch.placement import Machine, assign_gpus, plan_placement
 from clusterddp.launch.plan import Plan, plan_run, rename_plan
+from clusterddp.run.gang import Gang
 from clusterddp.spec.load import load_spec
 
 BIG = "name: resnet18_2x8\nresources: {nodes: 2, gpus_per_node: 8}\n"
@@ -356,3 +357,9 @@ def test_a_name_that_is_taken_is_never_chosen(tmp_path: Path) -> None:
 
 def test_names_are_made_of_as_many_words_as_it_says() -> None:
     assert (len(set(ADJECTIVES)), len(set(ANIMALS))) == (64, 64)
+
+
+def test_a_gang_without_nodes_is_none() -> None:
+    data = make_gang().to_json()
+    with pytest.raises(ValueError, match=r"gang\.nodes is empty"):
+        Gang.from_json(data | {"nodes": []})

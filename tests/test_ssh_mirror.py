@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agent_hosts import Hosts, running_hosts
@@ -17,6 +18,7 @@ from rack.rack import wait_until
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
+from clusterddp.host import mirror as host_mirror
 from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
@@ -308,3 +310,13 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     mirror.look(timeout_s=20)
     mirror.close()
     assert set(read_reports(hosts.run)) == {"gpu01", "gpu02"}
+
+
+def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[tuple[str, ...]] = []
+    monkeypatch.setattr(host_mirror, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
+    host = SimpleNamespace(run_dir=lambda name: tmp_path / name)
+    runs = [{"name": f"run-{number}", "token": str(number) * 32, "seen": ""} for number in (1, 2, 1, 2)]
+    told = host_mirror.changes(host, {"runs": runs}, None)  # type: ignore[arg-type]
+    assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
+    assert list(told["runs"]) == ["run-1", "run-2"]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ def changes(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     `runs`: [{"name", "token", "seen": the `sum` of the files that were told before}].
     Files that are as they were are not told again (null).
     """
-    return {"runs": {each["name"]: _look(RunDir(host.run_dir(each["name"])), each) for each in request["runs"]}}
+    asked = {each["name"]: each for each in request["runs"]}
+    # Who lives is asked first: whoever was last to leave has written its files before.
+    cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
+    return {"runs": {name: _look(RunDir(host.run_dir(name)), each, cookies) for name, each in asked.items()}}
 
 
 def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
@@ -53,9 +56,9 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
 OPERATIONS: dict[str, Operation] = {"mirror.changes": changes, "mirror.read": read}
 
 
-def _look(run: RunDir, each: dict[str, Any]) -> dict[str, Any]:
-    # Who lives is asked first: whoever was last to leave has written its files before.
-    roles = {read_cookie(process).rpartition(".")[2] for process in find_processes(f"{each['token']}.")}
+def _look(run: RunDir, each: dict[str, Any], cookies: Collection[str]) -> dict[str, Any]:
+    """Look at a run; `cookies`: those of the live processes."""
+    roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{each['token']}.")}
     files = dict(_list_files(run.path))
     total = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     end_attempt, end = _newest_end(run, each["token"])

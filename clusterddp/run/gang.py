@@ -206,7 +206,9 @@ class Gang:
         return build(cls, data, "gang")
 
     def __post_init__(self) -> None:
-        """Raises: ValueError: a rank is missing or there twice, or what the entry starts is not said of each node."""
+        """Raises: ValueError: there is no node, a rank is missing or there twice, or `spawns` does not fit them."""
+        if not self.nodes:
+            raise ValueError("gang.nodes is empty")
         ranks = sorted(rank for node in self.nodes for rank in node.ranks)
         if ranks != list(range(len(ranks))):
             raise ValueError(f"gang: its {len(ranks)} ranks are not 0 to {len(ranks) - 1}, each once")
