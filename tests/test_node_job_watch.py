@@ -192,7 +192,12 @@ def test_the_time_that_is_left_follows_from_slurm_s_own_clock():
 
 @pytest.mark.parametrize(
     ("end", "limit", "left_s"),
-    [("Unknown", "00:10:00", 510.0), ("Unknown", "UNLIMITED", None), ("2026-11-21T11:25:00", "UNLIMITED", 210.0)],
+    [
+        ("Unknown", "00:10:00", 510.0),
+        ("Unknown", "UNLIMITED", None),
+        ("2026-11-21T11:25:00", "UNLIMITED", 210.0),
+        ("2026-11-21T11:25:00+01:00", "UNLIMITED", 210.0),
+    ],
 )
 def test_an_end_that_slurm_does_not_name_follows_from_the_limit(end, limit, left_s):
     text = SHOWN.replace("EndTime=2026-11-21T11:30:00", f"EndTime={end}").replace("00:10:00", limit)

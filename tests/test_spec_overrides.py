@@ -101,6 +101,10 @@ def test_a_wrong_argument_is_named(argument: str, message: str) -> None:
     assert messages(argument) == [message]
 
 
+def test_a_key_nested_deeper_than_any_spec_is_refused() -> None:
+    assert messages("env" + ".v" * 5000 + "=1")[0].endswith(NO_ASSIGNMENT)
+
+
 def test_a_variable_sets_a_value_and_keeps_the_case_of_the_users_own() -> None:
     environ = {
         "CLUSTERDDP__TRAIN__LR": "0.2",

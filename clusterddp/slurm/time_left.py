@@ -42,7 +42,7 @@ def read_kill_wait_s(text: str) -> float:
 
 def _time(name: str, text: str) -> datetime | None:
     try:
-        return datetime.fromisoformat(_field(name, text))
+        return datetime.fromisoformat(_field(name, text)).replace(tzinfo=None)  # all are in Slurm's own zone
     except ValueError:
         return None
 

@@ -22,7 +22,8 @@ ENV_PREFIX = "CLUSTERDDP__"
 COMMAND_LINE = "command line"
 MAX_ARGUMENT_SHOWN = 80
 
-_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+){0,19}")
+"""No deeper than a spec may be nested (yamlfile.py)."""
 _OPTION_WORDS = {("device", "cpu"): "--cpu"}
 
 
