@@ -91,8 +91,8 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
         for node in NODES:
             place.rack.outside(node, "/tmp/told").touch()
         wait_until(lambda: read_end(place.host_run_dir("node1", run).attempt(0)) is not None, 20)
-    waiting.communicate(timeout=240)
-    assert (waiting.returncode, place.status(run)["state"]) == (0, "COMPLETED")
+    _, said = waiting.communicate(timeout=240)
+    assert (waiting.returncode, place.status(run)["state"]) == (0, "COMPLETED"), said
 
 
 def test_an_attached_run_ends_on_every_host_that_the_laptop_is_cut_off_from(place: SshPlace) -> None:

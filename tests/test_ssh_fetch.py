@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agent_hosts import Hosts, running_hosts
+from rack.rack import wait_until
 
 from clusterddp.launch.ssh.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
@@ -197,3 +198,16 @@ class small_disk:  # noqa: N801
 
     def __exit__(self, *exception: object) -> None:
         subprocess.run(["umount", str(self.path)], check=True)
+
+
+def test_when_the_network_is_back_the_hosts_that_follow_are_waited_for(hosts: Hosts) -> None:
+    hosts.start()
+    mirror = hosts.mirror()
+    hosts.down.update(hosts.names)
+    mirror.look()
+    write_end(hosts.head.attempt(0), END)
+    hosts.down.discard(hosts.names[0])
+    wait_until(lambda: mirror.look() or any("answers again" in words for words in hosts.said), 20)
+    threading.Timer(1.0, hosts.down.clear).start()
+    assert mirror.fetch()
+    mirror.close()

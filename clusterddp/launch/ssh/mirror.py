@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ _LOOK_S = 3.0
 _PAUSE_S = 0.2
 _LEAVE_S = 5.0
 """How long the last of a run may take to leave after its end, and still write what is fetched."""
+
+_RETURN_S = 15.0
+"""After a host is back that was silent, so long may the others take: it was the network, and not one host."""
 
 Say = Callable[[str], None]
 
@@ -90,6 +94,9 @@ class Mirror:
         self._looked_at: float | None = None
         """Seconds of the monotonic clock; None: never."""
         self._behind = False
+        self._silent: set[HostAccess] = set()
+        self._returned_at = -math.inf
+        """When a host answered that had been silent, in seconds of the monotonic clock."""
 
     def want_logs(self, ranks: Iterable[int], first_attempt: int | None) -> None:
         """Bring home the logs of these ranks, too, from an attempt on; None: of the newest one."""
@@ -117,7 +124,8 @@ class Mirror:
         deadline = time.monotonic() + _LEAVE_S
         while works := self._works(Wants(results=True, patient=time.monotonic() < deadline)):
             self._look_once(works, None, anew=True)
-            if not self._behind:
+            follow = self._silent & works.keys() and time.monotonic() < self._returned_at + _RETURN_S
+            if not (self._behind or follow):
                 return not self._works(Wants(results=True))
             time.sleep(_PAUSE_S)
         return True
@@ -165,10 +173,14 @@ class Mirror:
             if result is None and is_first:
                 result = SshError(access.host, "connect", f"no answer within {timeout_s:g} s")
             if isinstance(result, SshError):
+                self._silent.add(access)
                 self._tell_of(access.host, f"cannot be reached: {words_of(result)}", result.hint)
                 for target in targets:
                     reports.setdefault(target.run, []).append(failure_of(target, result))
             elif result is not None:
+                if access in self._silent:
+                    self._silent.discard(access)
+                    self._returned_at = time.monotonic()
                 self._tell_of(access.host, "", None)
                 for visit in result:
                     self._take(visit, reports)
