@@ -173,7 +173,7 @@ def test_ports_that_others_have_taken_are_walked_past(rack):
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
         try:
             assert stranger.stdout.readline() == b"up\n"
-            done = start_tasks(rack, run, "-N2", "-n2")
+            done = start_tasks(rack, run, "-N2", "-n2", "--nodelist=node1,node2")
         finally:
             stranger.kill()
     assert dumps(run, 1)[0]["SLURM_JOB_ID"] == str(job)

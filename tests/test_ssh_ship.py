@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -81,7 +82,9 @@ class Sender:
 
     def left_over(self) -> list[Path]:
         """Return what is half on its way, and marks."""
-        return list(self.home.rglob(".clusterddp-*"))
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # it was just removed
+                return list(self.home.rglob(".clusterddp-*"))
 
 
 @pytest.fixture
