@@ -32,7 +32,7 @@ from clusterddp.facts.deep_check import (
 ROOT = Path(__file__).parent.parent
 GPU = Environment(
     python="3.11.7", torch="2.13.0", cuda="13.0", cudnn=91000, nccl="2.28.9", cores=16, locked_memory_bytes=-1,
-    shm_bytes=1 << 34, compiler="/usr/bin/cc", python_h=True, variables={}, gpus=8, gpu="NVIDIA H100", capability="9.0",
+    shm_bytes=1 << 34, compile_obstacle=None, variables={}, gpus=8, gpu="NVIDIA H100", capability="9.0",
     memory_bytes=1 << 36, driver="580.10",
 )  # fmt: skip
 TRAINING = Training(
@@ -62,7 +62,7 @@ def levels(findings: list[Finding], **changes: Any) -> dict[str, str]:
     [
         (told("environment", GPU), "ok"),
         (told("environment", dataclasses.replace(GPU, locked_memory_bytes=65536)), "note"),
-        (told("environment", dataclasses.replace(GPU, python_h=False)), "note"),
+        (told("environment", dataclasses.replace(GPU, compile_obstacle="no Python.h in /usr/include")), "note"),
         (told("compile", Compile(seconds=3.0)), "ok"),
         (told("compile", error="InvalidCxxCompiler: No working C++ compiler found"), "note"),
         (told("all_reduce", Reductions(sizes=(Reduction(bytes=1024, ms=0.1, bus_gb_per_s=0.1),))), "ok"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterddp.facts.checks import Check, Result, note, ok, red, to_json
 from clusterddp.facts.deep_check import PROBES, Compile, Environment, Finding, Peers, Reductions, Rendezvous, Training
+from clusterddp.facts.judge import LITTLE_LOCKED
 
 _SLOW_END_S = 60.0
 _STRAGGLER = 1.2
@@ -97,14 +98,13 @@ def _judge_environment(ranks: Sequence[Environment]) -> Result:
     words += [f"driver {first.driver}"] if first.driver else []
     words += [f"NCCL {first.nccl}"] if first.nccl else []
     found = ", ".join(words)
-    if first.gpu and 0 <= first.locked_memory_bytes < 64 * _MIB:
+    if first.gpu and 0 <= first.locked_memory_bytes < LITTLE_LOCKED:
         return note(
-            f"{found}; at most {first.locked_memory_bytes // 1024} KiB may be locked",
+            f"{found}; at most {_size(first.locked_memory_bytes)} may be locked",
             "InfiniBand needs more: ulimit -l unlimited; on Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
-    if first.gpu and not (first.compiler and first.python_h):
-        lacking = "a C compiler" if not first.compiler else "Python.h"
-        return note(f"{found}; no {lacking}: nothing can be compiled", _FIXES["compile"])
+    if first.gpu and first.compile_obstacle:
+        return note(f"{found}; {first.compile_obstacle}: nothing can be compiled", _FIXES["compile"])
     return ok(found)
 
 

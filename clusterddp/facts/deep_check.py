@@ -26,8 +26,8 @@ class Environment:
     locked_memory_bytes: int
     """-1: no limit."""
     shm_bytes: int | None
-    compiler: str | None
-    python_h: bool
+    compile_obstacle: str | None
+    """What torch.compile lacks here to build kernels for GPUs."""
     variables: dict[str, str]
     gpus: int
     """How many this rank sees."""

@@ -13,7 +13,7 @@ _GIB = 2**30
 MIN_FREE, FEW_FREE = 100 * 2**20, 5 * _GIB
 _MIN_FILES, _FEW_FILES = 256, 1024
 _MIN_SHM, _FEW_SHM = 32 * 2**20, _GIB
-_LITTLE_LOCKED = 64 * 2**20
+LITTLE_LOCKED = 64 * 2**20
 CLOCK_NOTE_S, CLOCK_RED_S = 1.0, 5.0
 """Checkpoints and ends are ordered by attempt numbers, not by clocks; logs and NFS caches are hurt by seconds."""
 _SHARED_HINT = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
@@ -152,7 +152,7 @@ def judge_locked_memory(machine: Machine, fix: str, *, nccl: bool) -> Result:
     if machine.locked_memory < 0:
         return ok("no limit")
     words = f"at most {size(machine.locked_memory)}"
-    if machine.locked_memory >= _LITTLE_LOCKED or not machine.infiniband:
+    if machine.locked_memory >= LITTLE_LOCKED or not machine.infiniband:
         return ok(words)
     found = f"{words}: NCCL over InfiniBand or RoCE fails there (ibv_reg_mr: Cannot allocate memory)"
     return red(found, fix) if nccl else note(found, fix)

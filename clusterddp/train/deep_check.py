@@ -15,7 +15,6 @@ import resource
 import shutil
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -37,6 +36,7 @@ from clusterddp.facts.deep_check import (
     Rendezvous,
     Training,
 )
+from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
@@ -137,8 +137,7 @@ def describe_environment(place: Place, environ: Mapping[str, str]) -> Environmen
         cores=len(os.sched_getaffinity(0)),
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=shutil.disk_usage(_SHM).total if Path(_SHM).exists() else None,
-        compiler=next(filter(None, map(shutil.which, (environ.get("CC", "cc"), "gcc", "clang"))), None),
-        python_h=Path(sysconfig.get_path("include"), "Python.h").exists(),
+        compile_obstacle=find_compile_obstacle(environ),
         variables={name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES)},
         topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if place.local_rank == 0 else None,
         **own,
