@@ -93,10 +93,11 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
     Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
     """
     from clusterddp.launch.submit import submit
+    from clusterddp.run.view import RunState
 
     run = Run(submit(plan, tell=tell).run_dir)
     deadline = time.monotonic() + timeout_s
-    while (state := run.wait(_POLL_S)) not in (*_STARTED, "COMPLETED", "FAILED", "CANCELLED", "LOST"):
+    while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
         if time.monotonic() > deadline:
             run.cancel()
             raise PreflightError(
