@@ -11,12 +11,12 @@ from typing import Any
 
 from patience import PATIENCE
 
-from clusterddp.launch.plan import Plan, plan_run
+from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.process_table import Process
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep import find_processes, read_cookie
 from clusterddp.spec.load import load_spec
+from clusterddp.system.processes import Process
 
 HELLO = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 SLEEP = HELLO + "import time\ntime.sleep(120)\n"

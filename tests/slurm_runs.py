@@ -10,15 +10,15 @@ from launch_runs import plan_script, plan_text, wait_until
 from rack.plan import HEAD
 from rack.rack import Rack
 
-from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.submission.staging import make_run
 
 CHECKOUT = Path(__file__).parents[1]
 START = """
 import sys
 from pathlib import Path
-from clusterddp.launch.submit import start_attempt
+from clusterddp.submission.submit import start_attempt
 from clusterddp.run.directory import RunDir
 print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
 """

@@ -20,7 +20,7 @@ from patience import PATIENCE
 from rack.plan import HEAD
 from rack.rack import Rack, wait_until
 
-from clusterddp.dist.environment import COOKIE
+from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
 

@@ -13,10 +13,10 @@ from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_runs import environment
 
-from clusterddp.launch.sweep.plan import SweepPlan, plan_sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.spec.sweep import load_sweep
+from clusterddp.sweep.plan import SweepPlan, plan_sweep
 
 SPEC = "name: job\nlauncher: slurm\nresources: {procs_per_node: 1}\nentry: {script: entry.py}\n"
 CONFIG = "MaxArraySize            = 1001\nMaxJobCount             = 10000\n"

@@ -16,16 +16,17 @@ from gang_runs import GangRun, make_gang, start_gang, wait_until
 from train_gang import TINY
 
 import clusterddp
-from clusterddp.launch.entry import TRAINER
+from clusterddp.planning.entry import TRAINER
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Entry
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors
-rooms = [importlib.import_module(f"clusterddp.{room}") for room in ("dist", "host", "node", "run", "slurm", "train")]
+names = ("agent", "facts", "network", "node", "ranks", "rendezvous", "run", "slurm", "system", "train")
+rooms = [importlib.import_module(f"clusterddp.{room}") for room in names]
 names = [info.name for room in rooms for info in pkgutil.walk_packages(room.__path__, room.__name__ + ".")]
 for name in names:
-    if name != "clusterddp.host.boot":  # goes over the connection as text; the module would answer at once
+    if name != "clusterddp.agent.boot":  # goes over the connection as text; the module would answer at once
         importlib.import_module(name)
 print(len(names), *sys.modules)
 """

@@ -16,9 +16,9 @@ import pexpect
 import pytest
 from patience import PATIENCE
 
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import RunDir, list_runs, read_json
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep import find_processes, sweep
 
 SCRIPT = """\
 import os, sys, time

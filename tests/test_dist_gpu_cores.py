@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from test_node_rank import run_rank, write_script
 
-from clusterddp.dist.gpu_cores import cores_for_ranks, read_cores, spell_cores
 from clusterddp.node import member
 from clusterddp.node.starter import Launch, News
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.system.gpu_cores import cores_for_ranks, read_cores, spell_cores
 
 ALL = frozenset(range(16))
 TWO_SOCKETS = {"0000:17:00.0": "0-3,8-11", "0000:65:00.0": "4-7,12-15"}

@@ -18,7 +18,7 @@ from rack.network import block_ports, open_ports
 from rack.rack import wait_until
 from ssh_place import SshPlace
 
-from clusterddp.dist.environment import COOKIE
+from clusterddp.ranks.environment import COOKIE
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -15,11 +15,11 @@ from launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
 
 import clusterddp
 from clusterddp.cli.status_text import status_lines
-from clusterddp.launch.submit import cancel, submit, wait
 from clusterddp.look.status import read_status
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RootCause, read_end, read_run
-from clusterddp.run.sweep import sweep
+from clusterddp.submission.submit import cancel, submit, wait
 
 TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from launch_runs import plan_text
 
-from clusterddp.dist.entry_environment import entry_environment, init_method
-from clusterddp.dist.placeholders import VARIABLES, fill_in, find_placeholders, placeholder_values
 from clusterddp.errors import SpecError, UsageError
+from clusterddp.ranks.entry_environment import entry_environment, init_method
+from clusterddp.ranks.placeholders import VARIABLES, fill_in, find_placeholders, placeholder_values
 from clusterddp.spec.load import load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
 

@@ -15,7 +15,7 @@ import pytest
 from agent_hosts import Connection, Hosts, make_channel, running_hosts
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh.answers import ANSWERS
+from clusterddp.remote.answers import ANSWERS
 from clusterddp.run.directory import write_json
 from clusterddp.run.host_reports import read_reports
 from clusterddp.ssh import session as session_module

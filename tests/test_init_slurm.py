@@ -13,12 +13,12 @@ from rack.plan import HEAD, USER, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_clusters import CLUSTERS, fake_commands
 
-from clusterddp.launch.plan import plan_run
-from clusterddp.run.templates import read_template
+from clusterddp.planning.plan import plan_run
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
 from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
 from clusterddp.slurm.starter import fill_in
 from clusterddp.spec.load import load_spec
+from clusterddp.system.templates import read_template
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(path.name for path in CLUSTERS.iterdir() if path.is_dir())

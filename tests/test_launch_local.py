@@ -27,13 +27,13 @@ from launch_runs import (
 from patience import PATIENCE
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.process_table import Process, read_command
 from clusterddp.run.record import read_end, read_ranks, read_run
 from clusterddp.run.state import read_state
-from clusterddp.run.sweep import sweep
 from clusterddp.run.view import RunState, RunView
+from clusterddp.submission.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.system.processes import Process, read_command
 
 GONE_S = 5.0
 """What the gang rule allows from a failure to the end of the last process."""

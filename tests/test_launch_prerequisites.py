@@ -15,14 +15,14 @@ from launch_runs import plan_text
 
 from clusterddp.cli.doctor import _plan
 from clusterddp.errors import PreflightError
-from clusterddp.launch import prerequisites
-from clusterddp.launch.plan import Plan
-from clusterddp.launch.prerequisites import storage_notes
-from clusterddp.launch.slurm.launcher import check_data
-from clusterddp.launch.submit import submit
-from clusterddp.run.storage import Mount
+from clusterddp.launchers.slurm.launcher import check_data
+from clusterddp.planning import prerequisites
+from clusterddp.planning.plan import Plan
+from clusterddp.planning.prerequisites import storage_notes
 from clusterddp.spec.image_sets import NAMES, is_there
 from clusterddp.spec.load import load_spec
+from clusterddp.submission.submit import submit
+from clusterddp.system.storage import Mount
 
 GPUS = "name: a\nlauncher: slurm\nresources: {gpus_per_node: 2}\n"
 
@@ -44,7 +44,7 @@ def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch of the tests is for the CPU, which is refused first; that is not asked here."""
-    monkeypatch.setattr("clusterddp.launch.submit.check_trainer", lambda gang, *, elsewhere: None)
+    monkeypatch.setattr("clusterddp.submission.submit.check_trainer", lambda gang, *, elsewhere: None)
     (tmp_path / "sets").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/sets}}")
     with pytest.raises(PreflightError, match=r"cifar10 is not in .*/sets, and nodes would look for it when") as refused:

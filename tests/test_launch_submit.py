@@ -19,12 +19,12 @@ import pytest
 from launch_runs import git, plan_script, plan_text, read_plan, wait_until
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launch.staging import make_run
-from clusterddp.launch.submit import start_attempt, submit, wait
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState
+from clusterddp.submission.staging import make_run
+from clusterddp.submission.submit import start_attempt, submit, wait
 
 NUM_KILLS = 25
 NUM_SUBMITS = 20

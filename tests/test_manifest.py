@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clusterddp.launch.manifest import write_manifest
+from clusterddp.importing.manifest import write_manifest
 from clusterddp.spec.load import load_spec, resolved_yaml
 
 GOLDEN = Path(__file__).parent / "golden"

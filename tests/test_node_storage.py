@@ -6,8 +6,8 @@ import pytest
 from gang_runs import running, wait_until
 from storage_faults import away, disk
 
-from clusterddp.dist.liveness import HOST_SILENCE_S
 from clusterddp.run.spool import read_spooled
+from clusterddp.system.timeouts import HOST_SILENCE_S
 
 
 @pytest.mark.root

@@ -14,7 +14,7 @@ from gang_runs import make_gang, running, started
 from handmade_runs import make_run, start_attempt
 
 from clusterddp.cli.main import main
-from clusterddp.dist.connections import was_connected
+from clusterddp.network.connections import was_connected
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, write_end
 

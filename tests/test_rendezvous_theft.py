@@ -13,7 +13,7 @@ from port_thief import MEET, STEAL, steal
 from worker_ranks import Place
 
 import clusterddp
-from clusterddp.dist.port import hold_port, reserve_port
+from clusterddp.network.port import hold_port, reserve_port
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 

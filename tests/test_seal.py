@@ -13,15 +13,15 @@ import pytest
 from launch_runs import git, plan_text
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launch.login.record import SentRun, list_sent_runs, write_sent_run
-from clusterddp.launch.plan import read_plan
-from clusterddp.launch.seal import is_sealed, key_path, seal
-from clusterddp.launch.ssh.table import accesses_of
-from clusterddp.launch.ssh.target import find_targets
-from clusterddp.launch.staging import make_run
-from clusterddp.launch.submit import refuse_foreign
+from clusterddp.login.record import SentRun, list_sent_runs, write_sent_run
+from clusterddp.look.ps import accesses_of
+from clusterddp.planning.plan import read_plan
+from clusterddp.planning.seal import is_sealed, key_path, seal
+from clusterddp.results.target import find_targets
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.snapshot import store_of
+from clusterddp.submission.staging import make_run
+from clusterddp.submission.submit import refuse_foreign
 
 SPEC = "name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\ntrain: {dataset: shapes}\n"
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.attempts import make_attempt
-from clusterddp.launch.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.run.attempts import make_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, write_end, write_run
 from clusterddp.slurm.identity import job_name, job_tag

@@ -19,7 +19,7 @@ from slurm_person import Person, await_true
 from ssh_person import own_ssh_dir
 from ssh_place import send
 
-from clusterddp.launch.login.commands import NEEDS
+from clusterddp.login.commands import NEEDS
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -10,9 +10,9 @@ from rack.plan import HEAD, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, claims, make_slurm_run, start_run
 
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
 from clusterddp.run.record import read_end, read_run
-from clusterddp.run.sweep import find_processes
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 TRAIN = """

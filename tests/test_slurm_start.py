@@ -10,7 +10,7 @@ from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_runs import await_final_end, environment, make_slurm_run, start_run
 
-from clusterddp.dist.port import walk_ports
+from clusterddp.network.port import walk_ports
 from clusterddp.node.reach import LINK_PORTS
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import read_end, read_ranks

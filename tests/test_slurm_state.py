@@ -262,7 +262,7 @@ import os, sys
 from pathlib import Path
 import clusterddp.run.job_state
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.submit import cancel
+from clusterddp.submission.submit import cancel
 from clusterddp.run.directory import RunDir
 from clusterddp.run.state import read_state
 os.setgroups([])

@@ -10,10 +10,10 @@ from rack.plan import HEAD, RackPlan
 from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, await_job_state, claims, job_fields, make_slurm_run, start_run
 
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.process_table import Process, read_command, read_environment
 from clusterddp.run.record import read_end, read_run
-from clusterddp.run.sweep import find_processes
+from clusterddp.system.processes import Process, read_command, read_environment
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 UNTIL_STOP = """

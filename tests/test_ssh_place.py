@@ -10,7 +10,7 @@ from rack.plan import HEAD
 from rack.rack import wait_until
 from ssh_place import send
 
-from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.ranks.environment import COOKIE, cookie
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from agent_hosts import Hosts, running_hosts
 
-from clusterddp.launch.ssh.told import was_never_reached
 from clusterddp.look.status import read_status
+from clusterddp.results.told import was_never_reached
 from clusterddp.run.directory import append_jsonl
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago

@@ -16,8 +16,8 @@ import pytest
 import torch
 from train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
 
-from clusterddp.dist.entry_environment import INIT_METHOD
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.entry_environment import INIT_METHOD
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
 from clusterddp.train.data.download import default_data_dir

@@ -9,7 +9,7 @@ from test_dist_launched import HAND, HYDRA, OPEN_MPI, STEP, TORCHRUN
 
 from clusterddp.cli.explain import explain
 from clusterddp.cli.terminal import Terminal
-from clusterddp.dist.launched import find_place
+from clusterddp.ranks.launched import find_place
 
 JOB = "name: job\nentry: {module: train}\nenv: {WHO: me}\n"
 

@@ -20,8 +20,8 @@ from clusterddp.cli.status_text import (
 )
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.look.printable import printable
+from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.run.directory import RunDir, read_json
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import AttemptEnd, RootCause

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.last_words import last_words
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, read_tail
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import signal_name

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, cookie, node_cookies
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
+from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import AttemptDir, RunDir, is_file
 from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
-from clusterddp.run.sweep import find_processes, sweep
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""

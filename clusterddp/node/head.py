@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from clusterddp.dist.entry_environment import RENDEZVOUS_FILE
-from clusterddp.dist.interface import is_cut_off
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import is_cut_off
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd
@@ -22,10 +20,12 @@ from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.node.sequel import Sequel, sequel_of
+from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, signal_name
-from clusterddp.run.storage import storage_timeout_s
+from clusterddp.system.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
 """So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""

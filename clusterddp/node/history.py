@@ -12,7 +12,7 @@ from clusterddp.node.note import note
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, drop_secrets, log_event, write_end
 from clusterddp.run.spool import spool_end
-from clusterddp.run.storage import is_outage, storage_timeout_s
+from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
     from clusterddp.node.link import Message

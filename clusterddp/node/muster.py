@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterddp.dist.ranks import spell_ranks
-from clusterddp.dist.socket_links import faster_networks
+from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.failure import Failure
 from clusterddp.node.link import Message
 from clusterddp.node.note import note
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.gang import Gang, Node
 
 

@@ -7,9 +7,9 @@ import os
 import selectors
 import socket
 
-from clusterddp.dist.interface import LOOPBACK_ADDRESS, read_links
-from clusterddp.dist.port import walk_ports
-from clusterddp.dist.socket_links import tell_links
+from clusterddp.network.interface import LOOPBACK_ADDRESS, read_links
+from clusterddp.network.port import walk_ports
+from clusterddp.network.socket_links import tell_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clusterddp.dist.environment import COOKIE, cookie
-from clusterddp.dist.interface import is_cut_off
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import SlurmError
+from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
 from clusterddp.node.link import GIVEN_UP, HOST_SILENT
 from clusterddp.node.note import note
 from clusterddp.node.order import Order, SlurmOrder
+from clusterddp.ranks.environment import COOKIE, cookie
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, is_file
 from clusterddp.run.record import AttemptEnd, RootCause, read_end
 from clusterddp.slurm.commands import run_slurm
@@ -100,7 +100,7 @@ class Succession:
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
         """Hand over to the program that knows all ways to start a job again: the launcher's."""
-        command = [sys.executable, "-m", "clusterddp.launch.slurm.again", str(self._order.run.path)]
+        command = [sys.executable, "-m", "clusterddp.launchers.slurm.again", str(self._order.run.path)]
         environment = dict(self._environ) | {COOKIE: cookie(self._order.gang.token, "task")}
         try:
             again = subprocess.Popen(

@@ -14,7 +14,7 @@ The order is one line of JSON on standard input; the pipe stays open:
                                 the ranks
      "over_ssh": bool,          optional: who started us is an agent, and dies with the launcher's connection
      "hold": [int],             optional: inherited descriptors that this process and its guard have open until the
-                                node's processes are gone; no rank gets them (run/lease.py)
+                                node's processes are gone; no rank gets them (system/gpu_lease.py)
      "slurm": {"job_id": str, "restart_count": int, "used_restarts": int, "job_tag": str | null, "heads": [str]}}
                                 on Slurm: the start of the job, how many restarts the run used before it, and where the
                                 head may be, for no link is told; the gang names no master address
@@ -54,8 +54,6 @@ import sys
 import traceback
 from typing import Any
 
-from clusterddp.dist.environment import inherited_environment
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
@@ -71,7 +69,9 @@ from clusterddp.node.starter import Children
 from clusterddp.node.succession import Loss, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
-from clusterddp.run.storage import set_storage_timeout
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.system.storage import set_storage_timeout
 
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02

@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, cookie, inherited_environment
-from clusterddp.dist.slurm_step import StepPlace, read_place
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.holder import Holder, connect
 from clusterddp.node.processes import STOP_SIGNALS
 from clusterddp.node.taskwire import MAX_PACKET, socket_name
+from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
+from clusterddp.ranks.slurm_step import StepPlace, read_place
 
 _START_TIMEOUT_S = 600.0
 """How long the node's supervisor may take to be there, where the plan of an older version does not say."""

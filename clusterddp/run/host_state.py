@@ -1,6 +1,6 @@
 """The state of a run on SSH hosts: from its files as they were brought home, and from what its hosts last said of it.
 
-Nobody is asked here: whoever wants news brings them home first (launch/ssh/mirror.py). Node 0's host holds the truth,
+Nobody is asked here: whoever wants news brings them home first (results/mirror.py). Node 0's host holds the truth,
 and its `end.json` comes home. Without one the question is who is left to write it. Somebody on any host: the run goes
 on. Nobody on any: LOST. A head that does not answer leaves it open, unless another node has recorded that it was lost.
 """

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_json, read_record, write_json
 from clusterddp.run.gang import Gang
-from clusterddp.run.process_table import read_process
 from clusterddp.slurm.identity import is_tag
+from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
 FOREIGN = "none"

@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.cleanup import answers_for_its_run, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import (
     FOREIGN,
@@ -31,7 +32,6 @@ from clusterddp.run.record import (
     read_start,
 )
 from clusterddp.run.spool import deliver_end, read_spooled
-from clusterddp.run.sweep import answers_for_its_run, find_processes
 from clusterddp.run.view import RunState, RunView, final_view
 
 if TYPE_CHECKING:

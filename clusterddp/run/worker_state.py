@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 
-from clusterddp.dist.ranks import spell_ranks
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
