@@ -13,11 +13,11 @@ from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
 from clusterddp.node.job_watch import Intent, JobWatch, bring_home
 from clusterddp.node.muster import Muster
-from clusterddp.node.order import SlurmOrder
 from clusterddp.node.rendezvous import choose_address
 from clusterddp.node.sequel import sequel_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd
+from clusterddp.run.supervisors import SlurmOrder
 from clusterddp.slurm.control import JobNow
 from clusterddp.slurm.time_left import read_duration_s, read_kill_wait_s, read_time_left_s
 

@@ -17,11 +17,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from clusterddp.errors import RunFailedError
 from clusterddp.launchers.local.leases import receive_leases
-from clusterddp.launchers.supervisors import read_link, start_supervisor, supervisor_log, tell
+from clusterddp.planning.environment import process_environment
 from clusterddp.ranks.environment import inherited_environment, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
@@ -30,6 +29,7 @@ from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import AttemptEnd, RootCause, read_gang, signal_name
 from clusterddp.run.stop import request_stop
+from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5
@@ -94,28 +94,25 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
 
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
     """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
-    link: dict[str, Any] | None = None
+    link: Link | None = None
+    environment = process_environment("", inherited_environment())
     holds = receive_leases(gang.nodes, sys.stdin.fileno())
     for node in gang.nodes:
-        hold = holds.get(node.node_rank, ())
+        order = SupervisorOrder(
+            run_dir=run.path,
+            gang=gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=link,
+            parent_bound=True,
+            hold=holds.get(node.node_rank, ()),
+        )
         try:
-            process = start_supervisor(run, gang, node, hold, inherited_environment())
+            process = start_supervisor(order, environment, answers=order.is_head)
         except OSError as error:
             return f"the supervisor of node {node.node_rank} could not be started: {error}"
         supervisors.append(_Supervisor(node=node, process=process, log=supervisor_log(run, node.node_rank)))
-        tell(
-            process,
-            {
-                "run_dir": str(run.path),
-                "gang": gang.to_json(),
-                "node_rank": node.node_rank,
-                "attempt": attempt,
-                "link": link,
-                "parent_bound": True,
-                "hold": hold,
-            },
-        )
-        if node.node_rank == 0:
+        if order.is_head:
             link = read_link(process, gang.start_timeout_s)
             if link is None and process.poll() is None:
                 return f"the supervisor of node 0 did not say where it listens within {gang.start_timeout_s:g} s"
@@ -133,7 +130,7 @@ def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
         news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
         for each in news:
             if each.node.node_rank != 0:
-                tell(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
+                send(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
         ended += news
         time.sleep(0.05)
 

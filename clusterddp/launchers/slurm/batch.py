@@ -12,6 +12,7 @@ array.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from types import FrameType
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.launchers.slurm.requeue import go_on
-from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
+from clusterddp.ranks.environment import COOKIE, START_AGAIN, cookie, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
@@ -38,6 +39,7 @@ from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.slurm.time_left import END_TIME, read_time_left_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
+_AGAIN = "clusterddp.launchers.slurm.again"
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
@@ -206,7 +208,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
             stdout=descriptor,
             stderr=descriptor,
             cwd=carried.run.launcher_dir,
-            env=carried.environment,
+            env={**carried.environment, START_AGAIN: json.dumps(["-m", _AGAIN, str(carried.run.path)])},
         )
     except OSError as error:
         return f"srun could not be started: {error}"

@@ -27,6 +27,7 @@ from clusterddp.results.fresh import Home
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.supervisors import SupervisorOrder
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
@@ -126,12 +127,11 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
 
     def supervise(node_rank: int) -> dict[str, Any]:
-        facts = {"order": orders[node_rank], "variables": secrets, "patience_s": patience_s}
+        facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
         return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
 
     head = supervise(0)
-    for order in orders[1:]:
-        order["link"] = head["link"]
+    orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
     try:
         each(list(range(1, len(orders))), supervise)
     except PreflightError as error:
@@ -199,7 +199,7 @@ def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
 
 def _prepare(
     plan: Plan, crew: Crew, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
-) -> list[dict[str, Any]]:
+) -> list[SupervisorOrder]:
     """Make the run's directory on every host; return the order of each node's supervisor."""
     there = {host: _at_host(plan, session.hello) for host, session in crew.sessions.items()}
 
@@ -214,16 +214,16 @@ def _prepare(
 
     prepared = crew.ask_all("run.prepare", facts)
     return [
-        {
-            "run_dir": prepared[node.host].facts["run_dir"],
-            "gang": there[node.host].gang.to_json(),
-            "node_rank": node.node_rank,
-            "attempt": attempt,
-            "link": None,
-            "parent_bound": True,
-            "hold": grants[node.node_rank].hold,
-            "over_ssh": True,
-        }
+        SupervisorOrder(
+            run_dir=Path(prepared[node.host].facts["run_dir"]),
+            gang=there[node.host].gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=None,
+            parent_bound=True,
+            hold=tuple(grants[node.node_rank].hold),
+            over_ssh=True,
+        )
         for node in plan.gang.nodes
     ]
 
