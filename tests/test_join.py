@@ -13,9 +13,9 @@ from rack.network import block_ports, open_ports
 from rack.plan import RackPlan
 from rack.rack import Rack, running_rack, wait_until
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_end, read_run
-from clusterddp.run.state import read_state
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -19,9 +19,9 @@ import pytest
 from launch_runs import git, plan_script, plan_text, read_plan, wait_until
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import start_attempt, submit, wait

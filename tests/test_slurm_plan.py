@@ -16,7 +16,7 @@ from launch_runs import plan_text
 
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launchers.slurm.ask import ask_scheduler
-from clusterddp.launchers.slurm.launcher import renew, write_variables
+from clusterddp.launchers.slurm.launcher import SlurmLauncher, write_variables
 from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.slurm_container import _TASK
@@ -384,7 +384,7 @@ def test_a_run_that_is_resumed_waits_for_what_has_not_ended_yet(tmp_path: Path) 
     first, second = submitted(tmp_path, "41"), submitted(tmp_path, "42")
     planned = plan(tmp_path, f"after: [{first}, {second}]")
     end_run(RunDir(tmp_path / "runs" / first), AttemptEnd(outcome="COMPLETED", reason="done"))
-    assert renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
+    assert SlurmLauncher().renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
 
 
 def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:

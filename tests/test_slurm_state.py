@@ -14,8 +14,8 @@ from rack.plan import USER, USER_ID
 from rack.rack import Rack
 from rack_slurm import await_state, eventually, reach_slurm, submit_job
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 
@@ -260,11 +260,11 @@ def seen_by_ana(rack: Rack, *runs: RunDir) -> str:
     program = """
 import os, sys
 from pathlib import Path
-import clusterddp.run.job_state
+import clusterddp.launchers.slurm.state
 from clusterddp.errors import ClusterddpError
 from clusterddp.submission.submit import cancel
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
+from clusterddp.launchers.state import read_state
 os.setgroups([])
 os.setresgid(*[int(sys.argv[1])] * 3)
 os.setresuid(*[int(sys.argv[1])] * 3)

@@ -12,8 +12,8 @@ from rack.plan import RackPlan
 from rack.rack import Rack, running_rack
 from rack_slurm import await_state, eventually, reach_slurm, submit_job
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 

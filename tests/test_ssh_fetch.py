@@ -15,10 +15,10 @@ import pytest
 from agent_hosts import Hosts, running_hosts
 from rack.rack import wait_until
 
+from clusterddp.launchers.state import read_state
 from clusterddp.results.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, write_end
-from clusterddp.run.state import read_state
 
 END = AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from agent_hosts import Hosts, running_hosts
 
+from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
 from clusterddp.results.told import was_never_reached
 from clusterddp.run.directory import append_jsonl
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState
 
 LOST_HEAD = AttemptEnd(

@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launchers.state import announce, read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_run, refuse_to_end
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import AttemptEnd, RunRecord, log_event, read_run
-from clusterddp.run.state import announce, read_state
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, read_sweep
 from clusterddp.run.view import RunState, RunView

@@ -91,12 +91,12 @@ def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
 
     Raises: SlurmError: it is refused; or `transient`: it has to be tried again.
     """
-    from clusterddp.launchers.slurm.launcher import start as start_job
+    from clusterddp.launchers.slurm.launcher import submit_attempt
 
     run, number = carried.run, attempt.number + 1
     job_id = _find_follow_up(carried, number)
     if job_id is None:
-        job_id = start_job(run, number, carried.environment, keep_variables=True).job_id
+        job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
     log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
     return f"follow-up job {job_id} ({why})"
 
