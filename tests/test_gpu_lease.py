@@ -17,7 +17,7 @@ from gang_runs import GangRun, make_gang, started
 from launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks, wait_until
 
 from clusterddp.errors import PreflightError
-from clusterddp.planning.placement import read_machine
+from clusterddp.planning.local import read_machine
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_run

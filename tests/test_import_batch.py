@@ -11,7 +11,7 @@ from clusterddp.errors import UsageError
 from clusterddp.importing.findings import Findings
 from clusterddp.importing.reading import import_files
 from clusterddp.importing.writing import Imported
-from clusterddp.planning.slurm_options import choose_options
+from clusterddp.planning.slurm.options import choose_options
 from clusterddp.spec.load import load_spec
 
 HEAD = "#!/bin/bash\n#SBATCH -J job -N 2 --ntasks-per-node=1 --gres=gpu:4 -c 32 -t 1:00:00\n"

@@ -14,8 +14,8 @@ from handmade_runs import make_gang
 from launch_runs import git, plan_script, plan_text
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.planning.local import Machine, assign_gpus, plan_placement
 from clusterddp.planning.names import ADJECTIVES, ANIMALS, choose_run_name
-from clusterddp.planning.placement import Machine, assign_gpus, plan_placement
 from clusterddp.planning.plan import Plan, plan_run, rename_plan
 from clusterddp.run.gang import Gang
 from clusterddp.spec.load import load_spec

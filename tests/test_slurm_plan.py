@@ -19,8 +19,8 @@ from clusterddp.launchers.slurm.ask import ask_scheduler
 from clusterddp.launchers.slurm.launcher import SlurmLauncher, write_variables
 from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.planning.prerequisites import check_trainer
-from clusterddp.planning.slurm_container import _TASK
-from clusterddp.planning.slurm_options import Options, memory_text, without_waiting
+from clusterddp.planning.slurm.container import _TASK
+from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import AttemptEnd, read_run, write_run

@@ -18,7 +18,7 @@ from sweep_runs import CONFIG, SPEC, fake_scontrol, plan_one
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.planning.plan import Plan, move_plan, plan_run
-from clusterddp.planning.slurm_after import find_dependency
+from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import AttemptEnd, read_run, write_end, write_run
 from clusterddp.run.sweep_dir import SweepDir, find_sweep, read_sweep, sweep_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment

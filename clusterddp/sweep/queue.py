@@ -19,7 +19,7 @@ from types import FrameType
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.state import read_state
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.fresh import Home, kept_fresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import Tell, end_run, final_end, silence
 from clusterddp.run.directory import AttemptDir, RunDir

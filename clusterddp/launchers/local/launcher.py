@@ -17,7 +17,7 @@ from clusterddp.launchers.local.leases import lease_gpus
 from clusterddp.launchers.local.state import read_local_state
 from clusterddp.planning.command_lines import launcher_command
 from clusterddp.planning.environment import process_environment
-from clusterddp.planning.placement import assign_gpus, place_here
+from clusterddp.planning.local import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep

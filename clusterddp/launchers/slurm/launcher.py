@@ -16,9 +16,9 @@ from clusterddp.launchers.slurm.state import read_job_state
 from clusterddp.planning.entry import TRAINER
 from clusterddp.planning.environment import python_path, travelling_variables
 from clusterddp.planning.plan import Plan, move_plan, read_plan
-from clusterddp.planning.slurm_after import find_dependency
-from clusterddp.planning.slurm_container import IMPORT_PATH
-from clusterddp.planning.slurm_options import without_waiting
+from clusterddp.planning.slurm.after import find_dependency
+from clusterddp.planning.slurm.container import IMPORT_PATH
+from clusterddp.planning.slurm.options import without_waiting
 from clusterddp.results.fresh import Home
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir, write_json

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.planning.environment import process_environment, travelling_variables
-from clusterddp.planning.slurm_container import container_flags, container_words
-from clusterddp.planning.slurm_options import JobOptions, Options, option_argv
+from clusterddp.planning.slurm.container import container_flags, container_words
+from clusterddp.planning.slurm.options import JobOptions, Options, option_argv
 from clusterddp.run.directory import RunDir
 from clusterddp.slurm.identity import job_name, job_tag
 from clusterddp.spec.slurm_options import BIND_OPTIONS
