@@ -18,7 +18,8 @@ from patience import PATIENCE
 
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import AttemptEnd, RankRecord, read_end, read_ranks
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RankRecord, read_ranks
 
 STARTER = Path(__file__).parent / "gang" / "starter.py"
 PRELUDE = """

@@ -22,7 +22,7 @@ from ssh_kill_kinds import LAN, NODES
 from ssh_place import ssh_place_on
 
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 
 CUT, STOP, SUSPEND = "cable out", "supervisor stopped", "job suspended"
 KINDS = [

@@ -17,7 +17,8 @@ from rack.plan import HEAD
 from rack.rack import SYSTEM_PATH, Rack
 
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
-from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RunRecord, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LOST_REPLY = 'exec strace -o /dev/null -e inject=recvfrom:error=ECONNRESET:when=5 /usr/bin/sbatch "$@"'

@@ -11,7 +11,7 @@ from rack.plan import HEAD
 from rack.rack import Rack
 
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.submission.staging import make_run
 
 CHECKOUT = Path(__file__).parents[1]

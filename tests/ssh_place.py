@@ -22,7 +22,8 @@ from rack.rack import Rack, wait_until
 
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
-from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RunRecord, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

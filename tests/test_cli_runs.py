@@ -13,7 +13,7 @@ from patience import PATIENCE
 
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
-from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from clusterddp.errors import PreflightError
 from clusterddp.planning.local import read_machine
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.submit import cancel, resume, submit, wait
 from clusterddp.system.devices import list_gpus

@@ -15,7 +15,8 @@ from rack.rack import Rack, running_rack, wait_until
 
 from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir, list_runs
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -30,7 +30,8 @@ from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end, read_ranks, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.submission.submit import Submitted, cancel, resume, submit, wait
 from clusterddp.system.processes import Process, read_command

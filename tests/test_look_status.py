@@ -14,7 +14,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_log_tail, read_status
 from clusterddp.run.directory import append_jsonl
-from clusterddp.run.record import AttemptEnd, write_end, write_rank
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import write_rank
 
 RANK_KEYS = [
     "rank",

@@ -16,7 +16,7 @@ from handmade_runs import make_run, start_attempt
 from clusterddp.cli.main import main
 from clusterddp.network.connections import was_connected
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
 
 MEET = """
 import socket

@@ -26,7 +26,8 @@ from slurm_runs import (
 )
 
 from clusterddp.run.directory import read_json
-from clusterddp.run.record import read_end, read_run, write_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]

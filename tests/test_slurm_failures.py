@@ -15,7 +15,8 @@ from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, make_slurm_run, start_run
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import RankRecord, read_end, read_ranks
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import RankRecord, read_ranks
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -6,7 +6,7 @@ from rack.plan import HEAD, RackPlan
 from rack.rack import running_rack
 from slurm_runs import COMPLETE_LATER, GO_ON, await_final_end, await_up, claims, job_fields, start
 
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 THREE = RackPlan(nodes=["node1", "node2", "node3"], slurmd_timeout_s=5)

@@ -23,7 +23,8 @@ from clusterddp.planning.slurm.container import _TASK
 from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.record import AttemptEnd, read_run, write_run
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag, tag_of
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.staging import make_run

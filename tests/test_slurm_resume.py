@@ -12,7 +12,8 @@ from slurm_runs import await_final_end, claims, make_slurm_run, start_run
 
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 TRAIN = """

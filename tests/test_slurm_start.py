@@ -13,7 +13,8 @@ from slurm_runs import await_final_end, environment, make_slurm_run, start_run
 from clusterddp.network.port import walk_ports
 from clusterddp.node.reach import LINK_PORTS
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import read_end, read_ranks
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_ranks
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

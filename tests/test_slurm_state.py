@@ -53,7 +53,7 @@ def read_at_rest(run: RunDir, slurm: Slurm) -> RunView:
 
     def at_rest() -> bool:
         age(run)
-        return "last words" not in read_state(run, slurm).reason
+        return "may still come" not in read_state(run, slurm).reason
 
     eventually(at_rest)
     return read_state(run, slurm)

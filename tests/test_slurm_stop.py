@@ -12,7 +12,8 @@ from slurm_runs import await_final_end, await_job_state, claims, job_fields, mak
 
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from clusterddp.system.processes import Process, read_command, read_environment
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]

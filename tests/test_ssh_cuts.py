@@ -19,7 +19,7 @@ from ssh_traces import is_up, sshd_sessions
 
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 from clusterddp.ssh.stream import SILENCE_S
 
 pytestmark = [pytest.mark.root]

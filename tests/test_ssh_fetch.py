@@ -18,7 +18,7 @@ from rack.rack import wait_until
 from clusterddp.launchers.state import read_state
 from clusterddp.results.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
 
 END = AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0")
 

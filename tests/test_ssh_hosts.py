@@ -11,7 +11,7 @@ from rack.rack import wait_until
 from ssh_place import SshPlace, send
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

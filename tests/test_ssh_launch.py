@@ -14,7 +14,7 @@ from rack.rack import Rack, wait_until
 from ssh_place import SshPlace, send, ssh_place_on
 
 from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
-from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.run.outcome import AttemptEnd, read_end
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -21,7 +21,8 @@ from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
 from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
+from clusterddp.run.outcome import AttemptEnd, read_end, write_end
+from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
 
 

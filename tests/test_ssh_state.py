@@ -17,7 +17,8 @@ from clusterddp.results.told import was_never_reached
 from clusterddp.run.directory import append_jsonl
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.view import RunState
 
 LOST_HEAD = AttemptEnd(

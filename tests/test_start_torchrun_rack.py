@@ -8,7 +8,8 @@ from slurm_place import Place
 from ssh_place import SshPlace
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.results.fresh import Home
     from clusterddp.run.directory import AttemptDir, RunDir
-    from clusterddp.run.record import AttemptEnd, RunRecord
+    from clusterddp.run.outcome import AttemptEnd
+    from clusterddp.run.record import RunRecord
     from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 

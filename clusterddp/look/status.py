@@ -18,7 +18,8 @@ from clusterddp.look.transport import NodeTransport, read_transports, warn_of_so
 from clusterddp.run.directory import AttemptDir, RunDir, read_jsonl
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
-from clusterddp.run.record import RankRecord, RootCause, RunRecord, Start, read_gang, read_ranks, read_run, read_start
+from clusterddp.run.outcome import RootCause
+from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
 from clusterddp.wire import build
 

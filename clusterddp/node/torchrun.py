@@ -29,7 +29,7 @@ from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.ranks.torchrun import torchrun_words
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import read_tail
-from clusterddp.run.record import signal_name
+from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
 
 START_TIMEOUT_S = 180.0

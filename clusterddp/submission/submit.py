@@ -32,15 +32,8 @@ from clusterddp.run.attempts import (
     silence,
 )
 from clusterddp.run.directory import RunDir, write_json
-from clusterddp.run.record import (
-    AttemptEnd,
-    AttemptOutcome,
-    RootCause,
-    RunRecord,
-    log_event,
-    read_gang,
-    read_run,
-)
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed
+from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
@@ -148,7 +141,7 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
         # Who interrupts a submit does not want the run.
         became = launcher_named(launcher).withdraw(run, environ)
         reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
-        record_end(run, "CANCELLED", reason)
+        record_end(run, cancelled(reason))
         raise KeyboardInterrupt(f"{run.name}: {reason}") from None
     except (ClusterddpError, OSError) as error:
         if isinstance(error, SlurmError) and error.transient:
@@ -268,7 +261,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
     view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
     # Nobody answers, or nobody is there who could: it is ended from here.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
-        record_end(run, "CANCELLED", launcher.killed)
+        record_end(run, cancelled(launcher.killed))
         view = read_state(run, slurm)
     if not view.finished:
         view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
@@ -292,15 +285,14 @@ def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
     """
     reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
     log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
-    cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
-    record_end(run, "FAILED", reason, cause)
+    record_end(run, failed(reason, log=log))
     if isinstance(error, ClusterddpError):
         raise error
     raise ClusterddpError(f"{run.name}: {reason}") from error
 
 
-def record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
+def record_end(run: RunDir, end: AttemptEnd) -> None:
     """Record how a run ended, unless that is recorded already."""
     # A disk that is full, or away, must not hide why the start failed.
     with contextlib.suppress(ClusterddpError, OSError):
-        end_run(run, AttemptEnd(outcome=outcome, reason=reason, root_cause=cause))
+        end_run(run, end)

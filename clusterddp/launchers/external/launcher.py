@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.results.fresh import Home
     from clusterddp.run.directory import AttemptDir
-    from clusterddp.run.record import AttemptEnd
+    from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 

@@ -6,11 +6,13 @@ whether it lives can be told on its own host only.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_gang, read_ranks
+from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
 
 _TRACEBACK = 8_000
@@ -82,7 +84,7 @@ def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> Run
 
 
 def _final(attempt: AttemptDir, cause: RootCause, ranks: list[RankRecord]) -> RunView:
-    end = AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=cause, ended=_last(ranks))
+    end = dataclasses.replace(failed_by(cause), ended=_last(ranks))
     return final_view(attempt, end)
 
 

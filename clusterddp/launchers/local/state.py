@@ -15,7 +15,8 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.cleanup import answers_for_its_run, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, Start, read_end, read_start
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_start
 from clusterddp.run.view import RunState, RunView
 
 START_GRACE_S = 3.0

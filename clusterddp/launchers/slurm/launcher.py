@@ -40,7 +40,7 @@ from clusterddp.spec.image_sets import can_download, is_there
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
-    from clusterddp.run.record import AttemptEnd
+    from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.view import RunView
 
 _END_TIMEOUT_S = 60.0

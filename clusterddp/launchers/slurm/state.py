@@ -16,7 +16,8 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, read_tail
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.explain import explain_end, explain_waiting
 from clusterddp.slurm.jobs import Job, Phase
@@ -181,15 +182,15 @@ def _ended(known: _Run, job: Job) -> RunView:
     may_speak = known.was_claimed or known.was_started
     if may_speak and min(_quiet_s(known), abs(time.time() - (job.ended or 0))) < RECORD_GRACE_S:
         state = RunState.RUNNING if known.was_started and known.end is None else known.waiting_state
-        return known.view(state, f"{words}; its last words may still come", job)
+        return known.view(state, f"{words}; the record of its end may still come", job)
     if job.state == "CANCELLED":
         return known.view(RunState.CANCELLED, words, job)
     if known.end:
         reason = f"was to start again after: {known.end.reason}; {words}, and no other follows it"
         return known.view(RunState.LOST, reason, job)
     if job.state == "COMPLETED":
-        return known.view(RunState.LOST, f"{words}, but nobody recorded how the run ended{_last_words(known)}", job)
-    return known.view(RunState.FAILED, words + (_last_words(known) or _why_wordless(known, job)), job)
+        return known.view(RunState.LOST, f"{words}, but nobody recorded how the run ended{_last_line(known)}", job)
+    return known.view(RunState.FAILED, words + (_last_line(known) or _why_wordless(known, job)), job)
 
 
 def _nowhere(known: _Run, words: str) -> RunView:
@@ -211,7 +212,7 @@ def _nowhere(known: _Run, words: str) -> RunView:
         reason = f"ended without a word: {words}, and no end is recorded"
     else:
         reason = f"{words}, which it had acknowledged, and no rank was ever started"
-    return known.view(RunState.LOST, f"{reason}{_last_words(known)}; resume queues it again")
+    return known.view(RunState.LOST, f"{reason}{_last_line(known)}; resume queues it again")
 
 
 def _unsubmitted(known: _Run) -> RunView:
@@ -279,7 +280,7 @@ def _times(files: Iterable[Path]) -> Iterator[float]:
             continue
 
 
-def _last_words(known: _Run) -> str:
+def _last_line(known: _Run) -> str:
     """Quote the last line that the job, or Slurm for it, wrote."""
     for path in _job_logs(known.run):
         lines = read_tail(path).splitlines()

@@ -32,7 +32,7 @@ from clusterddp.run.supervisors import SupervisorOrder
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
-    from clusterddp.run.record import AttemptEnd
+    from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 

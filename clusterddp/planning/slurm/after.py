@@ -8,7 +8,8 @@ from pathlib import Path
 
 from clusterddp.errors import UsageError
 from clusterddp.run.directory import RunDir, find_run
-from clusterddp.run.record import AttemptEnd, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, find_sweep
 
 _UNMET = {"afterok": ("FAILED", "CANCELLED", "STOPPED"), "afternotok": ("COMPLETED",), "afterany": ()}
