@@ -1,7 +1,7 @@
 """How a container is put around the ranks: pyxis by options of srun, apptainer as words before Python.
 
-apptainer 1.4 is run by tests/test_slurm_apptainer.py; pyxis follows its documentation, and a test runs with a
-stand-in that sets what pyxis sets.
+apptainer 1.4 is run by tests/rack/launchers/test_slurm_apptainer.py; pyxis follows its documentation, and a test runs
+with a stand-in that sets what pyxis sets.
 """
 
 from __future__ import annotations
