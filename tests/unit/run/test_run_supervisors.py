@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.handmade_runs import make_gang
 
 from clusterddp.run.supervisors import Link, SlurmOrder, SupervisorOrder
+from tests.support.handmade_runs import make_gang
 
 GANG = make_gang(nodes=2)
 
