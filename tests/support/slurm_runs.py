@@ -9,8 +9,9 @@ from pathlib import Path
 from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.record import AttemptEnd, read_end
-from tests.support.launch_runs import plan_script, plan_text, wait_until
+from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 

@@ -20,9 +20,9 @@ from clusterddp.dist.environment import COOKIE
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, wait_until
+from tests.testbed.rack import Rack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import pytest
 from clusterddp.run.directory import RunDir, list_runs, read_json
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import find_processes, sweep
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 SCRIPT = """\
 import os, sys, time

@@ -18,8 +18,8 @@ from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.run.process_table import Process, read_command
 from clusterddp.run.record import read_end, read_run
 from clusterddp.run.sweep import find_processes, read_cookie
-from tests.support.launch_runs import STOPPABLE, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.launch_runs import STOPPABLE
+from tests.support.waiting import PATIENCE, wait_until
 
 SPEC = "name: job\ndevice: cpu\nstart: torchrun\nresources: {{nodes: {nodes}, procs_per_node: 2}}\n"
 FALLING = """\

@@ -19,7 +19,8 @@ from clusterddp.look.status import read_status
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RootCause, read_end, read_run
 from clusterddp.run.sweep import sweep
-from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
+from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
+from tests.support.waiting import wait_until
 
 TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
 

@@ -23,8 +23,8 @@ from clusterddp.errors import PreflightError
 from clusterddp.launch.foreign.place import Decided
 from clusterddp.launch.joining.head import Gathering
 from clusterddp.launch.joining.member import Seat
-from tests.support.gang_runs import GangRun, running, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.gang_runs import GangRun, running
+from tests.support.waiting import PATIENCE, wait_until
 from tests.support.worker_ranks import ROOT, Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}

@@ -22,7 +22,7 @@ from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
 from clusterddp.run.view import RunState
 from tests.support.agent_hosts import Hosts, running_hosts
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

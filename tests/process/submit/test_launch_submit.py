@@ -24,7 +24,8 @@ from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState
-from tests.support.launch_runs import git, plan_script, plan_text, read_plan, wait_until
+from tests.support.launch_runs import git, plan_script, plan_text, read_plan
+from tests.support.waiting import wait_until
 
 NUM_KILLS = 25
 NUM_SUBMITS = 20

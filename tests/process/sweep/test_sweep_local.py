@@ -22,8 +22,7 @@ from clusterddp.run.sweep import find_processes, sweep
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.sweep_queue import claim, read_queue
 from tests.support.fake_gpus import FakeGpus
-from tests.support.launch_runs import wait_until
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 SCRIPT = """\
 import json, os, pathlib, time

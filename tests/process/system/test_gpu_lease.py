@@ -24,7 +24,8 @@ from clusterddp.run.sweep import sweep
 from clusterddp.run.view import RunState
 from tests.support.fake_gpus import FakeGpus
 from tests.support.gang_runs import GangRun, make_gang, started
-from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks, wait_until
+from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks
+from tests.support.waiting import wait_until
 
 ONE_GPU = "{nodes: 1, gpus_per_node: 1}"
 HOLD = "import sys; sys.stdin.read()"

@@ -13,9 +13,10 @@ from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_end, read_run
 from clusterddp.run.state import read_state
 from tests.support.join_machines import ROOT, Machines, interrupt, machines_on, result
+from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports
 from tests.testbed.plan import RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

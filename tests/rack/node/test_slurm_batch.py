@@ -11,7 +11,6 @@ import pytest
 from clusterddp.run.directory import read_json
 from clusterddp.run.record import read_end, read_run, write_run
 from clusterddp.slurm.identity import job_tag
-from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import (
     COMPLETE_LATER,
     GO_ON,
@@ -26,6 +25,7 @@ from tests.support.slurm_runs import (
     start,
     start_run,
 )
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

@@ -10,9 +10,9 @@ import pytest
 from clusterddp.run.directory import list_runs, read_json
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
-from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import Place, log_of
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

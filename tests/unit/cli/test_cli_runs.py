@@ -13,7 +13,7 @@ from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
 from clusterddp.run.record import AttemptEnd, write_end
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
