@@ -59,7 +59,7 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 """
 AGENTS = """
 import json, os, resource, sys, threading
-from clusterddp.launch.ssh.package import package
+from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, Session, open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ, package=package())

@@ -85,8 +85,8 @@ def trace(owner, name, show=None):
 
 import clusterddp.cli.main
 import clusterddp.cli.submit
-import clusterddp.launch.submit as submit
-from clusterddp.launch.ssh import crew, launcher as ssh
+import clusterddp.submission.submit as submit
+from clusterddp.launchers.ssh import crew, launcher as ssh
 from clusterddp.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
-from clusterddp.dist.environment import GPU, RankPlace, Variable, rank_variables
-from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
+from clusterddp.ranks.environment import GPU, RankPlace, Variable, rank_variables
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]

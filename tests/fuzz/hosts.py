@@ -47,7 +47,7 @@ class Answering:
 
 
 def _session(answer: Callable[[bytes], bytes]) -> Any:
-    from clusterddp.launch.ssh.answers import ANSWERS
+    from clusterddp.remote.answers import ANSWERS
     from clusterddp.ssh.session import Session
 
     channel = Answering(answer)
@@ -55,7 +55,7 @@ def _session(answer: Callable[[bytes], bytes]) -> Any:
 
 
 def answers() -> Target:
-    from clusterddp.launch.ssh.answers import ANSWERS, HELLO
+    from clusterddp.remote.answers import ANSWERS, HELLO
 
     examples = [Example(value={"ok": True, "size": 0, **_object(keys)}, what=do) for do, keys in ANSWERS.items()]
     examples += [
@@ -99,13 +99,13 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 def mirrored(root: Path) -> Target:
     """Bring a run home from a host whose real answers are mutated on their way."""
-    from clusterddp.host.agent_types import Host
-    from clusterddp.launch.ssh.fetch import fetch
-    from clusterddp.launch.ssh.pull import pull
-    from clusterddp.launch.ssh.target import Target as OfHost
-    from clusterddp.launch.ssh.target import Wants, newest_attempt
-    from clusterddp.launch.ssh.told import record, report_of
+    from clusterddp.agent.types import Host
     from clusterddp.look.status import read_status
+    from clusterddp.results.fetch import fetch
+    from clusterddp.results.pull import pull
+    from clusterddp.results.target import Target as OfHost
+    from clusterddp.results.target import Wants, newest_attempt
+    from clusterddp.results.told import record, report_of
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -169,7 +169,7 @@ def _mutated(rng: random.Random, said: bytes) -> bytes:
 
 
 def _ask_agent(host: Any, request: bytes, body: bytes = b"") -> bytes:
-    from clusterddp.host.agent import answer_one
+    from clusterddp.agent.main import answer_one
 
     answers = io.BytesIO()
     answer_one(host, request, io.BytesIO(body), answers)
@@ -180,7 +180,7 @@ def requests(root: Path) -> Target:
     """Ask the agent, as a launcher of the same user does; it may be told any place of that user."""
     import json
 
-    from clusterddp.host.agent_types import Host
+    from clusterddp.agent.types import Host
 
     name, sum_, nonce = "asked.01234567", "0" * 64, "1" * 32
     part = {"path": "metrics.jsonl", "offset": 0, "limit": 100, "like": [[0, 1, sum_]]}
@@ -228,8 +228,8 @@ def requests(root: Path) -> Target:
 
 
 def trees(root: Path) -> Target:
-    from clusterddp.run.tree import from_json, list_tree, to_json
-    from clusterddp.run.tree_stream import Sending, receive_tree
+    from clusterddp.system.tree import from_json, list_tree, to_json
+    from clusterddp.system.tree_stream import Sending, receive_tree
 
     source, target = root / "tree", root / "work" / "tree"
     (source / "a").mkdir(parents=True)

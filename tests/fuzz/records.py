@@ -103,7 +103,7 @@ def _failed(runs_dir: Path) -> Path:
 
 def _on_hosts(runs_dir: Path) -> Path:
     """Make a run over SSH whose plan nobody has sealed: its hosts are not asked."""
-    from clusterddp.launch.ssh.plan import SshNode, SshPlan
+    from clusterddp.planning.ssh import SshNode, SshPlan
     from clusterddp.run.host_reports import HostReport, start_of, write_reports
 
     run = make_run(runs_dir, "hosts")
@@ -161,7 +161,7 @@ def _swept(runs_dir: Path) -> Iterator[Path]:
 
 
 def login_notes(root: Path) -> Target:
-    from clusterddp.launch.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
+    from clusterddp.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
 
     runs_dir = root / "work" / "sent"
     make_run(runs_dir, "here")
@@ -183,9 +183,9 @@ def login_notes(root: Path) -> Target:
 
 
 def nodes_reports(root: Path) -> Target:
-    from clusterddp.doctor.job import JobAnswer, _all_done, _collect
-    from clusterddp.doctor.nodes import judge_nodes
-    from clusterddp.doctor.probe import print_lines
+    from clusterddp.check.job import JobAnswer, _all_done, _collect
+    from clusterddp.check.nodes import judge_nodes
+    from clusterddp.check.probe import print_lines
     from clusterddp.facts.judge import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from clusterddp.dist.signed import Signer
+from clusterddp.rendezvous.signed import Signer
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from tests.fuzz.mutations import TOKEN, Example, Target, rows
@@ -89,12 +89,12 @@ def _link() -> Target:
 
 
 def _muster() -> Iterator[Target]:
-    from clusterddp.dist.interface import read_links
-    from clusterddp.dist.muster_guest import COMMAND, Visit, _stay
-    from clusterddp.dist.muster_host import Guest, _Muster
-    from clusterddp.dist.muster_words import own_hello
-    from clusterddp.dist.socket_links import faster_networks, names_in
-    from clusterddp.launch.foreign.place import Decided, nodes_of
+    from clusterddp.network.interface import read_links
+    from clusterddp.network.socket_links import faster_networks, names_in
+    from clusterddp.rendezvous.muster_guest import COMMAND, Visit, _stay
+    from clusterddp.rendezvous.muster_host import Guest, _Muster
+    from clusterddp.rendezvous.muster_words import own_hello
+    from clusterddp.submission.worker.place import Decided, nodes_of
 
     own = own_hello(rank=0, world_size=2, world_size_from="WORLD_SIZE", spec="0" * 64, identity="job")
     hello = dataclasses.asdict(dataclasses.replace(own, rank=1, nonce="other"))
@@ -140,10 +140,10 @@ def _muster() -> Iterator[Target]:
 
 
 def _joining() -> Iterator[Target]:
-    from clusterddp.dist.acceptor import Refusals
-    from clusterddp.launch.joining.head import Gathering, Visitor
-    from clusterddp.launch.joining.member import Seat
-    from clusterddp.launch.joining.words import Line
+    from clusterddp.rendezvous.acceptor import Refusals
+    from clusterddp.submission.join.head import Gathering, Visitor
+    from clusterddp.submission.join.member import Seat
+    from clusterddp.submission.join.words import Line
 
     facts: dict[str, str | None] = {"clusterddp": "1", "torch": "2", "Python": "3.12"}
 
@@ -182,7 +182,7 @@ def _joining() -> Iterator[Target]:
     yield Target(name="what node 0 says to a machine", examples=[Example(value=words)], read=read_seat)
 
     def read_news(what: Any, data: bytes, rng: random.Random) -> None:
-        from clusterddp.launch.joining.news import Joined
+        from clusterddp.submission.join.news import Joined
 
         run = RunDir(Path.cwd() / "joined")
         shutil.rmtree(run.path, ignore_errors=True)
@@ -201,9 +201,9 @@ def _joining() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.host.listener import PAYLOAD
-    from clusterddp.host.ways import Target as Way
-    from clusterddp.host.ways import Try
+    from clusterddp.agent.listener import PAYLOAD
+    from clusterddp.agent.ways import Target as Way
+    from clusterddp.agent.ways import Try
 
     def read(what: Any, data: bytes, rng: random.Random) -> None:
         attempt = object.__new__(Try)

@@ -14,7 +14,7 @@ from tests.support.paths import JOBS
 
 
 def printed_by_slurm() -> Iterator[Target]:
-    from clusterddp.dist.hostlist import expand
+    from clusterddp.network.hostlist import expand
     from clusterddp.slurm import arrays, cluster, control, explain, jobs, partitions, queue, starter, time_left
 
     tag = "0" * 20
@@ -84,10 +84,10 @@ def printed_by_slurm() -> Iterator[Target]:
 
 def printed_by_ranks() -> Target:
     """What NCCL writes for a rank, and what the ranks of a deep check print."""
-    from clusterddp.dist.nccl_log import merge, read_transport
-    from clusterddp.doctor.page import render_page
-    from clusterddp.doctor.ranks import judge_ranks, to_report
+    from clusterddp.check.page import render_page
+    from clusterddp.check.ranks import judge_ranks, to_report
     from clusterddp.facts.deep_check import MARK, read_findings
+    from clusterddp.network.nccl_log import merge, read_transport
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
         text = data.decode(errors="replace")
@@ -114,7 +114,7 @@ def printed_by_ranks() -> Target:
 
 
 def printed_by_ssh(root: Path) -> Iterator[Target]:
-    from clusterddp.dist.launched import find_place
+    from clusterddp.ranks.launched import find_place
     from clusterddp.ssh.keys import _parse
 
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000000"
@@ -227,7 +227,7 @@ def specs(root: Path) -> Iterator[Target]:
 
 
 def imported(root: Path) -> Target:
-    from clusterddp.launch.importing.reading import import_files
+    from clusterddp.importing.reading import import_files
 
     batch = (
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n#SBATCH -t 1-00:00:00\n"

@@ -18,18 +18,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from clusterddp.errors import SshError
-from clusterddp.launch.plan import sealed
-from clusterddp.launch.ssh.answers import ANSWERS
-from clusterddp.launch.ssh.mirror import Mirror
-from clusterddp.launch.ssh.plan import SshNode, SshPlan, directory_name
+from clusterddp.planning.plan import sealed
+from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
+from clusterddp.remote.answers import ANSWERS
+from clusterddp.results.mirror import Mirror
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
-from clusterddp.run.sweep import find_processes
 from clusterddp.ssh.session import HostAccess, Reply, Session
 from tests.support.handmade_runs import make_gang, rank_record
 from tests.support.paths import ROOT as PACKAGE
 
-SERVE = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=600)"
+SERVE = "import sys; from clusterddp.agent.main import serve; serve(*sys.argv[1:], patience_s=600)"
 SLEEP = "import time; time.sleep(600)"
 
 

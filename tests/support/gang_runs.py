@@ -15,7 +15,8 @@ from typing import Any
 
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import AttemptEnd, RankRecord, read_end, read_ranks
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.waiting import PATIENCE, wait_until
 
 STARTER = Path(__file__).parent / "gang" / "starter.py"

@@ -11,16 +11,8 @@ from typing import Any
 
 from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, write_json
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import (
-    AttemptEnd,
-    ProcessIdentity,
-    RankRecord,
-    RootCause,
-    RunRecord,
-    write_end,
-    write_rank,
-    write_run,
-)
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, write_rank, write_run
 
 HOST = socket.gethostname()
 

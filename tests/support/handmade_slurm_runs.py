@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import AttemptDir, RunDir, write_json
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.slurm.identity import job_name, job_tag
 from tests.support.handmade_runs import make_gang
 

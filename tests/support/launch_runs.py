@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.launch.plan import Plan, plan_run
+from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.process_table import Process
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep import find_processes, read_cookie
 from clusterddp.spec.load import load_spec
+from clusterddp.system.processes import Process
 from tests.support.waiting import wait_until
 
 HELLO = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 from tests.support.slurm_runs import make_slurm_run, start_run
 from tests.support.ssh_kill_kinds import LAN, NODES
 from tests.support.ssh_place import ssh_place_on

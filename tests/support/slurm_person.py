@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
-from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RunRecord, read_run
 from tests.support.paths import ROOT
 from tests.testbed.files import slurm_year
 from tests.testbed.plan import HEAD

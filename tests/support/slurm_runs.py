@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from clusterddp.launch.staging import make_run
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.submission.staging import make_run
 from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
 from tests.support.waiting import wait_until
@@ -18,7 +18,7 @@ from tests.testbed.rack import Rack
 START = """
 import sys
 from pathlib import Path
-from clusterddp.launch.submit import start_attempt
+from clusterddp.submission.submit import start_attempt
 from clusterddp.run.directory import RunDir
 print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
 """

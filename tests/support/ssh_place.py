@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE
+from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir, list_runs, read_jsonl
-from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RunRecord, read_run
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from clusterddp.launch.sweep.plan import SweepPlan, plan_sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.spec.sweep import load_sweep
+from clusterddp.sweep.plan import SweepPlan, plan_sweep
 from tests.support.slurm_runs import environment
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack

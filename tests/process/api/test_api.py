@@ -108,7 +108,7 @@ def test_importing_the_package_loads_nothing_of_it_and_asking_for_a_name_does() 
 
 def test_ending_a_run_loads_neither_the_spec_nor_submitit() -> None:
     code = (
-        "import sys, clusterddp.launch.submit;"
+        "import sys, clusterddp.submission.submit;"
         "heavy = {'torch', 'submitit', 'pydantic', 'yaml', 'rich', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -121,7 +121,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_processes_of_a_run_find_a_package_that_is_not_installed(tmp_path: Path) -> None:
     code = (
-        "import sys; from clusterddp.launch.environment import process_environment;"
+        "import sys; from clusterddp.planning.environment import process_environment;"
         "sys.path = [path for path in sys.path if 'site-packages' not in path];"
         "print(process_environment('t.task', {'PYTHONPATH': 'x'})['PYTHONPATH'])"
     )

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.dist.devices import visible_gpus
-from clusterddp.doctor.page import render_page
-from clusterddp.doctor.ranks import judge_hang, judge_ranks, judge_transports, to_report
+from clusterddp.check.page import render_page
+from clusterddp.check.ranks import judge_hang, judge_ranks, judge_transports, to_report
 from clusterddp.facts.deep_check import (
     MARK,
     Compile,
@@ -28,6 +27,7 @@ from clusterddp.facts.deep_check import (
     Training,
     read_findings,
 )
+from clusterddp.system.devices import visible_gpus
 from tests.support.paths import ROOT
 
 GPU = Environment(

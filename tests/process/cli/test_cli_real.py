@@ -15,9 +15,9 @@ from typing import Any
 import pexpect
 import pytest
 
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import RunDir, list_runs, read_json
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep import find_processes, sweep
 from tests.support.waiting import PATIENCE
 
 SCRIPT = """\

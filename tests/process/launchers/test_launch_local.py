@@ -15,13 +15,14 @@ import psutil
 import pytest
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.launchers.state import read_state
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.process_table import Process, read_command
-from clusterddp.run.record import read_end, read_ranks, read_run
-from clusterddp.run.state import read_state
-from clusterddp.run.sweep import sweep
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.view import RunState, RunView
+from clusterddp.submission.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import (
     HELLO,
     SLEEP,

@@ -14,10 +14,11 @@ from click import unstyle
 import clusterddp
 from clusterddp.cli.plan_text import plan_lines
 from clusterddp.look.status import read_log_tail
+from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir, read_jsonl
-from clusterddp.run.process_table import Process, read_command
-from clusterddp.run.record import read_end, read_run
-from clusterddp.run.sweep import find_processes, read_cookie
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
+from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import STOPPABLE
 from tests.support.waiting import PATIENCE, wait_until
 

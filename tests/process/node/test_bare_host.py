@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.launch.entry import TRAINER
+from clusterddp.planning.entry import TRAINER
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Entry
 from tests.support.bare_python import make_bare_python
@@ -23,10 +23,11 @@ from tests.support.waiting import wait_until
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors
-rooms = [importlib.import_module(f"clusterddp.{room}") for room in ("dist", "host", "node", "run", "slurm", "train")]
+names = ("agent", "facts", "network", "node", "ranks", "rendezvous", "run", "slurm", "system", "train")
+rooms = [importlib.import_module(f"clusterddp.{room}") for room in names]
 names = [info.name for room in rooms for info in pkgutil.walk_packages(room.__path__, room.__name__ + ".")]
 for name in names:
-    if name != "clusterddp.host.boot":  # goes over the connection as text; the module would answer at once
+    if name != "clusterddp.agent.boot":  # goes over the connection as text; the module would answer at once
         importlib.import_module(name)
 print(len(names), *sys.modules)
 """

@@ -14,11 +14,12 @@ from click import unstyle
 
 import clusterddp
 from clusterddp.cli.status_text import status_lines
-from clusterddp.launch.submit import cancel, submit, wait
 from clusterddp.look.status import read_status
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import RootCause, read_end, read_run
-from clusterddp.run.sweep import sweep
+from clusterddp.run.outcome import RootCause, read_end
+from clusterddp.run.record import read_run
+from clusterddp.submission.submit import cancel, submit, wait
 from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
 from tests.support.waiting import wait_until
 
@@ -150,7 +151,7 @@ def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Starter,
         (
             '"echo before >&2; echo no such label >&2; exit 3"',
             3,
-            "left with exit code 3; its last words: no such label",
+            "left with exit code 3; the last line of its stderr: no such label",
         ),
         ('"exit 4"', 4, "left with exit code 4"),
         ('"kill -SEGV $$"', 139, "was killed by SIGSEGV"),

@@ -12,11 +12,10 @@ from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
 from clusterddp.node.job_watch import Intent, JobWatch, bring_home
 from clusterddp.node.muster import Muster
-from clusterddp.node.order import SlurmOrder
 from clusterddp.node.rendezvous import choose_address
-from clusterddp.node.sequel import sequel_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.supervisors import SlurmOrder
 from clusterddp.slurm.control import JobNow
 from clusterddp.slurm.time_left import read_duration_s, read_kill_wait_s, read_time_left_s
 from tests.support.gang_runs import make_gang
@@ -164,7 +163,7 @@ def test_a_killed_batch_script_fails_the_run_and_nobody_has_cancelled_it(tmp_pat
     bring_home(Intent(kind="failed", words="the script was killed"), attempt)
     end = attempt.verdict(stop_confirmed=True)
     assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
-    assert sequel_of(attempt, end, on_slurm=True, final=False, able=True) == "nothing"
+    assert attempt.restart_after(end, on_slurm=True, final=False, able=True) == "none"
 
 
 def test_ranks_are_asked_to_stop_a_lead_before_the_job_s_end():
@@ -227,14 +226,14 @@ def make_attempt(tmp_path, **facts):
     [
         ({"job_ends": True, "stop_reason": "preempted"}, "STOPPED", True, "another job"),
         ({"job_ends": True, "stop_reason": "preempted"}, "FAILED", False, "another job"),
-        ({"job_ends": True}, "COMPLETED", True, "nothing"),
-        ({"job_ends": True}, "CANCELLED", True, "nothing"),
-        ({"stop_reason": "asked"}, "STOPPED", True, "nothing"),
+        ({"job_ends": True}, "COMPLETED", True, "none"),
+        ({"job_ends": True}, "CANCELLED", True, "none"),
+        ({"stop_reason": "asked"}, "STOPPED", True, "none"),
     ],
 )
 def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, outcome, able, sequel):
     attempt, end = make_attempt(tmp_path, **facts), AttemptEnd(outcome=outcome, reason="")
-    assert sequel_of(attempt, end, on_slurm=True, final=False, able=able) == sequel
+    assert attempt.restart_after(end, on_slurm=True, final=False, able=able) == sequel
 
 
 @pytest.mark.parametrize(
@@ -243,19 +242,19 @@ def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, ou
         ({"restartable": True}, True, "here"),
         ({"restartable": True}, False, "another job"),
         ({"job_restartable": True}, False, "another job"),
-        ({}, True, "nothing"),
+        ({}, True, "none"),
     ],
 )
 def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_path, failure, able, sequel):
     attempt, end = make_attempt(tmp_path), AttemptEnd(outcome="FAILED", reason="")
-    attempt.fail(Failure(rank=1, host="a", error="", **failure), 1.0)
-    assert sequel_of(attempt, end, on_slurm=True, final=False, able=able) == sequel
+    attempt.fail(Failure.at("a", "", rank=1, **failure), 1.0)
+    assert attempt.restart_after(end, on_slurm=True, final=False, able=able) == sequel
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path):
     muster = Muster(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
     assert muster.overdue(119.0) is None
-    assert muster.overdue(120.0).error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
+    assert muster.overdue(120.0).cause.error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
 
 
 def test_a_task_that_does_not_come_is_named_with_its_host(tmp_path):
@@ -264,7 +263,7 @@ def test_a_task_that_does_not_come_is_named_with_its_host(tmp_path):
     muster.join(gang.nodes[0], {"pid": 1})
     muster.join(gang.nodes[1], {"pid": 2, "missing": [3]})
     assert not muster.complete
-    assert muster.overdue(120.0).error == "the tasks of rank 3 on host1 did not start within 120 s"
+    assert muster.overdue(120.0).cause.error == "the tasks of rank 3 on host1 did not start within 120 s"
 
 
 def test_the_master_is_where_most_nodes_have_reached_the_head(tmp_path):

@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.dist.acceptor import PER_TURN, REST_S, Acceptor, Refusals
-from clusterddp.dist.signed import Signer, UnprovenError
 from clusterddp.errors import PreflightError
-from clusterddp.launch.foreign.place import Decided
-from clusterddp.launch.joining.head import Gathering
-from clusterddp.launch.joining.member import Seat
+from clusterddp.rendezvous.acceptor import PER_TURN, REST_S, Acceptor, Refusals
+from clusterddp.rendezvous.signed import Signer, UnprovenError
+from clusterddp.submission.join.head import Gathering
+from clusterddp.submission.join.member import Seat
+from clusterddp.submission.worker.place import Decided
 from tests.support.gang_runs import GangRun, running
 from tests.support.waiting import PATIENCE, wait_until
 from tests.support.worker_ranks import ROOT, Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}
 SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": 2}
-_NO_LISTENER = {"dist/muster_host.py", "node/search.py"}
+_NO_LISTENER = {"rendezvous/muster_host.py", "node/search.py"}
 """Files whose `bind` only tries whether an address is this host's, or whose `listen` is a method of ours."""
 DECIDED: dict[str, Any] = {
     "run": "brisk-otter-3",
@@ -300,7 +300,7 @@ def test_every_file_that_listens_is_in_the_table_of_listeners() -> None:
         for path in package.rglob("*.py")
         if re.search(r"\.(listen|bind|create_server)\([^)*]|bind_port\(", path.read_text())
     }
-    assert {"node/link.py", "dist/port.py"} < files
+    assert {"node/link.py", "network/port.py"} < files
     assert [name for name in sorted(files - _NO_LISTENER) if f"`{name}`" not in table] == []
 
 

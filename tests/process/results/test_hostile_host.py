@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh.answers import ANSWERS
+from clusterddp.remote.answers import ANSWERS
 from clusterddp.run.directory import write_json
 from clusterddp.run.host_reports import read_reports
 from clusterddp.ssh import session as session_module

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.launch.ssh.pull import PIECE_BYTES
+from clusterddp.launchers.state import read_state
+from clusterddp.results.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, write_end
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.support.waiting import wait_until
 

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from clusterddp.agent import mirror as host_mirror
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
-from clusterddp.host import mirror as host_mirror
 from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
+from clusterddp.run.outcome import AttemptEnd, read_end, write_end
+from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.support.waiting import wait_until
@@ -291,7 +292,7 @@ def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterddp.launch.ssh.mirror.FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr("clusterddp.results.mirror.FIRST_LOOK_S", 0.2)
     hosts.start()
     mirror = hosts.mirror()
     mirror.look(timeout_s=20)

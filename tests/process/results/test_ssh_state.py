@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.launch.ssh.told import was_never_reached
+from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
+from clusterddp.results.told import was_never_reached
 from clusterddp.run.directory import append_jsonl
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.view import RunState
 from tests.support.agent_hosts import Hosts, running_hosts
 

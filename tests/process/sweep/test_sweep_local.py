@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.launchers.state import read_state
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import read_jsonl
-from clusterddp.run.record import read_end, read_run
-from clusterddp.run.state import read_state
-from clusterddp.run.sweep import find_processes, sweep
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.sweep_queue import claim, read_queue
 from tests.support.fake_gpus import FakeGpus

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.dist.devices import list_gpus
 from clusterddp.errors import PreflightError
-from clusterddp.launch.placement import read_machine
-from clusterddp.launch.submit import cancel, resume, submit, wait
+from clusterddp.planning.local import read_machine
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
-from clusterddp.run.lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
-from clusterddp.run.record import read_end, read_run
-from clusterddp.run.sweep import sweep
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
+from clusterddp.submission.submit import cancel, resume, submit, wait
+from clusterddp.system.devices import list_gpus
+from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus
 from tests.support.gang_runs import GangRun, make_gang, started
 from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks
@@ -116,7 +117,7 @@ def test_what_inherits_nothing_does_not_hold_a_lease(gpus: FakeGpus) -> None:
 
 def test_of_many_that_want_a_gpu_at_once_one_gets_it(gpus: FakeGpus) -> None:
     program = (
-        "import sys; from clusterddp.run.lease import take_leases\n"
+        "import sys; from clusterddp.system.gpu_lease import take_leases\n"
         "sys.stdin.readline(); lease = take_leases([sys.argv[1]], 'a', ()); print(bool(lease), flush=True)\n"
         "sys.stdin.read()"
     )
@@ -133,7 +134,7 @@ def test_of_many_that_want_a_gpu_at_once_one_gets_it(gpus: FakeGpus) -> None:
 @pytest.mark.root
 def test_a_lease_of_another_user_is_told_with_the_user(gpus: FakeGpus, tmp_path: Path) -> None:
     program = (
-        "import os, sys; from clusterddp.run.lease import take_leases\n"
+        "import os, sys; from clusterddp.system.gpu_lease import take_leases\n"
         "os.setuid(65534); lease = take_leases([sys.argv[1]], 'shy-lynx-1', ()); print(flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", program, gpus.uuids[0]]

@@ -17,8 +17,8 @@ import torch
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.facts.training_memory import TrainingMemory, plan_turns, split_batch, training_memory
-from clusterddp.launch.memory import fit_memory
-from clusterddp.launch.placement import Placement
+from clusterddp.planning.memory import fit_memory
+from clusterddp.planning.placement import Placement
 from clusterddp.run.gang import Node
 from clusterddp.train.group import Group
 from clusterddp.train.host import find_host, load_once

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.ssh.data import read_source
+from clusterddp.remote.upload_data import read_source
 from clusterddp.run.snapshot import tree_sum
 from tests.support.ssh_person import Person
 from tests.support.waiting import wait_until
@@ -30,9 +30,9 @@ import json, os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.ssh.package import package
-from clusterddp.launch.ssh.plan import Send, SshPlan
-from clusterddp.launch.ssh.ship import ship
+from clusterddp.remote.package import package
+from clusterddp.planning.ssh import Send, SshPlan
+from clusterddp.launchers.ssh.ship import ship
 from clusterddp.run.directory import RunDir
 from clusterddp.ssh.session import HostAccess, open_sessions
 order = json.loads(sys.argv[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.dist.environment import COOKIE
+from clusterddp.ranks.environment import COOKIE
 from tests.support.bare_python import lay_out
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir, list_runs
-from clusterddp.run.record import read_end, read_run
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from tests.support.join_machines import ROOT, Machines, interrupt, machines_on, result
 from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports

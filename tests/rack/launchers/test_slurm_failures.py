@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import RankRecord, read_end, read_ranks
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.gang_runs import processes_with
 from tests.support.launch_runs import read_plan
 from tests.support.slurm_runs import await_final_end, make_slurm_run, start_run

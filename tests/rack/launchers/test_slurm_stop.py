@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.process_table import Process, read_command, read_environment
-from clusterddp.run.record import read_end, read_run
-from clusterddp.run.sweep import find_processes
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
+from clusterddp.system.processes import Process, read_command, read_environment
 from tests.support.launch_runs import HELLO, wait_for_ranks
 from tests.support.slurm_runs import await_final_end, await_job_state, claims, job_fields, make_slurm_run, start_run
 from tests.support.waiting import wait_until

@@ -14,7 +14,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 from clusterddp.ssh.stream import SILENCE_S
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
-from clusterddp.launch.ssh.gpus import lease_gpus
-from clusterddp.launch.ssh.package import package
+from clusterddp.launchers.ssh.gpus import lease_gpus
+from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]

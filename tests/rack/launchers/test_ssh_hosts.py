@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 from tests.support.ssh_place import SshPlace, send
 from tests.support.waiting import wait_until
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
-from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.run.outcome import AttemptEnd, read_end
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.rack import Rack

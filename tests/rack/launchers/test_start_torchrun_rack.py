@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end, read_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run
 from tests.support.slurm_place import Place
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until

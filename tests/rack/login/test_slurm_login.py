@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from clusterddp.launch.login.commands import NEEDS
+from clusterddp.login.commands import NEEDS
 from tests.support.paths import ROOT
 from tests.support.slurm_person import Person
 from tests.support.ssh_person import own_ssh_dir

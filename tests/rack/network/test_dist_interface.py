@@ -9,15 +9,15 @@ import sys
 import psutil
 import pytest
 
-from clusterddp.dist.interface import Link, interface_towards, named_interface, read_links
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import Link, interface_towards, named_interface, read_links
 from clusterddp.wire import build
 from tests.support.ssh_person import ROOT
 from tests.testbed.rack import Rack
 
 SHOW = """
 import json
-from clusterddp.dist.interface import read_links
+from clusterddp.network.interface import read_links
 print(json.dumps([link.to_json() for link in read_links()]))
 """
 
@@ -40,7 +40,7 @@ def test_the_loopback_is_known() -> None:
 
 def test_psutil_is_not_needed() -> None:
     program = (
-        "import sys; sys.modules['psutil'] = None; from clusterddp.dist.interface import interface_towards;"
+        "import sys; sys.modules['psutil'] = None; from clusterddp.network.interface import interface_towards;"
         "print(interface_towards('127.0.0.1').name)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "lo\n"

@@ -30,8 +30,8 @@ NODES = ("node1", "node2", "node3")
 SETTLE = """
 import json, os, sys
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.ssh.interfaces import probe_network, settle, settle_network
-from clusterddp.launch.ssh.package import package
+from clusterddp.launchers.ssh.interfaces import probe_network, settle, settle_network
+from clusterddp.remote.package import package
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.ssh.session import HostAccess, open_sessions
 accesses = [HostAccess(host=host) for host in sys.argv[1:]]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.run.directory import read_json
-from clusterddp.run.record import read_end, read_run, write_run
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag
 from tests.support.slurm_runs import (
     COMPLETE_LATER,

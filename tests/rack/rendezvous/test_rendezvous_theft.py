@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.dist.port import hold_port, reserve_port
+from clusterddp.network.port import hold_port, reserve_port
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 from tests.support.gang_runs import GangRun, make_gang, running, started

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import (
@@ -59,7 +59,7 @@ def read_at_rest(run: RunDir, slurm: Slurm) -> RunView:
 
     def at_rest() -> bool:
         age(run)
-        return "last words" not in read_state(run, slurm).reason
+        return "may still come" not in read_state(run, slurm).reason
 
     eventually(at_rest)
     return read_state(run, slurm)
@@ -266,11 +266,11 @@ def seen_by_ana(rack: Rack, *runs: RunDir) -> str:
     program = """
 import os, sys
 from pathlib import Path
-import clusterddp.run.job_state
+import clusterddp.launchers.slurm.state
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.submit import cancel
+from clusterddp.submission.submit import cancel
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
+from clusterddp.launchers.state import read_state
 os.setgroups([])
 os.setresgid(*[int(sys.argv[1])] * 3)
 os.setresuid(*[int(sys.argv[1])] * 3)

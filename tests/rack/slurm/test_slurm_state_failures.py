@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, update_record

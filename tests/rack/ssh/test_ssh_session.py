@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.launch.ssh.package import constant_command, package
+from clusterddp.remote.package import constant_command, package
 from tests.support.paths import ROOT
 from tests.support.ssh_person import Person
 from tests.support.waiting import wait_until
@@ -23,7 +23,7 @@ PYTHON = sys.executable
 CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
-from clusterddp.launch.ssh.package import package
+from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, Session, open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}
@@ -181,7 +181,7 @@ def test_an_agent_that_is_not_spoken_to_leaves(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_had_no_time_to_listen_stays(tmp_path: Path) -> None:
-    serve = "import sys; from clusterddp.host.agent import serve; serve(*sys.argv[1:], patience_s=3)"
+    serve = "import sys; from clusterddp.agent.main import serve; serve(*sys.argv[1:], patience_s=3)"
     argv = [PYTHON, "-c", serve, str(tmp_path), str(ROOT)]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     for stands_still in (False, True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.ssh.plan import SshNode, SshPlan
+from clusterddp.planning.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import RunRecord, write_run
 from tests.support.gang_runs import processes_with
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
-from clusterddp.launch.ssh.table import Hosts
+from clusterddp.look.ps import Hosts
 from clusterddp.ssh.session import HostAccess
 with Hosts([HostAccess(host="node1")], os.environ) as hosts:
     hosts.look()
@@ -192,7 +192,7 @@ def person_environment() -> dict[str, str]:
 
 SEAL = """
 import json, pathlib
-from clusterddp.launch.plan import sealed
+from clusterddp.planning.plan import sealed
 path = pathlib.Path({path!r})
 path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
 """

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from clusterddp.dist.environment import COOKIE, cookie
+from clusterddp.ranks.environment import COOKIE, cookie
 from tests.support.ssh_place import send
 from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports

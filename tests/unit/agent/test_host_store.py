@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from clusterddp.agent.staging import staging
+from clusterddp.agent.store import OPERATIONS
+from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
-from clusterddp.host.agent_types import Body, Host, Reply
-from clusterddp.host.staging import staging
-from clusterddp.host.store import OPERATIONS
 from clusterddp.run.snapshot import tree_sum
-from clusterddp.run.tree import KINDS, Entry, list_tree, read_sum, to_json
-from clusterddp.run.tree_stream import _HEAD, Sending
+from clusterddp.system.tree import KINDS, Entry, list_tree, read_sum, to_json
+from clusterddp.system.tree_stream import _HEAD, Sending
 
 STRANGE = os.fsdecode(b"caf\xe9 \n.py")
 
@@ -404,7 +404,7 @@ def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, tar
 WRITER = """
 import sys
 from pathlib import Path
-from clusterddp.host.staging import staging
+from clusterddp.agent.staging import staging
 with staging(Path(sys.argv[1])) as tree:
     (tree / "half").write_text("half")
     print("up", flush=True)

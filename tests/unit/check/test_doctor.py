@@ -13,10 +13,10 @@ from typing import Any
 import click
 import pytest
 
+from clusterddp.check.job import JobAnswer, JobRequest, sbatch_argv
+from clusterddp.check.nodes import judge_nodes
+from clusterddp.check.probe import join_lines, print_lines
 from clusterddp.cli.doctor import check_lines
-from clusterddp.doctor.job import JobAnswer, JobRequest, sbatch_argv
-from clusterddp.doctor.nodes import judge_nodes
-from clusterddp.doctor.probe import join_lines, print_lines
 from clusterddp.facts.checks import Check, Result, is_healthy, note, ok, red, rows
 from clusterddp.facts.judge import Needs, judge_clock, judge_directory, judge_here, judge_machine, judge_torch
 from clusterddp.facts.machine import (
@@ -27,7 +27,7 @@ from clusterddp.facts.machine import (
     read_machine,
 )
 from clusterddp.facts.torch import Torch, import_torch
-from clusterddp.run.storage import Mount, find_mount
+from clusterddp.system.storage import Mount, find_mount
 from clusterddp.wire import build
 from tests.support.paths import ROOT
 from tests.support.slurm_clusters import fake_commands

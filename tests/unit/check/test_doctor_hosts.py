@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.doctor.hosts import judge_connection, judge_machine_size, judge_offset
-from clusterddp.doctor.links import first_round, judge_trials, second_round
+from clusterddp.check.hosts import judge_connection, judge_machine_size, judge_offset
+from clusterddp.check.links import first_round, judge_trials, second_round
 from clusterddp.facts.checks import Result
 from clusterddp.facts.host import Data, HostFacts, read_data, read_host
 from clusterddp.facts.judge import judge_locked_memory

@@ -10,8 +10,8 @@ from clusterddp.cli.demo import say_result
 from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, RunFailedError
 from clusterddp.run.directory import write_json
-from clusterddp.run.templates import read_template
 from clusterddp.spec.load import load_spec
+from clusterddp.system.templates import read_template
 from tests.support.handmade_runs import make_run
 
 SUMMARY = {"accuracy": 0.9871, "eval_samples": 2000, "train_seconds": 12.4, "world_size": 2}

@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
-from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 from tests.support.waiting import PATIENCE
 

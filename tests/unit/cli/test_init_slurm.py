@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.plan import plan_run
-from clusterddp.run.templates import read_template
+from clusterddp.planning.plan import plan_run
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
 from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
 from clusterddp.slurm.starter import fill_in
 from clusterddp.spec.load import load_spec
+from clusterddp.system.templates import read_template
 from tests.support.paths import ROOT
 from tests.support.slurm_clusters import CLUSTERS, fake_commands
 from tests.testbed.plan import HEAD, USER, RackPlan

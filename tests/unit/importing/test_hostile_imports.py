@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.dist.hostlist import expand
-from clusterddp.dist.slurm_step import expand_counts
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.launch.environment import is_secret
-from clusterddp.launch.importing.findings import Findings
-from clusterddp.launch.importing.reading import MAX_SCRIPT, import_files
+from clusterddp.importing.findings import Findings
+from clusterddp.importing.reading import MAX_SCRIPT, import_files
+from clusterddp.network.hostlist import expand
+from clusterddp.planning.environment import is_secret
+from clusterddp.ranks.slurm_step import expand_counts
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import MAX_HOSTS, expand_all
 from clusterddp.spec.load import load_spec

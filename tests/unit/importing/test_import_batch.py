@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import UsageError
-from clusterddp.launch.importing.findings import Findings
-from clusterddp.launch.importing.reading import import_files
-from clusterddp.launch.importing.writing import Imported
-from clusterddp.launch.slurm.options import choose_options
+from clusterddp.importing.findings import Findings
+from clusterddp.importing.reading import import_files
+from clusterddp.importing.writing import Imported
+from clusterddp.planning.slurm.options import choose_options
 from clusterddp.spec.load import load_spec
 
 HEAD = "#!/bin/bash\n#SBATCH -J job -N 2 --ntasks-per-node=1 --gres=gpu:4 -c 32 -t 1:00:00\n"
@@ -32,7 +32,7 @@ def values(tmp_path: Path, text: str) -> dict[str, Any]:
 
 def read(text: str) -> Findings:
     """Return what is found, before a spec is made of it."""
-    from clusterddp.launch.importing.batch import read_batch_script
+    from clusterddp.importing.batch import read_batch_script
 
     findings = Findings(source="train.slurm")
     read_batch_script(text, findings)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.launch.importing.reading import import_files
-from clusterddp.launch.importing.writing import Imported
+from clusterddp.importing.reading import import_files
+from clusterddp.importing.writing import Imported
 from clusterddp.spec.model import JobSpec
 
 GLUON = """\

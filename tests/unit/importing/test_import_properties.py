@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launch.importing.batch import read_batch_script
-from clusterddp.launch.importing.findings import Findings
-from clusterddp.launch.importing.reading import import_files
-from clusterddp.launch.importing.shell import split_statements
-from clusterddp.launch.importing.sizes import SIZES
+from clusterddp.importing.batch import read_batch_script
+from clusterddp.importing.findings import Findings
+from clusterddp.importing.reading import import_files
+from clusterddp.importing.shell import split_statements
+from clusterddp.importing.sizes import SIZES
 from clusterddp.spec.load import load_spec
 
 _COMMON = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from clusterddp.launch.manifest import write_manifest
+from clusterddp.importing.manifest import write_manifest
 from clusterddp.spec.load import load_spec, resolved_yaml
 from tests.support.paths import GOLDEN
 

@@ -14,14 +14,14 @@ import pytest
 
 from clusterddp.cli.doctor import _plan
 from clusterddp.errors import PreflightError
-from clusterddp.launch import prerequisites
-from clusterddp.launch.plan import Plan
-from clusterddp.launch.prerequisites import storage_notes
-from clusterddp.launch.slurm.launcher import check_data
-from clusterddp.launch.submit import submit
-from clusterddp.run.storage import Mount
+from clusterddp.launchers.slurm.launcher import SlurmLauncher
+from clusterddp.planning import prerequisites
+from clusterddp.planning.plan import Plan
+from clusterddp.planning.prerequisites import storage_notes
 from clusterddp.spec.image_sets import NAMES, is_there
 from clusterddp.spec.load import load_spec
+from clusterddp.submission.submit import submit
+from clusterddp.system.storage import Mount
 from tests.support.launch_runs import plan_text
 
 GPUS = "name: a\nlauncher: slurm\nresources: {gpus_per_node: 2}\n"
@@ -44,7 +44,7 @@ def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch of the tests is for the CPU, which is refused first; that is not asked here."""
-    monkeypatch.setattr("clusterddp.launch.submit.check_trainer", lambda gang, *, elsewhere: None)
+    monkeypatch.setattr("clusterddp.submission.submit.check_trainer", lambda gang, *, elsewhere: None)
     (tmp_path / "sets").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/sets}}")
     with pytest.raises(PreflightError, match=r"cifar10 is not in .*/sets, and nodes would look for it when") as refused:
@@ -59,7 +59,7 @@ def test_the_command_that_is_named_is_one_that_can_be_typed(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/empty}}")
     with pytest.raises(PreflightError) as refused:
-        check_data(planned)
+        SlurmLauncher().check(planned)
     command = str(refused.value.hint).partition("  #")[0].replace("/empty", "/sets")
     done = subprocess.run(["sh", "-c", command], cwd="/", env={}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"cifar10 is in {tmp_path}/sets\n"), done.stderr
@@ -80,15 +80,17 @@ def test_the_place_that_is_taken_without_data_dir_is_looked_at(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     planned = plan(tmp_path, "{dataset: cifar10}")
     with pytest.raises(PreflightError):
-        check_data(planned)
+        SlurmLauncher().check(planned)
     write_cifar10(Path(planned.spec["train"]["data_dir"]))
-    check_data(planned)
+    SlurmLauncher().check(planned)
 
 
 def test_a_set_that_nobody_downloads_is_asked_for_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     with pytest.raises(PreflightError) as refused:
-        check_data(plan(tmp_path, f"{{dataset: imagenet, data_dir: {tmp_path}/sets, image_size: 64, model: resnet18}}"))
+        SlurmLauncher().check(
+            plan(tmp_path, f"{{dataset: imagenet, data_dir: {tmp_path}/sets, image_size: 64, model: resnet18}}")
+        )
     assert "train.data_dir names the directory that has it" in str(refused.value.hint)
 
 
@@ -107,7 +109,7 @@ def test_what_cannot_be_told_from_here_is_not_refused(tmp_path: Path, train: str
     (tmp_path / "sets").mkdir()
     here = str(tmp_path / "sets")
     spec = GPUS if more != "device: cpu" else "name: a\nlauncher: slurm\n"
-    check_data(
+    SlurmLauncher().check(
         plan_text(f"{spec}train: {train}\n{more}\n".replace("HERE", here), tmp_path, environ={"PATH": "/usr/bin"})
     )
 

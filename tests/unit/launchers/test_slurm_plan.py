@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
-from clusterddp.launch.attempts import end_run
-from clusterddp.launch.plan import Plan, move_plan, plan_run, rename_plan
-from clusterddp.launch.prerequisites import check_trainer
-from clusterddp.launch.slurm.ask import ask_scheduler
-from clusterddp.launch.slurm.container import _TASK
-from clusterddp.launch.slurm.launcher import renew, write_variables
-from clusterddp.launch.slurm.options import Options, memory_text, without_waiting
-from clusterddp.launch.staging import make_run
+from clusterddp.launchers.slurm.ask import ask_scheduler
+from clusterddp.launchers.slurm.launcher import SlurmLauncher, write_variables
+from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
+from clusterddp.planning.prerequisites import check_trainer
+from clusterddp.planning.slurm.container import _TASK
+from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
+from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.record import AttemptEnd, read_run, write_run
-from clusterddp.run.templates import read_template
-from clusterddp.run.torch_files import find_package, read_torch_values
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag, tag_of
 from clusterddp.spec.load import load_spec
+from clusterddp.submission.staging import make_run
+from clusterddp.system.templates import read_template
+from clusterddp.system.torch_files import find_package, read_torch_values
 from tests.support.launch_runs import plan_text
 from tests.support.paths import GOLDEN, ROOT
 
@@ -383,7 +384,7 @@ def test_a_run_that_is_resumed_waits_for_what_has_not_ended_yet(tmp_path: Path) 
     first, second = submitted(tmp_path, "41"), submitted(tmp_path, "42")
     planned = plan(tmp_path, f"after: [{first}, {second}]")
     end_run(RunDir(tmp_path / "runs" / first), AttemptEnd(outcome="COMPLETED", reason="done"))
-    assert renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
+    assert SlurmLauncher().renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
 
 
 def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_the_script_passes_its_arguments_on_as_they_are(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout == f"/i p|/l p|-m|clusterddp.launch.slurm.batch|{odd}|"
+    assert done.stdout == f"/i p|/l p|-m|clusterddp.launchers.slurm.batch|{odd}|"
     assert not (tmp_path / "x").exists()
 
 

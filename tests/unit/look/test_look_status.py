@@ -13,7 +13,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_log_tail, read_status
 from clusterddp.run.directory import append_jsonl
-from clusterddp.run.record import AttemptEnd, write_end, write_rank
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import write_rank
 from tests.support.handmade_runs import HOST, complete, fail, make_run, rank_record, start_attempt, train
 
 RANK_KEYS = [

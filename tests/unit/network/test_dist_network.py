@@ -9,11 +9,11 @@ from ipaddress import ip_interface
 
 import pytest
 
-from clusterddp.dist.interface import Link, LinkAddress
-from clusterddp.dist.network import Findings, HostNetwork, Outcome, Way, plan_probes, usable_addresses
-from clusterddp.dist.network_choice import Choice, choose_network
-from clusterddp.dist.network_trouble import explain_trouble
-from clusterddp.dist.network_words import say_notes, say_oddities, say_strange_names, say_why
+from clusterddp.network.choice import Choice, choose_network
+from clusterddp.network.diagnosis import explain_trouble
+from clusterddp.network.explanation import say_notes, say_oddities, say_strange_names, say_why
+from clusterddp.network.interface import Link, LinkAddress
+from clusterddp.network.paths import Findings, HostNetwork, Outcome, Way, plan_probes, usable_addresses
 
 Links = Mapping[str, Link]
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from clusterddp.dist.port import FIRST_PORT, LAST_PORT, hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.port import FIRST_PORT, LAST_PORT, hold_port, reserve_port
 
 
 def listen_on(port, *, reuse):

@@ -7,13 +7,13 @@ import ipaddress
 
 import pytest
 
-from clusterddp.dist.interface import Link, LinkAddress
-from clusterddp.dist.muster_words import Seen, own_hello
-from clusterddp.dist.socket_links import faster_networks, names_in, tell_links
-from clusterddp.launch.foreign.place import decide_networks
+from clusterddp.network.interface import Link, LinkAddress
+from clusterddp.network.socket_links import faster_networks, names_in, tell_links
 from clusterddp.node.footing import find_footing
 from clusterddp.node.muster import Muster
+from clusterddp.rendezvous.muster_words import Seen, own_hello
 from clusterddp.spec.load import load_spec
+from clusterddp.submission.worker.place import decide_networks
 from tests.support.launch_runs import plan_text
 
 MGMT = Link(name="eno1", speed_mbit_per_s=1000, addresses=(LinkAddress(address="10.0.0.{n}", prefix=24),))

@@ -7,10 +7,11 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.attempts import make_attempt
-from clusterddp.launch.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.run.attempts import make_attempt
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, RunRecord, read_end, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, read_end, write_end
+from clusterddp.run.record import RunRecord, write_run
 from clusterddp.slurm.identity import job_name, job_tag
 
 TOKEN = "6d1f" * 8

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from clusterddp.dist.environment import RankPlace, Variable, cookie, inherited_environment, rank_variables
+from clusterddp.ranks.environment import RankPlace, Variable, cookie, inherited_environment, rank_variables
 from clusterddp.run.directory import RunDir
 
 PLACE = RankPlace(rank=11, local_rank=3, node_rank=1, world_size=16, local_world_size=8, num_nodes=2)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterddp.dist.hostlist import expand
-from clusterddp.dist.slurm_step import expand_counts, read_place
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.hostlist import expand
+from clusterddp.ranks.slurm_step import expand_counts, read_place
 
 STEP = {
     "SLURM_JOB_ID": "17",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from clusterddp.dist.launched import Launched, find_place
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.ranks.launched import Launched, find_place
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.launchers.state import read_state
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import RunDir, list_runs
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, RunRecord, write_end, write_run
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.stop import looking_at, request_stop
-from clusterddp.run.sweep import find_processes, sweep
 from clusterddp.run.view import RunState
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, RunRecord, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import RunRecord, write_run
 from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
 
 DAY_S = 86_400.0

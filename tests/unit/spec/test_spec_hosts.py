@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusterddp.dist.hostlist import expand
 from clusterddp.errors import Problem, SpecError
+from clusterddp.network.hostlist import expand
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import expand_hosts, share_out
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml

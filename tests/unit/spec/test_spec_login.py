@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.launch.login.record import SentRun, find_sent_run, write_sent_run
+from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
 from clusterddp.run.directory import write_json
 from clusterddp.spec.profiles import read_profile, read_profile_login
 

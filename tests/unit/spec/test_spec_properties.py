@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterddp.dist.placeholders import find_placeholders
 from clusterddp.errors import SpecError
+from clusterddp.ranks.placeholders import find_placeholders
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.textfile import decode

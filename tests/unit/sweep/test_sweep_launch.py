@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.launch.plan import Plan, move_plan, plan_run
-from clusterddp.launch.slurm.after import find_dependency
-from clusterddp.launch.sweep.staging import make_sweep, take_back
+from clusterddp.planning.plan import Plan, move_plan, plan_run
+from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.run.directory import RunDir, find_run, list_runs
-from clusterddp.run.record import AttemptEnd, read_run, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep_dir import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.arrays import array_limits
 from clusterddp.spec.load import load_spec
+from clusterddp.sweep.staging import make_sweep, take_back
 from tests.support.paths import ROOT
 from tests.support.sweep_runs import CONFIG, SPEC, fake_scontrol, plan_one
 
@@ -150,7 +151,7 @@ def test_elsewhere_than_on_slurm_a_queue_is_started(tmp_path: Path, launcher: st
     hosts = ["ssh.hosts=[gpu01]", "snapshot=false"] if launcher == "launcher=ssh" else []
     plan = plan_one(tmp_path, *TWO_BY_TWO, launcher, *hosts, environ={"PATH": os.environ["PATH"]})
     assert plan.job is None
-    assert plan.command == (sys.executable, "-m", "clusterddp.launch.sweep.queue", str(plan.path))
+    assert plan.command == (sys.executable, "-m", "clusterddp.sweep.queue", str(plan.path))
 
 
 def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_submit_that_is_killed_leaves_a_whole_sweep_or_none(tmp_path: Path) ->
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\nfrom tests.support.sweep_runs import fake_scontrol, plan_one\n"
-        "from clusterddp.launch.sweep.staging import make_sweep\n"
+        "from clusterddp.sweep.staging import make_sweep\n"
         "here = Path(sys.argv[2])\n"
         "plan = plan_one(here, 'env.SEED=' + ','.join(map(str, range(200))))\n"
         "print('ready', flush=True)\nmake_sweep(plan, fake_scontrol(here), {})\n"

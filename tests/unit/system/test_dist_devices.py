@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from clusterddp.dist.devices import loopback_interface, visible_gpus
+from clusterddp.system.devices import loopback_interface, visible_gpus
 
 TWO_GPUS = """GPU 0: NVIDIA H200 (UUID: GPU-8f0c7b0e-1111-2222-3333-444444444444)
 GPU 1: NVIDIA H200 (UUID: GPU-8f0c7b0e-1111-2222-3333-555555555555)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from clusterddp.dist.gpu_cores import cores_for_ranks, read_cores, spell_cores
 from clusterddp.node import member
 from clusterddp.node.starter import Launch, News
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.system.gpu_cores import cores_for_ranks, read_cores, spell_cores
 from tests.process.node.test_node_rank import run_rank, write_script
 
 ALL = frozenset(range(16))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from clusterddp.run.process_table import (
+from clusterddp.system.processes import (
     Process,
     find_carriers,
     find_descendants,
