@@ -17,11 +17,10 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.check import check
 from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import with_one_spelling
-from clusterddp.spec.model import JobSpec
+from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.overrides import Override, from_options, parse_argument, parse_environment
 from clusterddp.spec.problems import format_spec_error, in_order
 from clusterddp.spec.profiles import read_profile
-from clusterddp.spec.schema import json_schema
 from clusterddp.spec.textfile import decode, read_bytes, read_stdin
 from clusterddp.spec.train_section import TrainSpec
 from clusterddp.spec.tree import Mapping, merge, without

@@ -2,7 +2,8 @@
 
 profiles:
   lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
-  hpc: {launcher: slurm, login: hpc-login}       # jobs are submitted there (spec/login.py)
+  hpc: {launcher: slurm, login: hpc-login}       # commands run on that host
+  far: {launcher: slurm, login: {host: far, venv: ~/torch, runs_dir: /scratch/ana/runs}}
 default_profile: lab
 """
 
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from clusterddp.errors import Problem, SpecError
+from clusterddp.network.hostlist import expand
 from clusterddp.spec.problems import did_you_mean, problem_at
 from clusterddp.spec.textfile import decode, read_bytes
-from clusterddp.spec.tree import Mapping, Place, Scalar, describe, without
+from clusterddp.spec.tree import Mapping, Node, Place, Scalar, describe, without
 from clusterddp.spec.yamlfile import parse
 
 if TYPE_CHECKING:
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
 CONFIG_VARIABLE = "CLUSTERDDP_CONFIG"
 _KEYS = ("profiles", "default_profile")
@@ -54,9 +56,36 @@ def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, L
     chosen, profile = _find(environ, name)
     if profile is None or _LOGIN not in profile.entries:
         return None
-    from clusterddp.spec.login import read_login
+    return chosen, _read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
 
-    return chosen, read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
+
+def _read_login(node: Node, place: Place, key: str) -> Login:
+    """Read a profile's login node: a mapping, or the name of the host alone. `place`: of its key."""
+    # A command without a login node must not wait for pydantic to load.
+    from clusterddp.spec.check import check_section
+    from clusterddp.spec.ssh_section import Login
+
+    if isinstance(node, Scalar) and not node.null:
+        node = Mapping(entries={"host": node}, keys={"host": place}, place=place)
+    if not isinstance(node, Mapping):
+        raise SpecError((problem_at(place, f"found {describe(node)}, expected the name of a host", key=key),))
+    if "host" not in node.entries:
+        raise SpecError((problem_at(place, "names no host, expected host: NAME", key=key),))
+    login, problems = check_section(node, Login, key)
+    if login is None:
+        raise SpecError(tuple(problems))
+    wrong = _objection(login)
+    if wrong:
+        raise SpecError((problem_at(place, wrong, key=key),))
+    return login
+
+
+def _objection(login: Login) -> str | None:
+    if len(expand(login.host)) != 1:
+        return f"{login.host} is a set of hosts, expected one"
+    if login.venv and login.conda:
+        return "has both venv and conda, expected one of them"
+    return None
 
 
 def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:

@@ -1,32 +1,20 @@
-"""The rules between fields: what each value allows on its own and the whole does not."""
+"""The rules between the keys of a spec: values that are right on their own and do not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pydantic_core import PydanticCustomError
-
-from clusterddp.spec.conflict import MAX_RANKS, Conflict
-from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts, start_conflicts
+from clusterddp.spec.entry_section import entry_conflicts, init_conflicts, start_conflicts
+from clusterddp.spec.model import JobSpec
+from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
-from clusterddp.spec.ssh_rules import ssh_conflicts
-from clusterddp.spec.train_rules import train_conflicts
+from clusterddp.spec.ssh_section import ssh_conflicts
+from clusterddp.spec.train_section import train_conflicts
 from clusterddp.system.timeouts import HOST_SILENCE_S
 
-if TYPE_CHECKING:
-    from clusterddp.spec.model import JobSpec
 
-
-def check_rules(job: JobSpec) -> None:
-    """Raise one error that carries every conflict in `job`."""
-    conflicts = tuple(_conflicts(job))
-    if conflicts:
-        text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in conflicts)
-        raise PydanticCustomError("clusterddp_rules", "{text}", {"text": text, "conflicts": conflicts})
-
-
-def _conflicts(job: JobSpec) -> Iterator[Conflict]:
+def conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find the values of `job` that do not go together."""
     if job.train is not None and job.entry is not None:
         yield Conflict(
             keys=("entry", "train"),
@@ -49,7 +37,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
     resources = job.resources
-    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_rules
+    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_section
         yield Conflict(
             keys=("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
             message=f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "

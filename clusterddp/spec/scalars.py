@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from pydantic_core import PydanticCustomError
@@ -228,17 +227,6 @@ def read_sweep_values(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple) or not value:
         refuse(value, "a list of values" if not isinstance(value, list | tuple) else "a list that is not empty")
     return tuple(plain(item) for item in value)
-
-
-def matching(pattern: str, expected: str) -> Callable[[object], str]:
-    """Make a reader for text that matches `pattern` wholly; `expected` says the pattern in words."""
-    compiled = re.compile(pattern.removesuffix("$").removeprefix("^"))
-
-    def read_matching(value: object) -> str:
-        text = read_text(value)
-        return text if compiled.fullmatch(text) else refuse(value, expected)
-
-    return read_matching
 
 
 def _without_controls(text: str, value: object) -> str:

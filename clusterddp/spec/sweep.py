@@ -20,7 +20,6 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.problems import in_order, problem_at
-from clusterddp.spec.sweep_keys import WHICH, why_not_swept
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
 from clusterddp.spec.yamlfile import parse_value
 
@@ -28,6 +27,19 @@ MAX_VARIANTS = 10_000
 ORIGIN = "sweep"
 """What the plan of a variant names as the origin of a swept value."""
 _SECTION = "sweep"
+
+_WHICH = "a sweep varies train.*, env.*, entry.* and network.*; its runs share everything else"
+_SECTIONS = {"train": "lr", "env": "NAME", "entry": "args", "network": "backend"}
+"""Sections whose keys may be swept on every launcher, each with an example: on Slurm a sweep is one job array."""
+_OF_THE_SWEEP = "it is one for the whole sweep"
+_REASONS = dict.fromkeys(
+    ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
+    "it is part of what is asked of machines, which all runs of a sweep share",
+) | {
+    **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "sweep"), _OF_THE_SWEEP),
+    "restarts": f"{_OF_THE_SWEEP}, for Slurm starts all tasks of a job array again or none",
+}
+"""Why the other keys cannot be swept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +180,7 @@ def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...],
         try:
             path = parse_argument(f"{key}=1").path
         except SpecError:
-            problems.append(problem_at(place, "expected a dotted key such as train.lr", WHICH, key=key))
+            problems.append(problem_at(place, "expected a dotted key such as train.lr", _WHICH, key=key))
             continue
         nodes = node.items if isinstance(node, ListNode) else (node,)
         axes[path] = Axis(path=path, nodes=tuple(_as_swept(item) for item in nodes), place=place)
@@ -204,9 +216,9 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
     """Say which axes cannot be, before any variant is made of them."""
     problems: list[Problem] = []
     for axis in axes.values():
-        reason = why_not_swept(axis.path)
+        reason = _why_not_swept(axis.path)
         if reason:
-            problems.append(problem_at(axis.place, reason, WHICH, key=axis.key))
+            problems.append(problem_at(axis.place, reason, _WHICH, key=axis.key))
             continue
         problems += _twice(axis)
         lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
@@ -216,6 +228,16 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
         place = next(iter(axes.values())).place
         problems.append(problem_at(place, f"{message}, expected at most {MAX_VARIANTS}", key=_SECTION))
     return problems
+
+
+def _why_not_swept(path: tuple[str, ...]) -> str | None:
+    """Say why a key cannot be swept; None when it can, or is none that a spec has."""
+    reason = _REASONS.get(path[0]) or _REASONS.get(".".join(path[:2]))
+    if reason:
+        return f"cannot be swept: {reason}"
+    if path[0] in _SECTIONS and len(path) == 1:
+        return f"cannot be swept: it is a section; name a key of it, such as {path[0]}.{_SECTIONS[path[0]]}"
+    return None
 
 
 def _twice(axis: Axis) -> list[Problem]:
