@@ -112,6 +112,10 @@ def test_one_list_or_one_quoted_text_is_no_sweep() -> None:
     assert (spec.keys, spec.variants[0].resolved.job.env["A"]) == (("env.B",), "b, c")
 
 
+def test_a_swept_time_is_named_as_it_was_written() -> None:
+    assert labels(load("network.start_timeout=1,0:30")) == ["start_timeout=1", "start_timeout=0:30"]
+
+
 def test_values_that_are_equal_in_two_sections_are_told_apart() -> None:
     assert variant_label({"train.seed": 1, "env.seed": "x y"}) == "train.seed=1 env.seed=x y"
 

@@ -62,7 +62,7 @@ def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, li
 
 
 def _touches(key: str, other: str) -> bool:
-    """Say whether one key lies in the other."""
+    """Return whether one key lies in the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
@@ -104,7 +104,7 @@ def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
 
 
 def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
-    """Say in our words what pydantic found, as message and hint."""
+    """Return our message and hint for an error of pydantic."""
     kind, context = detail["type"], detail.get("ctx", {})
     found = describe(node if isinstance(node, Scalar) else detail["input"])
     if kind == "clusterddp":

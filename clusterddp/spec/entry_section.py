@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
@@ -18,11 +18,8 @@ from clusterddp.spec.problems import did_you_mean
 from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, read_text, refuse
 from clusterddp.spec.section import Conflict, Section
 
-if TYPE_CHECKING:
-    from clusterddp.spec.model import JobSpec
-
 PROGRAMS = ("script", "module", "function", "command")
-"""The keys that say what is run; an entry has one of them."""
+"""The keys that name what is run; an entry has one of them."""
 _ONE_OF_THEM = "expected one of script, module, function and command"
 
 _FUNCTION = Matching(
@@ -76,7 +73,7 @@ def read_function(value: object) -> object:
 
 
 def _data(value: object) -> Any:
-    """Return a value as YAML 1.2 has it; what JSON cannot say is refused."""
+    """Return a value as YAML 1.2 has it; what JSON cannot express is refused."""
     found = plain(value)
     try:
         json.dumps(found, allow_nan=False)
@@ -132,7 +129,7 @@ class EntrySpec(Section):
     owns_ranks: fields.Switch = Field(
         default=False,
         description="The program starts its ranks itself (torch.multiprocessing.spawn, torchrun): it is started once "
-        "on each node and told which node that is, and how many ranks to start there.",
+        "on each node, and its variables have the node's rank and the number of ranks to start there.",
     )
     world_size: Annotated[Literal["auto", "processes", "machines"], Word] = Field(
         default="auto",
@@ -150,7 +147,7 @@ class EntrySpec(Section):
     )
     stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
         default="none",
-        description="Signal by which a command is told to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
+        description="Signal that asks a command to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
         "ending by it is no failure then.",
     )
     data_dir: fields.Text | None = Field(
@@ -202,26 +199,6 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
     yield from _local_rank_conflicts(entry)
     for key, text in _texts(entry):
         yield from _placeholder_conflicts(entry, key, text)
-
-
-def init_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    """Yield why ranks cannot meet as network.init says."""
-    if job.network.init == "file" and job.launcher == "ssh" and job.resources.nodes > 1:
-        yield Conflict(
-            keys=("network.init", "launcher"),
-            message="file needs a directory that all ranks share, and hosts over SSH share none",
-            hint="init: tcp, or env",
-        )
-
-
-def start_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    """Yield why torchrun cannot start the ranks."""
-    if job.start == "torchrun" and job.entry is not None and job.entry.owns_ranks:
-        yield Conflict(
-            keys=("start", "entry.owns_ranks"),
-            message="torchrun starts the ranks, and so does a program that owns its ranks",
-            hint="~start, or entry.owns_ranks=false",
-        )
 
 
 def command_words(entry: EntrySpec) -> tuple[str, ...]:

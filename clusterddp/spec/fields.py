@@ -1,4 +1,4 @@
-"""The types of the spec's fields: a reader, a range, and what the JSON Schema says of it."""
+"""The types of the spec's fields: a reader, a range, and its JSON Schema."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from clusterddp.spec.image_sets import NAMES
 from clusterddp.spec.scalars import (
     FETCHABLE,
     VARIABLE,
+    Fetched,
     read_bool,
     read_fetch,
     read_filled_text,
@@ -47,7 +48,7 @@ from clusterddp.spec.section import MAX_RANKS
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Marks text that matches `pattern` wholly, for the reader and the JSON Schema; `expected` says it in words."""
+    """Marks text that matches `pattern` wholly, for the reader and the JSON Schema; `expected` is for messages."""
 
     pattern: str
     expected: str
@@ -150,7 +151,7 @@ Port = Annotated[
     WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1024, "maximum": 65535}]}),
 ]
 Fetch = Annotated[
-    tuple[Annotated[Literal["logs", "metrics", "checkpoints"], Word], ...],
+    tuple[Annotated[Fetched, Word], ...],
     BeforeValidator(read_fetch),
     WithJsonSchema(
         {

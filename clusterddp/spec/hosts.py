@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.ssh_section import SshHost
 
 HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
-"""What the JSON Schema says of a host; `read_host` is stricter."""
+"""The pattern of a host in the JSON Schema; `read_host` is stricter."""
 
 MAX_HOSTS = 4_096
 """So many hosts a spec, a hostfile or a command line may name, sets expanded."""
@@ -84,7 +84,7 @@ def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
 
 
 def nodes_as_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a spec that is not typed yet with a node for each host, if it says ssh and not how many nodes."""
+    """Give an untyped spec of launcher ssh one node for each host, unless it sets the number of nodes."""
     launcher, ssh, resources = data.get("launcher"), data.get("ssh"), data.get("resources") or {}
     if (launcher.text if isinstance(launcher, Scalar) else launcher) != "ssh":
         return data

@@ -100,7 +100,7 @@ def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], 
 
 
 def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
-    """Say that a key is unknown and what was probably meant, as message and hint."""
+    """Return message and hint for an unknown key, with the key that was probably meant."""
     if written in _HOSTFILES:
         return "unknown key", "--hostfile FILE reads the hosts of a file"
     here = closest(written, spellings(model))

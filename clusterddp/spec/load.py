@@ -85,6 +85,8 @@ class Written:
     name: str
     """What messages name the spec."""
     text: str
+    arguments: tuple[tuple[str, ...], ...]
+    """The keys that arguments of the command line set or reset."""
 
 
 def load_spec(
@@ -132,10 +134,18 @@ def read_layers(
     of_hosts = [hosts] if hosts else []
     from_environment, found = parse_environment(environ)
     problems += found
-    for override in [*from_environment, *_arguments(overrides, problems), *from_options(flags or {}), *of_hosts]:
+    arguments = _arguments(overrides, problems)
+    for override in [*from_environment, *arguments, *from_options(flags or {}), *of_hosts]:
         tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
-    return Written(tree=tree, problems=tuple(problems), path=path, name=name, text=text)
+    return Written(
+        tree=tree,
+        problems=tuple(problems),
+        path=path,
+        name=name,
+        text=text,
+        arguments=tuple(override.path for override in arguments),
+    )
 
 
 def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:

@@ -35,7 +35,7 @@ def format_spec_error(error: SpecError) -> str:
 
 def problem_at(place: Place, message: str, hint: str | None = None, *, key: str = "") -> Problem:
     """Make a problem that points at `place`."""
-    # Somebody may have written a secret's value where its name belongs: that line is not repeated.
+    # A line under secrets is not repeated: it may hold a secret's value, written where its name belongs.
     source_line = None if key.split(".", maxsplit=1)[0] == "secrets" else place.source_line
     return Problem(
         source=place.source,

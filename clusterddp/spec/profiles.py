@@ -40,7 +40,7 @@ def config_path(environ: Map[str, str]) -> Path | None:
 
 
 def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
-    """Read what the profile `name`, or the default one, says of specs; None when none is asked for.
+    """Read the values that the profile `name`, or the default one, has for specs; None when none is asked for.
 
     Raises: SpecError: no such profile, or the configuration is wrong.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterddp.spec.entry_section import entry_conflicts, init_conflicts, start_conflicts
+from clusterddp.spec.entry_section import entry_conflicts
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
@@ -25,14 +25,22 @@ def conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield from entry_conflicts(job.entry)
     if job.train is not None:
         yield from train_conflicts(job.train, job)
-    yield from init_conflicts(job)
-    yield from start_conflicts(job)
+    yield from _start_conflicts(job)
     yield from _size_conflicts(job)
     yield from _network_conflicts(job)
     yield from _device_conflicts(job)
     yield from _name_conflicts(job)
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
+
+
+def _start_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.start == "torchrun" and job.entry is not None and job.entry.owns_ranks:
+        yield Conflict(
+            keys=("start", "entry.owns_ranks"),
+            message="torchrun starts the ranks, and so does a program that owns its ranks",
+            hint="~start, or entry.owns_ranks=false",
+        )
 
 
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
@@ -53,6 +61,12 @@ def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _network_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.network.init == "file" and job.launcher == "ssh" and job.resources.nodes > 1:
+        yield Conflict(
+            keys=("network.init", "launcher"),
+            message="file needs a directory that all ranks share, and hosts over SSH share none",
+            hint="init: tcp, or env",
+        )
     silence, heartbeat = job.network.host_silence, job.network.heartbeat_timeout
     silence_s = silence.seconds if silence else HOST_SILENCE_S
     if heartbeat and heartbeat.seconds < silence_s:

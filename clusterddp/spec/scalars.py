@@ -1,4 +1,4 @@
-"""How one value of a spec is read: each reader takes what was written and returns a typed value or says what is wrong.
+"""How one value of a spec is read: each reader takes what was written and returns a typed value or raises an error.
 
 Scalars of a file arrive as text with the note whether they were quoted (`tree.Scalar`); values from Python or JSON
 arrive as they are. No YAML rule types anything before the schema does, so `4:00:00` is a time and `no` is no boolean.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 from pydantic_core import PydanticCustomError
 
@@ -29,7 +29,8 @@ RANK_VARIABLES = frozenset(
 
 FOLDER_HINT = "dataset folder reads any images that lie in data_dir/train/CLASS/ and data_dir/test/CLASS/"
 
-FETCHABLE = ("logs", "metrics", "checkpoints")
+Fetched: TypeAlias = Literal["logs", "metrics", "checkpoints"]
+FETCHABLE: tuple[Fetched, ...] = get_args(Fetched)
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -43,7 +44,7 @@ def refuse(found: object, expected: str, hint: str | None = None) -> NoReturn:
 
 
 def problem(message: str, hint: str | None = None) -> PydanticCustomError:
-    """Make an error in our own words; `load` takes message and hint from its context."""
+    """Make an error with a message and a hint of ours, which check.py takes from its context."""
     return PydanticCustomError("clusterddp", "{message}", {"message": message, "hint": hint})
 
 
@@ -151,7 +152,7 @@ def read_line(value: object) -> str:
 
 
 def read_remote_path(value: object) -> str:
-    """Read a path on hosts, which have another working directory and another home than the submitting machine."""
+    """Read a path on hosts, whose working directory and home are not those of the submitting machine."""
     text = read_line(value)
     if text.startswith(("/", "~/")) and text.strip("/") not in ("", "~") and ".." not in text.split("/"):
         return text.rstrip("/")
@@ -192,7 +193,7 @@ def read_port(value: object) -> int | Literal["auto"]:
 
 def read_variable(value: object) -> str:
     """Read the name of an environment variable that the user may set."""
-    # The text is not repeated: somebody may have written a secret's value where its name belongs.
+    # The text is not repeated: it may be a secret's value, written where its name belongs.
     name = read_text(value)
     if not re.fullmatch(VARIABLE, name):
         hint = "write the name alone, never its value" if "=" in name else None
@@ -208,7 +209,7 @@ def read_variable(value: object) -> str:
 
 
 def read_fetch(value: object) -> object:
-    """Read what comes home from hosts; `all` and `none` stand for lists, and what is named twice counts once."""
+    """Read what is copied back from hosts; `all` and `none` stand for lists, a name given twice counts once."""
     if isinstance(value, Scalar | str):
         text = read_text(value)
         if text in ("all", "none"):

@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, field_v
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Word
 from clusterddp.spec.hosts import expand_hosts, refuse_too_many, share_out
+from clusterddp.spec.scalars import FETCHABLE
 from clusterddp.spec.section import MAX_RANKS, Conflict, Section
 from clusterddp.spec.tree import Scalar
 
@@ -37,7 +38,7 @@ class SshPython(Section):
 
 
 class SshHost(SshPython):
-    """A machine that is reached by SSH; what it does not say of its Python, the section says for all."""
+    """A machine that is reached by SSH; what it leaves out about its Python is taken from the section."""
 
     host: fields.Host = Field(description='Name or alias from ssh_config, or a set of them such as "gpu[02-04]".')
     gpus: fields.GpuCount | None = Field(
@@ -71,8 +72,8 @@ class Ssh(SshPython):
         "What is there already with the same content is not sent again.",
     )
     fetch: fields.Fetch = Field(
-        default=("logs", "metrics", "checkpoints"),
-        description="What comes home into the run's directory when the run has ended: a list of logs, metrics and "
+        default=FETCHABLE,
+        description="What is copied back into the run's directory when the run has ended: a list of logs, metrics and "
         "checkpoints (with the first host's output/), or all, or none.",
     )
     when_busy: Annotated[Literal["refuse", "wait"], Word] = Field(
@@ -116,7 +117,7 @@ def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _twice(job: JobSpec) -> Iterator[Conflict]:
-    """Find hosts that are there already, and tell of the first of each item of the list."""
+    """Find hosts that are named twice, and report the first of each item of the list."""
     first: dict[str, SshHost] = {}
     again: dict[int, list[SshHost]] = {}
     for index, host in expand_hosts(job.ssh.hosts):

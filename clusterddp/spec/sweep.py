@@ -7,9 +7,11 @@ is wrong, or goes with no other, is found before anything is submitted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Tell this variant from the others: `lr=0.1 seed=0`; a key that two sections have is written out."""
+        """Name this variant: `lr=0.1 seed=0`; a key that two sections have is written out."""
         return variant_label(self.values)
 
 
@@ -109,7 +111,7 @@ def load_sweep(
     written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags, hosts=hosts)
     base = without(written.tree, (_SECTION,))
     axes = _of_section(written.tree, problems) | axes
-    for path in _fixed_by(ordinary):
+    for path in written.arguments:
         axes.pop(path, None)
     if axes:
         problems += _axis_problems(base, axes)
@@ -128,7 +130,7 @@ def load_sweep(
 
 
 def _split(arguments: Sequence[str], problems: list[Problem]) -> tuple[dict[tuple[str, ...], Axis], list[str]]:
-    """Tell arguments with several values from those with one."""
+    """Separate arguments with several values from those with one."""
     axes: dict[tuple[str, ...], Axis] = {}
     ordinary: list[str] = []
     for argument in arguments:
@@ -156,7 +158,7 @@ def _parse_axis(argument: str) -> Axis | None:
         listed = parse_value(f"[{value}]", place)
     except SpecError as error:
         if value[0] in "[{\"'":
-            return None  # not a list of such things, so one of them: its own reader says what is wrong
+            return None  # one list, mapping or quoted text: its own reader reports what is wrong
         message = f"cannot be read as the list [{show(value)[1:-1]}]: {error.problems[0].message}"
         raise SpecError((problem_at(place, message, error.problems[0].hint, key=key),)) from error
     nodes = listed.items if isinstance(listed, ListNode) else ()
@@ -191,19 +193,8 @@ def _as_swept(node: Node) -> Node:
     return dataclasses.replace(node, place=dataclasses.replace(node.place, origin=ORIGIN))
 
 
-def _fixed_by(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """List the keys that arguments set or reset; an argument that cannot be read is a problem already."""
-    paths = []
-    for argument in arguments:
-        try:
-            paths.append(parse_argument(argument).path)
-        except SpecError:
-            continue
-    return paths
-
-
 def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
-    """Say that a sweep was asked for, by an option or a section, and none was described."""
+    """Return the problem of a sweep that an option or a section asks for and nothing describes."""
     section = tree.keys.get(_SECTION)
     if section is None and not asked:
         return []
@@ -213,7 +204,7 @@ def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
 
 
 def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Problem]:
-    """Say which axes cannot be, before any variant is made of them."""
+    """Find what is wrong with the axes, before any variant is made of them."""
     problems: list[Problem] = []
     for axis in axes.values():
         reason = _why_not_swept(axis.path)
@@ -231,7 +222,7 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
 
 
 def _why_not_swept(path: tuple[str, ...]) -> str | None:
-    """Say why a key cannot be swept; None when it can, or is none that a spec has."""
+    """Return why a key cannot be swept; None when it can be, or is unknown."""
     reason = _REASONS.get(path[0]) or _REASONS.get(".".join(path[:2]))
     if reason:
         return f"cannot be swept: {reason}"
@@ -284,14 +275,9 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
 
 
 def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
-    """Look up the typed values of the swept keys."""
-    values: dict[str, Any] = {}
-    for axis in axes:
-        found: Any = resolved.job
-        for name in axis.path:
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        values[axis.key] = list(found) if isinstance(found, tuple) else found
-    return values
+    """Look up the values of the swept keys, as JSON has them."""
+    dumped = resolved.job.model_dump(mode="json")
+    return {axis.key: functools.reduce(operator.getitem, axis.path, dumped) for axis in axes}
 
 
 def _value_text(value: Any) -> str:

@@ -25,7 +25,7 @@ def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
     Raises: SpecError: it is no regular file, cannot be read, or is too large.
     """
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
+        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"

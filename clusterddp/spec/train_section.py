@@ -55,7 +55,7 @@ class TrainSpec(Section):
     precision: Annotated[Literal["auto", "fp32", "bf16"], Word] = Field(
         default="auto",
         description="Arithmetic of the model; auto: bf16 where it is faster: GPUs that have it, CPUs on which two "
-        "trial steps say so.",
+        "trial steps are faster.",
     )
     seed: fields.Seed = Field(default=0, description="Seed of weights, order and augmentation, 0 to 2^32-1.")
     deterministic: fields.Switch = Field(
@@ -117,7 +117,7 @@ class TrainSpec(Section):
     )
     tta: Annotated[Literal["none", "mirror", "mirror_translate"], Word] = Field(
         default="none",
-        description="Test-time augmentation: the mean over mirrored (and moved) copies, told apart as accuracy_tta.",
+        description="Test-time augmentation: the mean over mirrored (and moved) copies, reported as accuracy_tta.",
     )
     comm: Comm = Field(
         default="exact",

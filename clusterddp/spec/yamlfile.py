@@ -171,7 +171,7 @@ _UNCLOSED_QUOTE = "a quote is opened and never closed"
 _SECOND_COLON = "a second `: ` in one value"
 _MISFIT = "the line does not fit the lines above"
 _SYNTAX = (
-    # what PyYAML says, our message, hint
+    # PyYAML's message, our message, hint
     (r"found character '\\t'", "a tab cannot stand here", "indent with spaces"),
     (r"mapping values are not allowed", _SECOND_COLON, 'put quotes around a value that holds ": "'),
     (r"found unexpected (end of stream|document separator)", _UNCLOSED_QUOTE, None),
