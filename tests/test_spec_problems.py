@@ -68,7 +68,7 @@ def test_every_problem_is_shown_with_its_line_a_caret_and_a_hint(
         ("zzz.zzz: 1", "zzz.zzz: unknown key", None),
     ],
 )
-def test_an_unknown_key_is_told_what_was_meant_or_where_it_belongs(text: str, message: str, hint: str | None) -> None:
+def test_an_unknown_key_names_the_key_that_was_meant_or_its_section(text: str, message: str, hint: str | None) -> None:
     assert message_of(text) == (message, hint)
 
 

@@ -48,6 +48,11 @@ def problem_at(place: Place, message: str, hint: str | None = None, *, key: str 
     )
 
 
+def spec_error(place: Place, message: str, hint: str | None = None, *, key: str = "") -> SpecError:
+    """Make the error of a single problem, which points at `place`."""
+    return SpecError((problem_at(place, message, hint, key=key),))
+
+
 def in_order(problems: Iterable[Problem], first_source: str) -> tuple[Problem, ...]:
     """Sort problems as they lie in the file; those of `first_source` come first, equal ones once."""
     unique = list(dict.fromkeys(problems))

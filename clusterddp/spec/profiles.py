@@ -17,7 +17,7 @@ import platformdirs
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.network.hostlist import expand
-from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.spec.problems import did_you_mean, problem_at, spec_error
 from clusterddp.spec.textfile import decode, read_bytes
 from clusterddp.spec.tree import Mapping, Node, Place, Scalar, describe, without
 from clusterddp.spec.yamlfile import parse
@@ -68,15 +68,15 @@ def _read_login(node: Node, place: Place, key: str) -> Login:
     if isinstance(node, Scalar) and not node.null:
         node = Mapping(entries={"host": node}, keys={"host": place}, place=place)
     if not isinstance(node, Mapping):
-        raise SpecError((problem_at(place, f"found {describe(node)}, expected the name of a host", key=key),))
+        raise spec_error(place, f"found {describe(node)}, expected the name of a host", key=key)
     if "host" not in node.entries:
-        raise SpecError((problem_at(place, "names no host, expected host: NAME", key=key),))
+        raise spec_error(place, "names no host, expected host: NAME", key=key)
     login, problems = check_section(node, Login, key)
     if login is None:
         raise SpecError(tuple(problems))
     wrong = _objection(login)
     if wrong:
-        raise SpecError((problem_at(place, wrong, key=key),))
+        raise spec_error(place, wrong, key=key)
     return login
 
 
@@ -93,11 +93,11 @@ def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None
     path = config_path(environ)
     if path is None or not (path.exists() or CONFIG_VARIABLE in environ):
         if name is not None:
-            raise _unknown(Place(source=f"--profile {name}", origin=""), name, [], path)
+            raise _unknown(Place(source=f"--profile {name}"), name, [], path)
         return "", None
     text = decode(read_bytes(path), str(path))
     profiles, default = _read_config(parse(text, str(path), may_be_empty=True))
-    place = Place(source=f"--profile {name}", origin="")
+    place = Place(source=f"--profile {name}")
     if name is None:
         if default is None:
             return "", None
@@ -143,4 +143,4 @@ def _unknown(place: Place, name: str, names: list[str], path: Path | None) -> Sp
     known = f"there are: {', '.join(names)}" if names else "there are none"
     where = f" ({path})" if path is not None else ""
     message = f"no profile {describe(name)}; {known}{where}{did_you_mean(name, names)}"
-    return SpecError((problem_at(place, message),))
+    return spec_error(place, message)

@@ -21,7 +21,7 @@ from typing import Any
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
-from clusterddp.spec.problems import in_order, problem_at
+from clusterddp.spec.problems import in_order, problem_at, spec_error
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
 from clusterddp.spec.yamlfile import parse_value
 
@@ -160,10 +160,10 @@ def _parse_axis(argument: str) -> Axis | None:
         if value[0] in "[{\"'":
             return None  # one list, mapping or quoted text: its own reader reports what is wrong
         message = f"cannot be read as the list [{show(value)[1:-1]}]: {error.problems[0].message}"
-        raise SpecError((problem_at(place, message, error.problems[0].hint, key=key),)) from error
+        raise spec_error(place, message, error.problems[0].hint, key=key) from error
     nodes = listed.items if isinstance(listed, ListNode) else ()
     if len(nodes) == 1 and isinstance(nodes[0], Scalar) and not nodes[0].quoted:
-        raise SpecError((problem_at(place, f"found {show(value)}, expected a value after the comma", key=key),))
+        raise spec_error(place, f"found {show(value)}, expected a value after the comma", key=key)
     if len(nodes) < 2:
         return None
     path = parse_argument(f"{key}=1").path

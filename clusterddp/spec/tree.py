@@ -21,7 +21,7 @@ class Place:
 
     source: str
     """What a message names: the file, or the argument as given."""
-    origin: str
+    origin: str = ""
     """What the plan names: `command line`, `profile lab`; empty: source and line."""
     line: int | None = None
     column: int | None = None

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import yaml
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.problems import problem_at
-from clusterddp.spec.textfile import LINE_BREAK, whole_file_error
+from clusterddp.spec.problems import problem_at, spec_error
+from clusterddp.spec.textfile import LINE_BREAK
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
 
 MAX_DEPTH = 20
@@ -31,11 +31,11 @@ def parse(text: str, source: str, *, origin: str = "", may_be_empty: bool = Fals
     if root is None or (isinstance(root, Scalar) and root.null):
         if may_be_empty:
             return Mapping(place=place)
-        raise whole_file_error(source, "is empty, expected keys and values such as `name: my-run`")
+        raise spec_error(place, "is empty, expected keys and values such as `name: my-run`")
     if not isinstance(root, Mapping):
         found = "a list" if isinstance(root, ListNode) else f"the text {show(root.text)}"
         message = f"found {found}, expected keys and values such as `name: my-run`"
-        raise SpecError((problem_at(root.place, message, None),))
+        raise spec_error(root.place, message)
     return root
 
 
