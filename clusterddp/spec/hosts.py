@@ -101,7 +101,7 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
     """
     hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes]
     resources = job.resources
-    on_cpu = job.device == "cpu" or resources.gpus_per_node == 0
+    on_cpu = job.cpu_reason is not None
     wanted = job.device == "cuda" or resources.gpus_per_node is not None or any(host.gpus for host in hosts)
     usual = 0 if on_cpu or not wanted else resources.gpus_per_node or resources.ranks_per_node
     return tuple(

@@ -183,6 +183,13 @@ class JobSpec(Section):
         default=None, description="Values that are tried in all combinations, each in a run of its own."
     )
 
+    @property
+    def cpu_reason(self) -> str | None:
+        """Which key keeps the run off GPUs; None: none does."""
+        if self.device == "cpu":
+            return "device is cpu"
+        return "resources.gpus_per_node is 0" if self.resources.gpus_per_node == 0 else None
+
     @model_validator(mode="before")
     @classmethod
     def _train_by_default(cls, data: Any) -> Any:

@@ -74,18 +74,11 @@ def _read_login(node: Node, place: Place, key: str) -> Login:
     login, problems = check_section(node, Login, key)
     if login is None:
         raise SpecError(tuple(problems))
-    wrong = _objection(login)
+    several = len(expand(login.host)) != 1
+    wrong = f"{login.host} is a set of hosts, expected one" if several else login.python_problem
     if wrong:
         raise spec_error(place, wrong, key=key)
     return login
-
-
-def _objection(login: Login) -> str | None:
-    if len(expand(login.host)) != 1:
-        return f"{login.host} is a set of hosts, expected one"
-    if login.venv and login.conda:
-        return "has both venv and conda, expected one of them"
-    return None
 
 
 def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:

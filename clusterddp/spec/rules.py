@@ -83,11 +83,10 @@ def _device_conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield Conflict(
             keys=("resources.gpus_per_node", "device"), message="device cuda needs GPUs, found 0 on each node"
         )
-    if job.network.backend == "nccl" and (job.device == "cpu" or job.resources.gpus_per_node == 0):
-        why = "device is cpu" if job.device == "cpu" else "gpus_per_node is 0"
+    if job.network.backend == "nccl" and job.cpu_reason:
         yield Conflict(
             keys=("network.backend", "device", "resources.gpus_per_node"),
-            message=f"nccl needs GPUs, and {why}",
+            message=f"nccl needs GPUs, and {job.cpu_reason}",
             hint="gloo works on the CPU; auto chooses it there",
         )
 
@@ -113,8 +112,7 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
             message="resources.memory_gb asks for memory too, expected one of them",
         )
     gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
-    if gpus and (job.device == "cpu" or job.resources.gpus_per_node == 0) and asks_for_gpus(options):
-        why = "device is cpu" if job.device == "cpu" else "resources.gpus_per_node is 0"
-        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {why}")
+    if gpus and job.cpu_reason and asks_for_gpus(options):
+        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {job.cpu_reason}")
     if options.get("dependency") and job.after:
         yield Conflict(keys=("slurm.dependency", "after"), message="after sets it, expected one of them")

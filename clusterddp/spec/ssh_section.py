@@ -36,6 +36,11 @@ class SshPython(Section):
         default=(), description="Environment modules that are loaded there first, as for module load."
     )
 
+    @property
+    def python_problem(self) -> str | None:
+        """Why these keys do not name one Python; None: they do."""
+        return "has both venv and conda, expected one of them" if self.venv and self.conda else None
+
 
 class SshHost(SshPython):
     """A machine that is reached by SSH; what it leaves out about its Python is taken from the section."""
@@ -138,10 +143,8 @@ def _twice(job: JobSpec) -> Iterator[Conflict]:
 def _two_pythons(job: JobSpec) -> Iterator[Conflict]:
     places = [("ssh", job.ssh), *((f"ssh.hosts.{index}", host) for index, host in enumerate(job.ssh.hosts))]
     for place, python in places:
-        if python.venv and python.conda:
-            yield Conflict(
-                keys=(f"{place}.conda", f"{place}.venv"), message="has both venv and conda, expected one of them"
-            )
+        if python.python_problem:
+            yield Conflict(keys=(f"{place}.conda", f"{place}.venv"), message=python.python_problem)
 
 
 def _same_target(job: JobSpec) -> Iterator[Conflict]:

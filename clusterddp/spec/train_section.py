@@ -161,11 +161,10 @@ def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
             keys=("train.samples", "train.dataset"),
             message=f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
         )
-    if train.sync_bn and (job.device == "cpu" or job.resources.gpus_per_node == 0):
-        why = "device is cpu" if job.device == "cpu" else "resources.gpus_per_node is 0"
+    if train.sync_bn and job.cpu_reason:
         yield Conflict(
             keys=("train.sync_bn", "device", "resources.gpus_per_node"),
-            message=f"torch's SyncBatchNorm works on GPUs only, and {why}",
+            message=f"torch's SyncBatchNorm works on GPUs only, and {job.cpu_reason}",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
         )
 
