@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
+from clusterddp.spec.hosts import with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.problems import did_you_mean, problem_at
@@ -38,7 +39,8 @@ def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
         for path in wrong:
             _remove(data, path)
         job, _ = _typed(JobSpec, {"name": "unnamed"} | data)
-    for conflict in conflicts(job) if job is not None else ():
+    job = job and with_node_for_each_host(job)
+    for conflict in conflicts(job) if job else ():
         if not any(_touches(key, ".".join(path)) for key in conflict.keys for path in wrong):
             problems.append(_conflict_problem(tree, conflict))
     return (None, problems) if problems else (job, [])

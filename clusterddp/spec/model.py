@@ -12,7 +12,6 @@ from pydantic import AliasChoices, BaseModel, Field, model_validator
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
-from clusterddp.spec.hosts import nodes_as_hosts
 from clusterddp.spec.section import Section, section_of, spellings
 from clusterddp.spec.ssh_section import Ssh, SshHost
 from clusterddp.spec.train_section import TrainSpec
@@ -196,11 +195,6 @@ class JobSpec(Section):
         if isinstance(data, dict) and data.get("train") is None and data.get("entry") is None:
             return data | {"train": {}}
         return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_node_for_each_host(cls, data: Any) -> Any:
-        return nodes_as_hosts(data) if isinstance(data, dict) else data
 
 
 def json_schema() -> dict[str, Any]:
