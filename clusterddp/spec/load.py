@@ -69,8 +69,7 @@ class ResolvedSpec:
         defaults = default_values()
         return tuple(
             Change(key=key, value=value, default=defaults.get(key), origin=self.origins.get(key, ""))
-            for key, value in flatten(self.job.model_dump(mode="json")).items()
-            if value != defaults.get(key)
+            for key, value in _changed_values(self.job).items()
         )
 
 
@@ -214,11 +213,16 @@ def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Overri
     return overrides
 
 
-def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
+def _changed_values(job: JobSpec) -> dict[str, Any]:
+    """Return the values that are no defaults, by dotted key."""
     defaults = default_values()
-    changed = [key for key, value in flatten(job.model_dump(mode="json")).items() if value != defaults.get(key)]
+    values = flatten(job.model_dump(mode="json"))
+    return {key: value for key, value in values.items() if value != defaults.get(key)}
+
+
+def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
     origins: dict[str, str] = {}
-    for key in changed:
+    for key in _changed_values(job):
         node: Any = tree
         for part in key.split("."):
             node = node.entries.get(part) if isinstance(node, Mapping) else None
