@@ -18,6 +18,7 @@ from clusterddp.spec.tree import Scalar
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
+_HOST_DIR = "~/.clusterddp"
 _NAME_HOSTS = (
     "--hosts gpu01,gpu02 or --hostfile FILE names them, in a spec or a profile ssh: {hosts: [gpu01, gpu02]}, "
     "in the order of the nodes"
@@ -69,7 +70,7 @@ class Ssh(SshPython):
         "name them on the command line. At most 4,096 hosts.",
     )
     dir: fields.RemotePath = Field(
-        default="~/.clusterddp", description="Directory of everything that clusterddp keeps on a host, from / or ~/."
+        default=_HOST_DIR, description="Directory of everything that clusterddp keeps on a host, from / or ~/."
     )
     send: dict[fields.Line, fields.RemotePath] = Field(
         default={},
@@ -100,7 +101,7 @@ class Login(SshPython):
     host: fields.Host = Field(description="Name or alias from ssh_config.")
     host_key: fields.HostKey | None = Field(default=None, description="Its host key, which must be this one.")
     dir: fields.RemotePath = Field(
-        default="~/.clusterddp", description="Directory there for clusterddp and the code; the nodes have to see it."
+        default=_HOST_DIR, description="Directory there for clusterddp and the code; the nodes have to see it."
     )
     runs_dir: fields.RemotePath = Field(
         default="~/clusterddp-runs", description="Where the runs lie there; the nodes have to see it."
