@@ -18,7 +18,8 @@ from rack.rack import RackError
 from ssh_place import SshPlace
 from trainer_rounds import ROOT, Turn, UnavailableError
 
-from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json, read_jsonl
 
 TURN_LIMIT_S = 900
 _FACTS = ("precision", "comm", "exact", "loss", "accuracy", "accuracy_tta", "accuracy_ema")

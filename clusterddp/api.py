@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
 from clusterddp.ranks.environment import STOP_FILE
-from clusterddp.run.directory import RunDir, find_run, read_jsonl
+from clusterddp.run.directory import RunDir, find_run
+from clusterddp.system.files import read_jsonl
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan

@@ -25,9 +25,10 @@ from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
 from clusterddp.remote.answers import ANSWERS
 from clusterddp.results.mirror import Mirror
 from clusterddp.run.cleanup import find_processes
-from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
 from clusterddp.ssh.session import HostAccess, Reply, Session
+from clusterddp.system.files import write_json
 
 SERVE = "import sys; from clusterddp.agent.main import serve; serve(*sys.argv[1:], patience_s=600)"
 SLEEP = "import time; time.sleep(600)"

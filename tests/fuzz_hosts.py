@@ -16,8 +16,9 @@ from typing import Any, Literal
 from fuzz_mutations import TOKEN, Example, Target, mutate
 from handmade_runs import make_gang, make_run, start_attempt, train
 
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event
+from clusterddp.system.files import write_json
 from clusterddp.wire import read_value
 
 

@@ -18,8 +18,8 @@ from fuzz_hosts import value_of
 from fuzz_mutations import TOKEN, Example, Target, rows
 from handmade_runs import complete, fail, make_gang, make_run, start_attempt, train
 
-from clusterddp.run.directory import read_json, write_json
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
+from clusterddp.system.files import read_json, write_json
 
 COMMANDS_A_TERMINAL = re.compile(
     "[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202e\u2028\ud800-\udfff]|\x1b(?!\\[[0-9]{1,2}m)"

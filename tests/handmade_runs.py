@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import (
     AttemptEnd,
@@ -21,6 +21,7 @@ from clusterddp.run.record import (
     write_rank,
     write_run,
 )
+from clusterddp.system.files import append_jsonl, write_json
 
 HOST = socket.gethostname()
 

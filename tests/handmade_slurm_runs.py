@@ -11,9 +11,10 @@ from typing import Any
 
 from handmade_runs import make_gang
 
-from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, write_end, write_run
 from clusterddp.slurm.identity import job_name, job_tag
+from clusterddp.system.files import write_json
 
 
 def make_slurm_run(

@@ -21,8 +21,9 @@ from slurm_runs import make_slurm_run, start_run
 from ssh_kill_kinds import LAN, NODES
 from ssh_place import ssh_place_on
 
-from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end
+from clusterddp.system.files import read_json, read_jsonl
 
 CUT, STOP, SUSPEND = "cable out", "supervisor stopped", "job suspended"
 KINDS = [

@@ -16,8 +16,9 @@ from rack.files import slurm_year
 from rack.plan import HEAD
 from rack.rack import SYSTEM_PATH, Rack
 
-from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.system.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 LOST_REPLY = 'exec strace -o /dev/null -e inject=recvfrom:error=ECONNRESET:when=5 /usr/bin/sbatch "$@"'

@@ -10,9 +10,10 @@ from launch_runs import plan_script, plan_text, wait_until
 from rack.plan import HEAD
 from rack.rack import Rack
 
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, read_end
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import read_json, write_json
 
 CHECKOUT = Path(__file__).parents[1]
 START = """

@@ -21,8 +21,9 @@ from rack.plan import HEAD
 from rack.rack import Rack, wait_until
 
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import AttemptEnd, RunRecord, read_end, read_run
+from clusterddp.system.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 

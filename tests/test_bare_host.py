@@ -17,8 +17,9 @@ from train_gang import TINY
 
 import clusterddp
 from clusterddp.planning.entry import TRAINER
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
+from clusterddp.system.files import read_json
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors

@@ -10,8 +10,8 @@ from handmade_runs import make_run
 from clusterddp.cli.demo import say_result
 from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, RunFailedError
-from clusterddp.run.directory import write_json
 from clusterddp.spec.load import load_spec
+from clusterddp.system.files import write_json
 from clusterddp.system.templates import read_template
 
 SUMMARY = {"accuracy": 0.9871, "eval_samples": 2000, "train_seconds": 12.4, "world_size": 2}

@@ -17,8 +17,9 @@ import pytest
 from patience import PATIENCE
 
 from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
+from clusterddp.system.files import read_json
 
 SCRIPT = """\
 import os, sys, time

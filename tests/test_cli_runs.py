@@ -12,8 +12,9 @@ from handmade_runs import complete, fail, make_run, start_attempt, train
 from patience import PATIENCE
 
 from clusterddp.cli.main import main
-from clusterddp.run.directory import RunDir, append_jsonl, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.system.files import append_jsonl, write_json
 
 
 @pytest.fixture

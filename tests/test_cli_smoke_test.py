@@ -12,7 +12,8 @@ import pytest
 from patience import PATIENCE
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import list_runs, read_json
+from clusterddp.run.directory import list_runs
+from clusterddp.system.files import read_json
 from clusterddp.train.place import Place
 from clusterddp.train.smoke_test import check_program
 

@@ -13,8 +13,8 @@ from handmade_runs import HOST, complete, fail, make_run, rank_record, start_att
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_log_tail, read_status
-from clusterddp.run.directory import append_jsonl
 from clusterddp.run.record import AttemptEnd, write_end, write_rank
+from clusterddp.system.files import append_jsonl
 
 RANK_KEYS = [
     "rank",

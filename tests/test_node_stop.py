@@ -9,7 +9,7 @@ import pytest
 from gang_runs import running, wait_until
 from patience import PATIENCE
 
-from clusterddp.run.directory import write_json
+from clusterddp.system.files import write_json
 
 UNTIL_STOP = "until_stop()"
 

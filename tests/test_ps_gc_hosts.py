@@ -19,8 +19,9 @@ from ssh_person import Person
 from test_run_stored import COMPLETED, RUN, make_run
 
 from clusterddp.planning.ssh import SshNode, SshPlan
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, write_run
+from clusterddp.system.files import write_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -25,9 +25,9 @@ from slurm_runs import (
     start_run,
 )
 
-from clusterddp.run.directory import read_json
 from clusterddp.run.record import read_end, read_run, write_run
 from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 STOP_AT_TERM = COMPLETE_LATER + "wait(lambda: signalled)\n" + GO_ON

@@ -15,7 +15,8 @@ from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_runs import START, await_final_end, environment, make_slurm_run
 
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SRUN = """#!/bin/sh

@@ -11,8 +11,9 @@ from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, claims, make_slurm_run, start_run
 
 from clusterddp.run.cleanup import find_processes
-from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_run
+from clusterddp.system.files import read_json, read_jsonl
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 TRAIN = """

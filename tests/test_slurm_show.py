@@ -13,7 +13,8 @@ from rack.plan import RackPlan
 from rack.rack import Rack, running_rack, wait_until
 from slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 

@@ -12,8 +12,9 @@ from slurm_runs import await_final_end, environment, make_slurm_run, start_run
 
 from clusterddp.network.port import walk_ports
 from clusterddp.node.reach import LINK_PORTS
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_ranks
+from clusterddp.system.files import read_json, write_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -15,9 +15,9 @@ from rack.plan import HEAD
 from rack.rack import Rack
 from slurm_person import ROOT, Person, await_true
 
-from clusterddp.run.directory import read_json
 from clusterddp.run.record import write_run
 from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 CANARY = "canary-7f3a91"

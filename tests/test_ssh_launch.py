@@ -13,8 +13,9 @@ from patience import PATIENCE
 from rack.rack import Rack, wait_until
 from ssh_place import SshPlace, send, ssh_place_on
 
-from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import AttemptEnd, read_end
+from clusterddp.system.files import read_json, write_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -19,10 +19,11 @@ from clusterddp.agent import mirror as host_mirror
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
-from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import AttemptEnd, log_event, read_end, read_ranks, write_end
 from clusterddp.run.view import RunState
+from clusterddp.system.files import append_jsonl, read_jsonl
 
 
 @pytest.fixture

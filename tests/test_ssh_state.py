@@ -13,12 +13,12 @@ from agent_hosts import Hosts, running_hosts
 
 from clusterddp.look.status import read_status
 from clusterddp.results.told import was_never_reached
-from clusterddp.run.directory import append_jsonl
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run
 from clusterddp.run.state import read_state
 from clusterddp.run.view import RunState
+from clusterddp.system.files import append_jsonl
 
 LOST_HEAD = AttemptEnd(
     outcome="FAILED",

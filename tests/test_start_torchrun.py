@@ -17,8 +17,9 @@ import clusterddp
 from clusterddp.cli.plan_text import plan_lines
 from clusterddp.look.status import read_log_tail
 from clusterddp.run.cleanup import find_processes, read_cookie
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_end, read_run
+from clusterddp.system.files import read_jsonl
 from clusterddp.system.processes import Process, read_command
 
 SPEC = "name: job\ndevice: cpu\nstart: torchrun\nresources: {{nodes: {nodes}, procs_per_node: 2}}\n"

@@ -19,11 +19,11 @@ from launch_runs import wait_until
 from patience import PATIENCE
 
 from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import read_jsonl
 from clusterddp.run.record import read_end, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.sweep_queue import claim, read_queue
+from clusterddp.system.files import read_jsonl
 
 SCRIPT = """\
 import json, os, pathlib, time

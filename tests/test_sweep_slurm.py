@@ -12,9 +12,10 @@ from rack.rack import Rack, running_rack
 from slurm_runs import await_final_end, stand_in
 from sweep_runs import Place, log_of
 
-from clusterddp.run.directory import list_runs, read_json
+from clusterddp.run.directory import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.system.files import read_json
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import begin
 from clusterddp.train.comm import shared
 from clusterddp.train.comm.local import LocalSteps

@@ -21,7 +21,7 @@ from clusterddp.agent.place import find_place, refusing_disk
 from clusterddp.agent.staging import staging
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import write_bytes
+from clusterddp.system.files import write_bytes
 from clusterddp.system.tree import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
 from clusterddp.system.tree_stream import receive_tree
 from clusterddp.wire import read_object, read_value

@@ -12,9 +12,9 @@ from clusterddp.agent.place import refusing_disk
 from clusterddp.agent.store import find_code, link_or_copy
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import write_json, write_text
 from clusterddp.run.sent import FOLDER, RECORD, TREE
 from clusterddp.run.stored import keep_package
+from clusterddp.system.files import write_json, write_text
 from clusterddp.system.tree import list_tree
 
 

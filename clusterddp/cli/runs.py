@@ -22,10 +22,11 @@ from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_wi
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
-from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunStatus, RunSummary

@@ -20,8 +20,9 @@ from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_en
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import kept_fresh
-from clusterddp.run.directory import RunDir, find_run, read_json
+from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.sweep_dir import SweepDir, find_sweep
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan

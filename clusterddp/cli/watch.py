@@ -22,7 +22,8 @@ from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import read_end, read_gang, read_ranks
 from clusterddp.run.state import read_state
+from clusterddp.system.files import read_json
 
 PIECE_BYTES = 64 * 1024
 """A line longer than this is handed on in pieces, so that no line is too long for memory."""

@@ -14,9 +14,10 @@ from typing import Any
 
 from clusterddp.node.last_words import last_words
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, read_tail
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import signal_name
+from clusterddp.system.files import read_tail
 
 CERTAIN = 0
 """A signal from outside, a lost node: no other rank's end brings it about."""

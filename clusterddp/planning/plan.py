@@ -29,8 +29,9 @@ from clusterddp.planning.slurm import SlurmPlan, place_slurm, plan_slurm
 from clusterddp.planning.slurm_after import find_dependency
 from clusterddp.planning.slurm_options import choose_options
 from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh, plan_ssh
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.system.files import read_json
 from clusterddp.system.storage import check_shared
 from clusterddp.wire import build
 

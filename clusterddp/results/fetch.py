@@ -19,7 +19,7 @@ from typing import NamedTuple
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.results.pull import PIECE_BYTES, SPARE_BYTES, Asks, Told, read_parts, spans_of, write_piece
 from clusterddp.results.target import Target, locked, unwritable
-from clusterddp.run.directory import sync_directory, write_bytes
+from clusterddp.system.files import sync_directory, write_bytes
 from clusterddp.wire import read_object
 
 _MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import read_json
 
 
 class Home(Protocol):

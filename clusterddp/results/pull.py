@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.remote.answers import Part
 from clusterddp.results.target import Kind, Target, locked, unwritable
-from clusterddp.run.directory import MAX_RECORD_BYTES, write_bytes
+from clusterddp.system.files import MAX_RECORD_BYTES, write_bytes
 
 ASK_TIMEOUT_S = 10.0
 """How long a host may say nothing at all."""

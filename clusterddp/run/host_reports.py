@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, RunRecord, parse_end
+from clusterddp.system.files import read_json, write_json
 from clusterddp.wire import build
 
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clusterddp.run.directory import AttemptDir, RunDir, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.host_reports import HostReport, read_reports, start_of
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, Start, read_gang, read_start
 from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.system.files import read_tail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STAGING_PREFIX, list_places, sync_directory
+from clusterddp.run.directory import STAGING_PREFIX, list_places
 from clusterddp.run.git import find_root, list_files
 from clusterddp.run.sent import find_sent
+from clusterddp.system.files import sync_directory
 
 STORE_NAME = ".code"
 MAX_BYTES = 200 * 1000 * 1000

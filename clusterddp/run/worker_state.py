@@ -9,9 +9,10 @@ from __future__ import annotations
 import socket
 
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RankRecord, RootCause, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.system.files import read_json
 
 _TRACEBACK = 8_000
 

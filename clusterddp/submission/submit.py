@@ -33,7 +33,7 @@ from clusterddp.run.attempts import (
     refuse_to_end,
     silence,
 )
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
     FOREIGN,
     AttemptEnd,
@@ -51,6 +51,7 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 from clusterddp.submission.join import join as joining
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm

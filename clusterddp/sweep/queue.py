@@ -22,7 +22,7 @@ from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.fresh import Home, kept_fresh
-from clusterddp.run.directory import RunDir, is_file
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_end, read_run
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
@@ -30,6 +30,7 @@ from clusterddp.run.sweep_queue import QueueRecord, write_queue
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.plan import queue_width
 from clusterddp.sweep.queued_run import start_queued
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import retry_outage
 
 _POLL_S = 0.5

@@ -24,7 +24,7 @@ from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.results.fresh import kept_fresh
 from clusterddp.run.attempts import end_queued
-from clusterddp.run.directory import RunDir, read_tail, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
@@ -33,6 +33,7 @@ from clusterddp.run.view import RunView
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
+from clusterddp.system.files import read_tail, write_json
 from clusterddp.system.processes import read_process
 
 _START_TIMEOUT_S = 60.0

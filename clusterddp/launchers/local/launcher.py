@@ -20,8 +20,9 @@ from clusterddp.planning.placement import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, read_run
+from clusterddp.system.files import read_tail
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan

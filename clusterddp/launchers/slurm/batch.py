@@ -30,13 +30,14 @@ from clusterddp.launchers.slurm.requeue import go_on
 from clusterddp.ranks.environment import COOKIE, START_AGAIN, cookie, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import sweep
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import AttemptEnd, RootCause, drop_secrets, log_event, read_end, read_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.slurm.time_left import END_TIME, read_time_left_s
+from clusterddp.system.files import read_json
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
 _AGAIN = "clusterddp.launchers.slurm.again"

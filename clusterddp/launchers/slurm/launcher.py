@@ -19,7 +19,7 @@ from clusterddp.planning.slurm_container import IMPORT_PATH
 from clusterddp.planning.slurm_options import without_waiting
 from clusterddp.results.fresh import Home
 from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
     JobAnswer,
     RunRecord,
@@ -35,6 +35,7 @@ from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
 from clusterddp.spec.image_sets import can_download, is_there
+from clusterddp.system.files import write_json
 
 _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""

@@ -25,9 +25,10 @@ from clusterddp.planning.ssh import directory_name
 from clusterddp.remote.upload import Progress
 from clusterddp.results.fresh import Home
 from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
 from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
