@@ -125,19 +125,19 @@ class Hosts:
     def look(self) -> None:
         """Ask once, as a command does that is not going to watch."""
         mirror = self.mirror()
-        mirror.look()
+        mirror.update()
         mirror.close()
 
     def fetch(self) -> bool:
         mirror = self.mirror()
-        done = mirror.fetch()
+        done = mirror.download()
         mirror.close()
         return done
 
     def logs(self, *ranks: int, first_attempt: int | None = None) -> None:
         mirror = self.mirror()
         mirror.want_logs(ranks, first_attempt)
-        mirror.catch_up()
+        mirror.update_logs()
         mirror.close()
 
     def break_links(self) -> None:

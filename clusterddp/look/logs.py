@@ -26,20 +26,20 @@ _TURN_BYTES = 16 * PIECE_BYTES
 class Source(Protocol):
     """Where the files come from, when they are written on another machine."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Bring home what is new."""
 
-    def catch_up(self) -> None:
+    def update_logs(self) -> None:
         """Bring home all that there is at this moment."""
 
 
 class _Here:
     """They are written here."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         pass
 
-    def catch_up(self) -> None:
+    def update_logs(self) -> None:
         pass
 
 
@@ -154,7 +154,7 @@ def follow_logs(
     gang, source = read_gang(run), source or _Here()
     number = attempt
     while number is None:
-        source.look()
+        source.update()
         over = read_state(run).finished  # asked first: an attempt that ends meanwhile is still found
         number = _newest_attempt(run)
         if number is None:
@@ -177,11 +177,11 @@ def _follow_attempt(
 ) -> Iterator[LogPiece | None]:
     """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
     while True:
-        source.look()
+        source.update()
         # Asked before reading: whatever was written before the end is then read after it.
         over = (_newest_attempt(run) or 0) > number or read_state(run).finished
         if over:
-            source.catch_up()
+            source.update_logs()
         idle = True
         for log in logs:
             for data in log.file.read_all() if over else log.file.read():

@@ -102,7 +102,7 @@ class Mirror:
         """Bring home the logs of these ranks, too, from an attempt on; None: of the newest one."""
         self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt)
 
-    def look(self, *, timeout_s: float | None = None) -> None:
+    def update(self, *, timeout_s: float | None = None) -> None:
         """Bring home what is new, unless that was just done; who does not answer in time is left out."""
         now = time.monotonic()
         is_first = self._looked_at is None
@@ -112,14 +112,14 @@ class Mirror:
         patience_s = (timeout_s or (FIRST_LOOK_S if is_first else _LOOK_S)) + EACH_S * len(works)
         self._look_once(works, patience_s, anew=False)
 
-    def catch_up(self) -> None:
+    def update_logs(self) -> None:
         """Bring home all that there is at this moment of the logs that are wanted, however long that takes."""
         while True:
             self._look_once(self._works(self._wants, whose_logs=True), None, anew=True)
             if not self._behind:
                 return
 
-    def fetch(self) -> bool:
+    def download(self) -> bool:
         """Fetch what the specs of these runs say, all of which have ended; False when not all of it could be."""
         deadline = time.monotonic() + _LEAVE_S
         while works := self._works(Wants(results=True, patient=time.monotonic() < deadline)):
@@ -130,7 +130,7 @@ class Mirror:
             time.sleep(_PAUSE_S)
         return True
 
-    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+    def ask_hosts(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
         """Ask the hosts of a run something, over the connections that are there already; none: nobody to ask."""
 
         def put(session: Asks) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from clusterddp.run.record import RunRecord, read_ranks
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.slurm.queue import Slurm
 
 
@@ -41,7 +41,7 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return None
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     """Say that nobody answers a CANCEL file: there is no supervisor.
 
     Raises: UsageError: none of the ranks is on this host.
@@ -57,7 +57,7 @@ def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home
     return False
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
     """Leave it to the ranks, which look for the STOP file."""
 
 

@@ -26,7 +26,7 @@ from clusterddp.system.files import read_tail
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.slurm.queue import Slurm
 
 START_TIMEOUT_S = 60.0
@@ -81,12 +81,12 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return None
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     """Leave it to the supervisors, which look for the CANCEL file four times a second and do answer."""
     return True
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
     """Leave it to the supervisors, which look for the STOP file likewise."""
 
 

@@ -17,7 +17,7 @@ from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.slurm_after import find_dependency
 from clusterddp.planning.slurm_container import IMPORT_PATH
 from clusterddp.planning.slurm_options import without_waiting
-from clusterddp.results.fresh import Home
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
@@ -135,7 +135,7 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return Slurm(environ, max_age_s=0.5)
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     """Have Slurm cancel the run's job, if it has one; True when it may be running, so that it records the end itself.
 
     Raises: SlurmError: Slurm refuses.
@@ -152,7 +152,7 @@ def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home
     return job.phase is not Phase.WAITING
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
     """Tell the job's batch process of the stop file, which it may see late over a slow file system.
 
     Raises: SlurmError: Slurm could not be asked.

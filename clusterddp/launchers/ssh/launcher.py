@@ -23,7 +23,7 @@ from clusterddp.launchers.ssh.ship import ship
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh import directory_name
 from clusterddp.remote.upload import Progress
-from clusterddp.results.fresh import Home
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
@@ -82,20 +82,20 @@ def observer(environ: Mapping[str, str]) -> Slurm | None:
     return None
 
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
 
     Raises: SshError: no host can be reached.
     """
-    return _ask(run, "cancel", environ, home)
+    return _ask(run, "cancel", environ, sync)
 
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
     """Ask the run, on all hosts that answer, to checkpoint and end.
 
     Raises: SshError: no host can be reached.
     """
-    _ask(run, "stop", environ, home)
+    _ask(run, "stop", environ, sync)
 
 
 def end_by_force(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
@@ -234,11 +234,11 @@ def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
     return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
 
 
-def _ask(run: RunDir, what: str, environ: Mapping[str, str], home: Home) -> bool:
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     plan = read_plan(run)
     reason = f"clusterddp cancel{' --save' * (what == 'stop')}"
     facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
-    replies = [reply for reply in home.ask(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+    replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
     if replies:
         return any(reply["found"] for reply in replies)
     with open_crew(plan, environ, all_needed=False) as crew:

@@ -12,63 +12,63 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import read_json
 
 
-class Home(Protocol):
+class Synchroniser(Protocol):
     """Where the files of runs are read; what hosts have is brought there."""
 
-    def look(self, *, timeout_s: float | None = None) -> None:
+    def update(self, *, timeout_s: float | None = None) -> None:
         """Bring home what is new, unless that was just done; who does not answer in time is left out."""
 
     def want_logs(self, ranks: Iterable[int], first_attempt: int | None) -> None:
         """Bring home the logs of these ranks, too, from an attempt on; None: of the newest one."""
 
-    def catch_up(self) -> None:
+    def update_logs(self) -> None:
         """Bring home all that there is at this moment of the logs that are wanted, however long that takes."""
 
-    def fetch(self) -> bool:
+    def download(self) -> bool:
         """Fetch what the specs of these runs say, all of which have ended; False when not all of it could be."""
 
-    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+    def ask_hosts(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
         """Ask the hosts of a run something, over the connections that are there already; none: nobody to ask."""
 
 
 class _AllHere:
     """The files are written where they are read."""
 
-    def look(self, *, timeout_s: float | None = None) -> None:
+    def update(self, *, timeout_s: float | None = None) -> None:
         pass
 
     def want_logs(self, ranks: Iterable[int], first_attempt: int | None) -> None:
         pass
 
-    def catch_up(self) -> None:
+    def update_logs(self) -> None:
         pass
 
-    def fetch(self) -> bool:
+    def download(self) -> bool:
         return True
 
-    def ask(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
+    def ask_hosts(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
         return {}
 
 
-ALL_HERE: Home = _AllHere()
+NO_HOSTS: Synchroniser = _AllHere()
 
 
 @contextlib.contextmanager
-def kept_fresh(
+def synchronised(
     runs: Iterable[RunDir],
     environ: Mapping[str, str],
     *,
     say: Callable[[str], None] = lambda text: None,
     names_hosts: bool = True,
     interval_s: float = 1.0,
-) -> Iterator[Home]:
+) -> Iterator[Synchroniser]:
     """Keep runs as their hosts know them, while the block lasts; hosts are asked again after `interval_s`.
 
     `say` hears what is fetched and what cannot be written here, and, with `names_hosts`, who cannot be reached.
     """
     elsewhere = [run for run in runs if _is_on_hosts(run)]
     if not elsewhere:
-        yield ALL_HERE
+        yield NO_HOSTS
         return
     from clusterddp.results.mirror import Mirror
 
