@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,11 +86,11 @@ class Run:
             sync.update()
         return list(read_jsonl(RunDir(self.path).metrics))
 
-    def _sync(self) -> AbstractContextManager[Synchroniser]:
-        """Keep the files fresh: of a run on SSH hosts they are brought home before they are read."""
-        from clusterddp.results.sync import synchronised
+    def _sync(self) -> Synchroniser:
+        """Keep the files up to date: of a run on SSH hosts they are downloaded before they are read."""
+        from clusterddp.results.sync import Synchroniser
 
-        return synchronised([RunDir(self.path)], os.environ)
+        return Synchroniser([RunDir(self.path)], os.environ)
 
 
 def load_spec(

@@ -23,7 +23,7 @@ from clusterddp.errors import SshError
 from clusterddp.planning.plan import sealed
 from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
 from clusterddp.remote.answers import ANSWERS
-from clusterddp.results.mirror import Mirror
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
@@ -119,8 +119,10 @@ class Hosts:
         self.sessions.append(session)
         return session
 
-    def mirror(self, *runs: RunDir) -> Mirror:
-        return Mirror(runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open)
+    def mirror(self, *runs: RunDir) -> Synchroniser:
+        return Synchroniser(
+            runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open
+        )
 
     def look(self) -> None:
         """Ask once, as a command does that is not going to watch."""

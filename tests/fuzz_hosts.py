@@ -100,14 +100,13 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 
 def mirrored(root: Path) -> Target:
-    """Bring a run home from a host whose real answers are mutated on their way."""
+    """Download a run from a host whose real answers are mutated on their way."""
     from clusterddp.agent.types import Host
     from clusterddp.look.status import read_status
-    from clusterddp.results.fetch import fetch
-    from clusterddp.results.pull import pull
-    from clusterddp.results.target import Target as OfHost
-    from clusterddp.results.target import Wants, newest_attempt
-    from clusterddp.results.told import record, report_of
+    from clusterddp.results.checkpoints import download_large
+    from clusterddp.results.download import download_records
+    from clusterddp.results.host_run import HostRun, Wants, newest_attempt
+    from clusterddp.results.reports import report_of, write_news
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -142,22 +141,22 @@ def mirrored(root: Path) -> Target:
 
         session = _session(answer)
         logs = frozenset({0, 1})
-        target = OfHost(
+        host_run = HostRun(
             run=run, name="hosts.01234567", token=TOKEN, host="gpu01", nodes=frozenset({0}), ranks=logs,
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
-        asks = [{"name": target.name, "token": TOKEN, "seen": ""}]
-        told = session.ask("mirror.changes", {"runs": asks}).facts["runs"].get(target.name)
+        asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
+        told = session.ask("mirror.changes", {"runs": asks}).facts["runs"].get(host_run.name)
         if told is None:
             return
-        target = target.wanting_from(newest_attempt(run, told["files"] or {}))
-        pulled = pull(session, target, told["files"] or {})
-        if pulled.problem is None:
-            record(run, [report_of(target, told, told["files"] or {})])
-            fetch(session, target, told["files"] or {}, lambda text: None)
+        host_run = host_run.wanting_from(newest_attempt(run, told["files"] or {}))
+        records = download_records(session, host_run, told["files"] or {})
+        if records.problem is None:
+            write_news(run, [report_of(host_run, told, told["files"] or {})])
+            download_large(session, host_run, told["files"] or {}, lambda text: None)
         read_status(run)
 
-    return Target(name="a run that is brought home", examples=[Example(value=b"", what=None)], read=read)
+    return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
 
 
 def _mutated(rng: random.Random, said: bytes) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 from agent_hosts import Hosts, running_hosts
 from rack.rack import wait_until
 
-from clusterddp.results.pull import PIECE_BYTES
+from clusterddp.remote.download import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import AttemptEnd, write_end
 from clusterddp.run.state import read_state

@@ -276,7 +276,7 @@ def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts:
     hosts.start()
     mirror = hosts.mirror()
     mirror.update()
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    told = mirror.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
     mirror.close()
     assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
 
@@ -284,7 +284,7 @@ def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts:
 def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None:
     hosts.down.add("gpu02")
     mirror = hosts.mirror()
-    told = mirror.ask(hosts.run, "beat", {})
+    told = mirror.ask_hosts(hosts.run, "beat", {})
     mirror.close()
     assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
 
@@ -292,13 +292,13 @@ def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterddp.results.mirror.FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr("clusterddp.results.sync.FIRST_ANSWER_S", 0.2)
     hosts.start()
     mirror = hosts.mirror()
     mirror.update(timeout_s=20)
     late = next(session for session in hosts.sessions if session.host == "gpu02").process
     late.send_signal(signal.SIGSTOP)
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    told = mirror.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
     assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
 
     def answer_meanwhile(do: str) -> None:

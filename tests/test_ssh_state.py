@@ -12,7 +12,7 @@ import pytest
 from agent_hosts import Hosts, running_hosts
 
 from clusterddp.look.status import read_status
-from clusterddp.results.told import was_never_reached
+from clusterddp.results.reports import was_never_reached
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.record import AttemptEnd, ProcessIdentity, RootCause, read_run, write_end, write_run

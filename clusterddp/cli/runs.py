@@ -21,7 +21,8 @@ from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
-from clusterddp.results.sync import Synchroniser, demand_sight, is_out_of_sight, synchronised
+from clusterddp.results.reports import demand_sight, is_out_of_sight
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.state import read_state
@@ -63,7 +64,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
         return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
 
     # The text names the hosts that do not answer.
-    with synchronised([run], terminal.environ, say=say_note, names_hosts=output == "json") as sync:
+    with Synchroniser([run], terminal.environ, say=say_note, names_hosts=output == "json") as sync:
         if watch and output == "text" and terminal.can_redraw(sys.stdout):
             state = _redraw(run, text_of, terminal, sync)
         else:
@@ -277,7 +278,7 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
     from clusterddp.run.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
-        with synchronised(batch, terminal.environ, say=say_note) as sync:
+        with Synchroniser(batch, terminal.environ, say=say_note) as sync:
             sync.update(timeout_s=_LIST_TIMEOUT_S)
         records = list(_with_records(batch))
         announce(records)

@@ -19,7 +19,7 @@ from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, tabl
 from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
-from clusterddp.results.sync import Synchroniser, synchronised
+from clusterddp.results.sync import Synchroniser
 
 if TYPE_CHECKING:
     from clusterddp.look.sweep import SweepStatus
@@ -116,7 +116,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
-    with synchronised(sweep.runs(), terminal.environ, say=say_note) as sync:
+    with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
         sync.update()
     status = read_sweep_status(sweep)
     if output == "json":
@@ -136,7 +136,7 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        with synchronised(sweep.runs(), terminal.environ, say=say_note) as sync:
+        with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
             status = _poll(sweep, sync, deadline)
             if status.finished:
                 sync.download()

@@ -21,7 +21,8 @@ from clusterddp.cli.status_text import (
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.sync import NO_HOSTS, Synchroniser, demand_sight, synchronised
+from clusterddp.results.reports import demand_sight
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
 
@@ -45,7 +46,7 @@ Show = Callable[["RunView", "Progress | None"], None]
 @contextlib.contextmanager
 def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the run's files as new as they can be; let Ctrl-C end the watching, not the run, and say so."""
-    with detaching(run, terminal), synchronised([run], terminal.environ, say=say_note) as sync:
+    with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
         yield sync
 
 
@@ -75,7 +76,7 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
 def watch_until_ended(
     run: RunDir, terminal: Terminal, sync: Synchroniser = NO_HOSTS, *, timeout_s: float | None = None
 ) -> RunView:
-    """Show how the run goes on until it has ended; `sync` keeps its files as new as they can be.
+    """Show how the run goes on until it has ended; `sync` downloads its files meanwhile.
 
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
     by then, or for a minute where there is no limit, and nothing is known of it.
@@ -112,7 +113,7 @@ def write_logs(
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
-        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, source=sync)
+        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, sync=sync)
     else:
         pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
     out = stream.buffer

@@ -20,7 +20,7 @@ from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.results.sync import NO_HOSTS, Synchroniser, synchronised
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.attempts import (
     Closeable,
     Tell,
@@ -106,7 +106,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
     record = read_run(run)
-    with synchronised([run], environ) as sync:
+    with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
@@ -181,7 +181,7 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     """
     run = RunDir(run.path.absolute())
     refuse_to_end(run.path)
-    with synchronised([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
+    with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()
         return _end(run, sync, save=save, timeout_s=timeout_s)
 

@@ -21,7 +21,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.results.sync import Synchroniser, synchronised
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_end, read_run
 from clusterddp.run.state import read_state
@@ -47,7 +47,7 @@ class _Going:
     def __init__(self, run: RunDir, environ: Mapping[str, str]) -> None:
         self.run = run
         self._stack = contextlib.ExitStack()
-        self._sync: Synchroniser = self._stack.enter_context(synchronised([run], environ, interval_s=_POLL_S))
+        self._sync: Synchroniser = self._stack.enter_context(Synchroniser([run], environ, interval_s=_POLL_S))
 
     def has_ended(self) -> bool:
         self._sync.update()

@@ -22,7 +22,7 @@ from clusterddp.planning.environment import process_environment
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import COOKIE, inherited_environment
-from clusterddp.results.sync import synchronised
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import end_queued
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
@@ -78,7 +78,7 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     sweep = SweepDir(sweep.path.absolute())
     environ = inherited_environment()
     runs = sweep.runs()
-    with synchronised(runs, environ) as sync:
+    with Synchroniser(runs, environ) as sync:
         sync.update()
     views = {run: read_state(run) for run in runs}
     _refuse_resume(sweep, views.values())
@@ -104,7 +104,7 @@ def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
     runs = sweep.runs()
     waited = [run for run in runs if end_queued(run, "cancelled with its sweep before it was started")]
     _end_queue(sweep)
-    with synchronised(runs, environ) as sync:
+    with Synchroniser(runs, environ) as sync:
         sync.update()
     going = [run for run in runs if not read_state(run).finished]
     troubles: list[ClusterddpError] = []
