@@ -92,7 +92,7 @@ from clusterddp.launchers.ssh import crew, launcher as ssh
 from clusterddp.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
-for name in ("open_crew", "preflight", "ship", "lease_gpus", "settle_network", "_prepare"):
+for name in ("open_crew", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):
     trace(ssh, name)
 trace(session, "connect_all")
 trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")

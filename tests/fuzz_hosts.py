@@ -229,15 +229,15 @@ def requests(root: Path) -> Target:
 
 
 def trees(root: Path) -> Target:
-    from clusterddp.system.tree import from_json, list_tree, to_json
-    from clusterddp.system.tree_stream import Sending, receive_tree
+    from clusterddp.system.file_set import from_json, list_files, to_json
+    from clusterddp.system.file_stream import FileStream, receive_files
 
     source, target = root / "tree", root / "work" / "tree"
     (source / "a").mkdir(parents=True)
     (source / "a" / "b.py").write_text("x" * 40)
     (source / "c").symlink_to("a/b.py")
-    entries, _ = list_tree(source)
-    stream = b"".join(Sending(root=source, entries=entries).chunks())
+    files = list_files(source)
+    stream = b"".join(FileStream(files=files).chunks())
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
         if what == "list":
@@ -246,7 +246,7 @@ def trees(root: Path) -> Target:
             return
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        receive_tree(io.BytesIO(data).read, target, read_only=False)
+        receive_files(io.BytesIO(data).read, target, read_only=False)
 
-    examples = [Example(value=stream, what="stream"), Example(value=to_json(entries), what="list")]
+    examples = [Example(value=stream, what="stream"), Example(value=to_json(files.entries), what="list")]
     return Target(name="files on their way", examples=examples, read=read)

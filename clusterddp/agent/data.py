@@ -21,9 +21,9 @@ from clusterddp.agent.place import find_place, refusing_disk
 from clusterddp.agent.staging import staging
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
+from clusterddp.system.file_set import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
+from clusterddp.system.file_stream import receive_files
 from clusterddp.system.files import write_bytes
-from clusterddp.system.tree import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
-from clusterddp.system.tree_stream import receive_tree
 from clusterddp.wire import read_object, read_value
 
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
@@ -144,7 +144,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         beside = place.path.parent if fresh else place.path
         beside.mkdir(parents=True, exist_ok=True)
         with staging(beside) as tree:
-            entries = receive_tree(body.read, tree, read_only=False)
+            entries = receive_files(body.read, tree, read_only=False)
             strays = [entry for entry in entries if entry.kind == "link" and leads_out(entry)]
             if strays:
                 raise ClusterddpError(

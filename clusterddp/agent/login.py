@@ -14,8 +14,8 @@ from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.sent import FOLDER, RECORD, TREE
 from clusterddp.run.stored import keep_package
+from clusterddp.system.file_set import list_files
 from clusterddp.system.files import write_json, write_text
-from clusterddp.system.tree import list_tree
 
 
 def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -49,8 +49,7 @@ def _copy(code: Path, target: Path) -> list[str]:
     if not code.is_dir():
         raise ClusterddpError(f"{code}: the snapshot of the code is gone from this host", hint="submit again")
     shutil.copytree(code, target, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
-    entries, _ = list_tree(code)
-    return [os.fsdecode(entry.name) for entry in entries]
+    return [os.fsdecode(entry.name) for entry in list_files(code).entries]
 
 
 def _below(text: str) -> Path:

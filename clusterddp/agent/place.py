@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.system.tree import show
+from clusterddp.system.file_set import show
 
 
 def find_place(target: str) -> Path:

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import shutil
-import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from clusterddp.agent.place import find_existing, find_place, refusing_disk
 from clusterddp.agent.staging import staging
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.snapshot import tree_sum
-from clusterddp.system.tree import show
-from clusterddp.system.tree_stream import receive_tree
+from clusterddp.system.file_set import has_digest, list_files, show
+from clusterddp.system.file_stream import receive_files
 from clusterddp.wire import build
 
 _SUM = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +27,7 @@ _MARK = ".clusterddp-mark-"
 
 def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
-    gone = [name for name in request["sums"] if not _holds(find_code(host.root, name), name)]
+    gone = [name for name in request["sums"] if not has_digest(find_code(host.root, name), name)]
     for name in set(request["sums"]) - set(gone):
         with contextlib.suppress(OSError):
             # It is not an old one then, which gc would remove before it is checked out.
@@ -44,15 +42,15 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     wanted = request["sum"] or ""
     target = find_code(host.root, wanted)
     with refusing_disk(target.parent, body.size), staging(target.parent) as tree:
-        receive_tree(body.read, tree, read_only=True)
-        found = tree_sum(tree)
+        receive_files(body.read, tree, read_only=True)
+        found = list_files(tree).digest()
         if found != wanted:
             raise ClusterddpError(
                 f"the snapshot of the code came with the sum {found[:12]}, {wanted[:12]} was announced",
                 hint="it was changed since it was taken: submit again",
             )
         tree.chmod(0o700)
-        if not _holds(target, wanted):
+        if not has_digest(target, wanted):
             _install(tree, target)
     return {}
 
@@ -143,12 +141,6 @@ def find_code(root: Path, name: str) -> Path:
     if not _SUM.fullmatch(name):
         raise ValueError(f"not a sum: {name!r}")
     return root / "code" / name
-
-
-def _holds(target: Path, wanted: str) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISDIR(os.lstat(target).st_mode) and tree_sum(target) == wanted
-    return False
 
 
 def _install(tree: Path, target: Path) -> None:

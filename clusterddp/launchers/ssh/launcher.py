@@ -19,10 +19,10 @@ from clusterddp.launchers.ssh.heartbeat import Tie, tied
 from clusterddp.launchers.ssh.interfaces import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Crew, each, open_crew
-from clusterddp.launchers.ssh.ship import ship
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh import directory_name
-from clusterddp.remote.upload import Progress
+from clusterddp.remote.upload import upload_run
+from clusterddp.remote.uploader import Progress
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir
@@ -116,9 +116,16 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
 
 def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
     preflight(crew.plan, crew)
-    shipped = ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
+    assert crew.plan.ssh is not None
+    uploaded = upload_run(
+        crew.sessions,
+        code=run.code.resolve() if run.code.is_symlink() else None,
+        run_name=directory_name(crew.plan.run, crew.plan.token),
+        send=[(each.source, each.target) for each in crew.plan.ssh.send],
+        watch=_Telling(tell),
+    )
     plan, grants = _settle(crew, tell)
-    for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):
+    for note in (*uploaded.notes, *plan.notes[len(crew.plan.notes) :]):
         tell(f"note: {note}")
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
