@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import staging
 from clusterddp.agent.store import OPERATIONS
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
@@ -396,7 +396,7 @@ def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, tar
 WRITER = """
 import sys
 from pathlib import Path
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import staging
 with staging(Path(sys.argv[1])) as tree:
     (tree / "half").write_text("half")
     print("up", flush=True)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.agent.place import find_place, refusing_disk
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import find_place, refusing_disk, staging
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.file_set import Entry, from_json, leads_out, read_entry, read_sum, show, to_json

@@ -1,4 +1,4 @@
-"""What was sent to this host: code by its sum, once; and which hosts see the same files."""
+"""What is uploaded to this host: code by its sum, once; which hosts see the same files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from clusterddp.agent import data
-from clusterddp.agent.place import find_existing, find_place, refusing_disk
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import find_existing, find_place, refusing_disk, staging
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.sent import FOLDER, RECORD, TREE
+from clusterddp.run.stored import keep_package
 from clusterddp.system.file_set import has_digest, list_files, show
 from clusterddp.system.file_stream import receive_files
+from clusterddp.system.files import write_json, write_text
 from clusterddp.wire import build
 
 _SUM = re.compile(r"[0-9a-f]{64}")
@@ -64,13 +67,36 @@ def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         if code.is_dir():
             return {"code": str(code)}
         with staging(run) as tree:
-            if not source.is_dir():
-                raise ClusterddpError(f"{source}: the snapshot of the code is gone from this host", hint="submit again")
-            shutil.copytree(source, tree, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
+            _copy(source, tree)
             tree.chmod(0o700)
             with contextlib.suppress(FileExistsError):
                 _rename_new(tree, code)
     return {"code": str(code)}
+
+
+def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Make a directory for a command on this login node: a copy of the code `sum` in its tree, `files` beside the tree.
+
+    `at`: where the code goes in the tree. `within`: where in the tree the command is to run.
+    Jobs import this package later, whenever they start: from now on it stays.
+    """
+    trees = host.root / FOLDER
+    place = trees / secrets.token_hex(6)
+    tree, at = place / TREE, _below(request["at"])
+    with refusing_disk(trees, 0):
+        place.mkdir(mode=0o700, parents=True)
+        for name, text in request["files"].items():
+            write_text(place / Path(name).name, text)
+        (tree / at).mkdir(mode=0o700, parents=True)
+        files: list[str] = []
+        if request["sum"] is not None:
+            code = find_code(host.root, request["sum"])
+            _copy(code, tree / at)
+            files = [os.fsdecode(entry.name) for entry in list_files(code).entries]
+        (tree / _below(request["within"])).mkdir(parents=True, exist_ok=True)
+        write_json(place / RECORD, {"at": str(at), "files": files, "git": request["git"]})
+        keep_package(host.package)
+    return {"place": str(place), "directory": str(tree / _below(request["within"]))}
 
 
 def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -101,6 +127,7 @@ def seen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 OPERATIONS: dict[str, Operation] = {
+    "login.lay_out": lay_out,
     "store.missing": missing,
     "store.put": put,
     "store.compare": data.compare,
@@ -143,6 +170,20 @@ def find_code(root: Path, name: str) -> Path:
     return root / "code" / name
 
 
+def _copy(code: Path, target: Path) -> None:
+    """Copy a snapshot, its files as hard links where that can be."""
+    if not code.is_dir():
+        raise ClusterddpError(f"{code}: the snapshot of the code is gone from this host", hint="submit again")
+    shutil.copytree(code, target, symlinks=True, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def _below(text: str) -> Path:
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"not below a tree: {text!r}")
+    return path
+
+
 def _install(tree: Path, target: Path) -> None:
     """Put a snapshot in its place; of several writers of one content any may win."""
     if os.path.lexists(target):  # it is not what its name says; the runs have copies of their own
@@ -165,7 +206,7 @@ def _rename_new(tree: Path, target: Path) -> None:
         raise
 
 
-def link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     """Give a file a second name, or make a copy where that cannot be."""
     try:
         os.link(source, target, follow_symlinks=False)
