@@ -20,12 +20,12 @@ from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import demand_sight, is_out_of_sight
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
-from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
 from clusterddp.system.files import read_json
 
@@ -274,8 +274,8 @@ def _state_word(text: str) -> str:
 
 def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
     """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
+    from clusterddp.launchers.state import announce
     from clusterddp.look.status import read_summary
-    from clusterddp.run.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
         with Synchroniser(batch, terminal.environ, say=say_note) as sync:

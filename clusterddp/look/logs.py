@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import UsageError
+from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import read_end, read_gang, read_ranks
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_gang, read_ranks
 from clusterddp.system.files import read_json
 
 PIECE_BYTES = 64 * 1024

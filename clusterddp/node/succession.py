@@ -23,7 +23,7 @@ from clusterddp.node.note import note
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.record import AttemptEnd, RootCause, read_end
+from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
 from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
@@ -160,8 +160,11 @@ def _end_without_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, *
     elif loss.why == HOST_SILENT and is_cut_off(loss.interface):
         lost, what = order.node, f"{order.node.host} is cut off, its {loss.interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-    words = f"{what}; its {spell_ranks(order.gang.carried_by(lost.ranks))} ended with it"
-    rank = min(lost.ranks) if started else None
-    log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
-    cause = RootCause(rank=rank, host=lost.host, exit_code=None, error=words, log=log)
-    return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+    cause = loss_of_node(
+        what,
+        host=lost.host,
+        ranks=lost.ranks,
+        ranks_in_words=spell_ranks(order.gang.carried_by(lost.ranks)),
+        attempt=attempt if started else None,
+    )
+    return failed_by(cause, goes_on=goes_on)

@@ -28,7 +28,7 @@ from clusterddp.ranks.environment import COOKIE, USERS, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.ranks.torchrun import torchrun_words
 from clusterddp.run.cleanup import sweep
-from clusterddp.run.record import signal_name
+from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import read_tail
 

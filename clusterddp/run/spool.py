@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.record import AttemptEnd, parse_end, write_end
+from clusterddp.run.outcome import AttemptEnd, parse_end, write_end
 from clusterddp.system.files import read_json, write_json
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +27,8 @@ from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, RootCause, read_gang, signal_name
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
+from clusterddp.run.record import read_gang
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail
@@ -59,7 +60,7 @@ def carry(run_dir: str, attempt: int) -> str:
     if final_end(run) is not None:
         pass  # who submitted it was interrupted, and wanted nothing of it
     elif run.cancel_file.exists():
-        end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
+        end_run(run, cancelled("cancelled before it was started"))
     else:
         _carry(run, gang, attempt)
     end = final_end(run)
@@ -146,9 +147,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
     """Say why the run ended when no supervisor and no guard could."""
     started = run.newest_attempt().start.exists()
     if complaint is not None or not ended:
-        error = complaint or "no supervisor was started"
-        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=error, log=None)
-        return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+        return failed(complaint or "no supervisor was started")
     first = next((each for each in ended if each.process.returncode), ended[0])
     node, code = first.node, first.process.returncode
     who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
@@ -157,16 +156,12 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
     else:
         last_line = read_tail(first.log).rpartition("\n")[2]
         error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
-    if started:
-        error += f"; its {spell_ranks(node.ranks)} ended with it"
-    cause = RootCause(
-        rank=min(node.ranks) if started else None,
-        host=node.host,
-        exit_code=128 - code if code < 0 else code,
-        error=error,
-        log=str(first.log.relative_to(run.path)),
+    attempt = run.newest_attempt() if started else None
+    cause = loss_of_node(
+        error, host=node.host, ranks=node.ranks, ranks_in_words=spell_ranks(node.ranks), attempt=attempt
     )
-    return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+    exit_code, log = 128 - code if code < 0 else code, str(first.log.relative_to(run.path))
+    return failed_by(dataclasses.replace(cause, exit_code=exit_code, log=log))
 
 
 def _stop_on_signal(run: RunDir) -> None:

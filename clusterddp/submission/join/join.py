@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launchers.local.launcher import clear_away, end_by_force, observer, request_end, request_stop, withdraw
+from clusterddp.launchers.join import JoinLauncher
 from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.own_host import find_own_index, look_up, read_own_host
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.rendezvous.signed import JOIN_KEY
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Tell, silence
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
@@ -42,21 +42,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
-__all__ = [
-    "Joined",
-    "clear_away",
-    "end_by_force",
-    "join",
-    "observer",
-    "renew",
-    "request_end",
-    "request_stop",
-    "start",
-    "withdraw",
-]
-
 TIMEOUT_S = 300.0
-_AGAIN = "clusterddp join SPEC --resume {run}, on each of them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +89,9 @@ def join(
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     earlier = find_earlier(runs_dir, resume) if resume else None
     if earlier is not None:
-        clear_away(earlier, read_run(earlier), environ)  # first, for what is left of it may hold its GPUs
+        JoinLauncher().clear_away(
+            earlier, read_run(earlier), environ
+        )  # first, for what is left of it may hold its GPUs
         plan = under_its_name(plan, earlier)
     rank = _own_rank(hosts_of(plan), node_rank)
     named = resolved.job.network.interface
@@ -134,16 +122,6 @@ class _Meeting:
     facts: Mapping[str, str | None]
     timeout_s: float
     tell: Tell
-
-
-def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-    """Refuse to start an attempt from here: every machine has to be there."""
-    raise UsageError(f"{run.name}: was joined by several machines", hint=_AGAIN.format(run=run.name))
-
-
-def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
-    """Refuse a further start, likewise."""
-    raise UsageError(f"{plan.run}: was joined by several machines", hint=_AGAIN.format(run=plan.run))
 
 
 def start_timeout_s(job: JobSpec) -> float:

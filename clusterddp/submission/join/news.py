@@ -11,7 +11,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, make_attempt_dirs
-from clusterddp.run.record import ProcessIdentity, parse_end, write_end
+from clusterddp.run.outcome import parse_end, write_end
+from clusterddp.run.record import ProcessIdentity
 from clusterddp.submission.join.head import Gathering
 from clusterddp.submission.join.member import Seat
 from clusterddp.system.files import read_json, write_json
