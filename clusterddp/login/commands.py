@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.planning.entry import plan_program
+from clusterddp.planning.program import plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_code
 from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
