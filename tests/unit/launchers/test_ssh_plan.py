@@ -41,7 +41,7 @@ def repository(tmp_path: Path) -> Path:
 
 def there(planned: Plan, home: str = "/home/ana") -> Plan:
     """The plan as it lies on a host."""
-    return move_plan(planned, Path(planned.dir_on_hosts.replace("~", home)), sync=sync)
+    return move_plan(planned, Path(planned.dir_on_hosts.replace("~", home)), home=home)
 
 
 def test_ranks_follow_each_hosts_own_gpus_in_the_order_written(tmp_path: Path) -> None:
