@@ -26,7 +26,7 @@ from clusterddp.system.files import write_bytes
 from clusterddp.wire import read_object, read_value
 
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
-"""`unsure`: only the sender's sum can tell. `changed`: we sent it, it is as we sent it, and now it is another."""
+"""`unsure`: only the sender's sum decides. `changed`: we sent it, it is as we sent it, and now it is another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ def _merge(place: Place, tree: Path, entries: Iterable[Entry]) -> tuple[Entry, .
 
 
 def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
-    """Give a file its name, unless somebody else has just taken it for something else."""
+    """Give a file its name, unless another process has just taken it for something else."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
@@ -203,7 +203,7 @@ def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
 
 
 def _rename_all(tree: Path, target: Path) -> bool:
-    """Let a new directory be seen all at once; False: somebody else has just made one."""
+    """Let a new directory be seen all at once; False: another process has just made one."""
     try:
         tree.rename(target)
     except OSError:

@@ -102,7 +102,7 @@ def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Leave a mark where the files of a target are or will be (without one: of this directory), until the agent ends.
 
-    What cannot be marked, since nobody may write there, is taken for this host's own.
+    A directory that cannot be marked, being read-only, is taken for this host's own.
     """
     marked = _mark_of(host, request.get("target"), request["nonce"])
     _remove_old_marks(marked.parent)

@@ -109,7 +109,7 @@ def append_pieces(session: Asks, run_name: str, copies: Mapping[str, Copy], *, m
 
 
 def _append(host: str, part: Mapping[str, Any], answer: Part, data: bytes, copy: Copy) -> str:
-    """Write a piece; return `more`, `done`, or `short`: the next listing tells what there is to ask for."""
+    """Write a piece; return `more`, `done`, or `short`: the next listing says what there is to ask for."""
     if copy.exact and (answer["gone"] or (answer["size"], answer["mtime_ns"]) != tuple(copy.listed)):
         copy.place.unlink(missing_ok=True)
         raise GoneError

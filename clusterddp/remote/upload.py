@@ -1,6 +1,6 @@
 """Uploads what a run needs on its hosts: its code, once for each content and disk, and the data that it names.
 
-Data is compared first, by size and time; sums are read only where these cannot tell.
+Data is compared first, by size and time; sums are read only where these do not decide.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _download_all(
         try:
             _download_file(session, host_run, path, missing[path])
         except GoneError:
-            done.complete = False  # it changes: the next listing tells what it is then
+            done.complete = False  # it changes: the next listing says what it is then
 
 
 def _download_checkpoint(session: Asks, host_run: HostRun, generation: str, files: Mapping[str, Listed]) -> None:

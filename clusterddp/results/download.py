@@ -69,7 +69,7 @@ def download_records(session: Asks, host_run: HostRun, files: Mapping[str, Liste
         if "events" in by_kind:
             _merge_events(host_run)
         _replace(session, host_run, by_kind.get("whole", {}))
-        # Last: whoever sees the end sees all that was written before it.
+        # Last: a reader that sees the end sees all that was written before it.
         _replace(session, host_run, by_kind.get("end", {}), only_missing=True)
     return done
 
@@ -138,7 +138,7 @@ def _replace(session: Asks, host_run: HostRun, files: Mapping[str, Listed], *, o
         parts = [{"path": path, "offset": 0, "limit": PIECE_BYTES} for path in batch]
         for part, answer, data in read_parts(session, host_run.name, parts):
             if answer["gone"] or answer["length"] < answer["size"]:
-                continue  # being replaced, or too large for a record; or the answer was full: the next listing tells
+                continue  # being replaced, or too large for a record; or the answer was full: the next listing decides
             place = host_run.place_of(part["path"])
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(place, data, exclusive=only_missing)

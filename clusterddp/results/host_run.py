@@ -86,7 +86,7 @@ class HostRun:
     def kind_of(self, path: str) -> Kind | None:
         """Say how a file is downloaded; None when it is not.
 
-        It is decided here, whatever a host tells: no name leads out of the run's directory, or into its code.
+        It is decided here, whatever a host lists: no name leads out of the run's directory, or into its code.
         """
         rank = _RANK.fullmatch(path)
         if rank:

@@ -45,7 +45,7 @@ class AttemptDir:
 
     @property
     def stop_file(self) -> Path:
-        """Whoever creates this file asks the ranks to checkpoint and end (the stop contract)."""
+        """A process that creates this file asks the ranks to checkpoint and end (the stop contract)."""
         return self.path / "STOP"
 
     @property
@@ -164,7 +164,7 @@ class RunDir:
 
     @property
     def cancel_file(self) -> Path:
-        """Whoever creates this file asks the supervisors to end the run at once."""
+        """A process that creates this file asks the supervisors to end the run at once."""
         return self.path / "CANCEL"
 
     def attempt(self, number: int) -> AttemptDir:

@@ -67,7 +67,7 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
     for folder, folders, files in os.walk(root):
         walked += len(folders) + len(files)
         if walked > _MAX_WALKED:
-            # A script in a home directory: nobody wants all that.
+            # A script in a home directory: its snapshot must not take all of that.
             beside = {name for name in os.listdir(root) if name.endswith(".py")}
             note = (
                 f"{root}: too much lies below it, only {script.name} and the *.py files beside it are in the snapshot"
@@ -184,7 +184,7 @@ def _install(staging: Path, target: Path) -> None:
 
 
 def _may_hold_code(folder: Path) -> bool:
-    """Tell folders of code from those that tools keep beside it: environments, caches."""
+    """Say whether a folder may hold code, and is none that tools keep beside it: environments, caches."""
     return not folder.name.startswith(".") and folder.name != "__pycache__" and not (folder / "pyvenv.cfg").exists()
 
 

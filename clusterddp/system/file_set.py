@@ -187,7 +187,7 @@ def to_json(entries: Iterable[Entry]) -> list[list[Any]]:
 def from_json(rows: Any) -> Iterator[Entry]:
     """Read entries that `to_json` wrote.
 
-    Raises: ValueError: somebody else wrote them.
+    Raises: ValueError: another program wrote them.
     """
     for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
         raw = _raw(name)

@@ -83,7 +83,7 @@ class AgentSession(Session):
 
 @dataclasses.dataclass(kw_only=True)
 class Hosts:
-    """Some hosts, one run on them, and its record at home."""
+    """Some hosts, one run on them, and its copy here."""
 
     directory: Path
     names: tuple[str, ...]

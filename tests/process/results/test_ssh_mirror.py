@@ -1,4 +1,4 @@
-"""Bringing home what hosts know of a run: real agents, real files; links break, hosts are down, disks are full."""
+"""Synchronising the copy of a run with its hosts: real agents, real files; connections break, hosts are down."""
 
 from __future__ import annotations
 
