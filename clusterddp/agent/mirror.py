@@ -41,8 +41,8 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
     """Send pieces of files of the run `name`.
 
     `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece of a file that is not like
-    that is not sent. The answer on each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`, when
-    it cannot be read.
+    that is not sent. The answer on each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`,
+    when it cannot be read.
     """
     run = RunDir(host.run_dir(request["name"]))
     answers, pieces, left = [], [], MAX_REPLY_BYTES
