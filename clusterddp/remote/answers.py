@@ -13,7 +13,7 @@ from clusterddp.run.stored import Removed, Storage
 
 
 class Part(TypedDict):
-    """A piece of a file (agent/mirror.py)."""
+    """A piece of a file (agent/results.py)."""
 
     length: int
     gone: bool
@@ -23,7 +23,7 @@ class Part(TypedDict):
 
 
 class Look(TypedDict):
-    """A run on a host (agent/mirror.py)."""
+    """A run on a host (agent/results.py)."""
 
     boot: str
     alive: list[str]
@@ -91,8 +91,8 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
     "gpus.lease": {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str], "ahead": list[str]},
     "login.lay_out": {"place": str, "directory": str},
-    "mirror.changes": {"runs": dict[str, Look]},
-    "mirror.read": {"parts": list[Part]},
+    "results.list": {"runs": dict[str, Look]},
+    "results.read": {"parts": list[Part]},
     "net.listen": {
         "machine": str,
         "links": tuple[Link, ...],

@@ -169,7 +169,7 @@ def _name_the_cause(error: PreflightError, sessions: HostSessions, attempt: int)
     plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
-        facts = sessions.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
+        facts = sessions.of_node(0).ask("results.list", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
     told = facts["runs"].get(name)

@@ -25,7 +25,7 @@ _FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
 """What the run writes; the rest was sent here, or is the user's own."""
 
 
-def changes(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+def list_files(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """List of runs which processes are alive, and which files they have: path -> [size, time of the last change in ns].
 
     `runs`: [{"name", "token", "seen": the `sum` of the files that were listed before}].
@@ -54,13 +54,13 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
     return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
 
 
-OPERATIONS: dict[str, Operation] = {"mirror.changes": changes, "mirror.read": read}
+OPERATIONS: dict[str, Operation] = {"results.list": list_files, "results.read": read}
 
 
 def _look(run: RunDir, each: dict[str, Any], cookies: Collection[str]) -> dict[str, Any]:
     """Look at a run; `cookies`: those of the live processes."""
     roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{each['token']}.")}
-    files = dict(_list_files(run.path))
+    files = dict(_files_of(run.path))
     total = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     end_attempt, end = _newest_end(run, each["token"])
     return {
@@ -88,7 +88,7 @@ def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | N
     return None, None
 
 
-def _list_files(root: Path) -> Iterator[tuple[str, list[int]]]:
+def _files_of(root: Path) -> Iterator[tuple[str, list[int]]]:
     for folder, folders, names in os.walk(root):
         here = os.path.relpath(folder, root)
         if here == ".":
