@@ -60,7 +60,7 @@ def download_large(
     with downloading(host_run.run, "fetch", _LOCK_S) as done:
         if done.is_locked:
             return done
-        missing = {path: each for path, each in wanted.items() if read_listed(host_run.place_of(path)) != tuple(each)}
+        missing = {path: listed for path, listed in wanted.items() if not _is_here(host_run.place_of(path), listed)}
         if missing:
             num_bytes = sum(listed[0] for listed in missing.values())
             count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
@@ -157,6 +157,13 @@ def _put_in_place(partial: Path, place: Path) -> None:
         os.fsync(file.fileno())
     partial.replace(place)
     sync_directory(place.parent)
+
+
+def _is_here(place: Path, listed: Listed) -> bool:
+    try:
+        return read_listed(place) == tuple(listed)
+    except OSError:  # a name that this disk does not take keeps no other file from being downloaded
+        return False
 
 
 def _is(path: Path, expected: Sum) -> bool:
