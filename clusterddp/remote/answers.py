@@ -1,4 +1,4 @@
-"""What an agent's answer to each request holds: a host that says anything else has said nonsense, and is left."""
+"""What an agent's answer to each request holds: the connection to a host that answers anything else is closed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ HELLO: Mapping[str, Any] = {
     "pid": int,
     "have": bool,
 }
-"""What the boot says of the host (agent/boot.py)."""
+"""What the boot reports of the host (agent/boot.py)."""
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"facts": HostFacts},
     "facts.clock": {"time": float},
@@ -115,4 +115,4 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "table.remove": {"removed": list[Removed]},
     "trial.read": {"said": list[TrialWords], "ended": str | None},
 }
-"""Operation -> key -> type, for `wire.build`; the other operations answer only that all went well."""
+"""Operation -> key -> type, for `wire.build`; the other operations answer only that they succeeded."""
