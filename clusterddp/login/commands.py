@@ -20,8 +20,8 @@ from clusterddp.ssh.session import HostAccess, Session, open_sessions
 from clusterddp.system.file_set import choose_files
 
 if TYPE_CHECKING:
-    from clusterddp.spec.login import Login
     from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import Login
 
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
 """Set where a command runs for a laptop: it looks for no further login node."""

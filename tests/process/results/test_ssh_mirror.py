@@ -24,7 +24,7 @@ from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
 from clusterddp.system.files import append_jsonl, read_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
