@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clusterddp.network.interface import Link, interface_towards, is_loopback, loopback, named_interface, read_links
 from clusterddp.network.socket_links import names_in
-from clusterddp.node.link import Message
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
 
 

@@ -16,8 +16,8 @@ from clusterddp.run.spool import spool_end
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
-    from clusterddp.node.link import Message
     from clusterddp.node.rendezvous import Rendezvous
+    from clusterddp.rendezvous.connection import Message
     from clusterddp.run.gang import Gang
 
 _RETRY_S = 0.5

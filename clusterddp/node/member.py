@@ -21,7 +21,6 @@ from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.history import record_end
-from clusterddp.node.link import Message
 from clusterddp.node.nccl_watch import NcclWatch
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
@@ -29,6 +28,7 @@ from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
 from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Sweep
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_dirs, read_json
 from clusterddp.run.gang import Gang, Node

@@ -41,7 +41,7 @@ from clusterddp.node.note import note, open_log
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import Loss, Succession, Witness
+from clusterddp.node.succession import LossOfHead, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
@@ -189,7 +189,7 @@ class Supervisor:
         if self._succession is None or self.uplink.head_lost is None:
             return idle
         attempt = self._order.run.attempt(self._member.attempt_number)
-        loss = Loss(why=self.uplink.head_lost, interface=self._member.interface)
+        loss = LossOfHead(why=self.uplink.head_lost, interface=self._member.interface)
         return self._succession.step(attempt, loss, idle=idle, now=now)
 
     def _watch_successors(self, now: float) -> None:
@@ -310,7 +310,7 @@ def _give_up(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None
     what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
     if supervisor is not None:
         with contextlib.suppress(Exception):
-            supervisor.uplink.confess(what)
+            supervisor.uplink.report_fatal_error(what)
     try:
         bury(facts, what)
     except Exception:

@@ -1,0 +1,248 @@
+"""Node 0 of machines that join: it counts the others, refuses those that do not fit, and sends the run's updates."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from clusterddp.errors import PreflightError
+from clusterddp.rendezvous.connection import NO_KEY, Connection, Message, flush_all, refusal
+from clusterddp.rendezvous.handshake import JOIN_KEY
+from clusterddp.rendezvous.server import Arrival, Server
+from clusterddp.run.attempts import Tell
+from clusterddp.submission.join.messages import JOIN, digests_of
+from clusterddp.wire import build
+
+_MAX_DIFFERENCES = 3
+_MAX_OBJECTION = 1000
+_MAX_REFUSED = 20
+"""How many refusals the final error names."""
+_SHOWN_WITH_KEY = f"compare the specs; with the same {JOIN_KEY} on all machines, both values are shown here"
+
+
+class _Machine(TypedDict):
+    node_rank: int
+    host: str
+    pid: int
+    facts: dict[str, Any]
+
+
+class _Introduction(_Machine, total=False):
+    """What a machine sends first: with a key its spec, else digests of it."""
+
+    spec: dict[str, Any]
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A machine that has joined."""
+
+    connection: Connection
+    host: str
+    pid: int
+
+
+@dataclass(kw_only=True, slots=True)
+class JoinServer:
+    """Node 0's side; `gather` returns when all machines are there."""
+
+    hosts: Sequence[str]
+    """In the order of the node ranks."""
+    spec: Mapping[str, Any]
+    """The values of the spec by dotted key."""
+    facts: Mapping[str, str | None]
+    key: str
+    port: int
+    tell: Tell
+    members: dict[int, Member] = field(default_factory=dict)
+    """By node rank."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _refused: dict[str, None] = field(default_factory=dict)
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait for every other node.
+
+        Raises: PreflightError: the port is taken, or a node did not come; all that came receive the same error.
+        """
+        deadline = time.monotonic() + timeout_s
+        server = Server(
+            self._listen(),
+            self._selector,
+            protocol=JOIN,
+            key=self.key,
+            num_expected=len(self.hosts),
+            report=self.tell,
+        )
+        try:
+            self.tell(self._waiting_for_whom(timeout_s))
+            if not self.key:
+                self.tell(f"note: no {JOIN_KEY} is set: who reaches port {self.port} can take a node's place")
+            while self._missing() and time.monotonic() < deadline:
+                self._selector.select(0.1)
+                self.take_turn(server)
+        finally:
+            server.close()
+        if missing := self._missing():
+            error = self._absence(missing, timeout_s, server.unproven)
+            self.send_all(refusal(error))
+            self.close()
+            raise error
+
+    def take_turn(self, server: Server) -> None:
+        """Notice which machines have left, and meet those that have introduced themselves."""
+        now = time.monotonic()
+        for node_rank, member in list(self.members.items()):
+            member.connection.receive(now)
+            if member.connection.lost is not None:
+                member.connection.close()
+                del self.members[node_rank]
+                self.tell(f"{_spell(node_rank, member.host)} has left again")
+                self._send_who_is_missing()
+        for arrival in server.accept(now):
+            self._meet(arrival, server, now)
+
+    def master_addr(self) -> str:
+        """Return the address of ours that the others reached; most of them, should they differ."""
+        reached = [member.connection.own_address for _, member in sorted(self.members.items())]
+        return collections.Counter(reached).most_common(1)[0][0]
+
+    def begin(self, run: str, token: str, attempt: int, link: dict[str, Any] | None) -> None:
+        """Send all machines how the run goes on."""
+        begin = {"kind": "begin", "run": run, "attempt": attempt, "link": link}
+        for member in self.members.values():
+            masked = {"token": member.connection.signer.mask(token)}
+            member.connection.send(begin | masked | {"master_addr": self.master_addr()})
+
+    def send_all(self, message: Message) -> None:
+        for member in self.members.values():
+            member.connection.send(message)
+
+    def flush(self) -> None:
+        """Hand to the kernel what it takes now."""
+        flush_all((member.connection for member in self.members.values()), 0.0)
+
+    def close(self, within_s: float = 2.0) -> None:
+        """Close all connections, once what was sent is on its way."""
+        flush_all((member.connection for member in self.members.values()), within_s)
+        for member in self.members.values():
+            member.connection.close()
+        self.members.clear()
+        self._selector.close()
+
+    def _listen(self) -> socket.socket:
+        dual = socket.has_dualstack_ipv6()
+        listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if dual:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("", self.port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            taken = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened at: {error.strerror}"
+            raise PreflightError(
+                f"{self.hosts[0]}: port {self.port} {taken}",
+                hint="is this spec being joined here already? network.master_port names another port, on all machines",
+            ) from error
+        return listener
+
+    def _meet(self, arrival: Arrival, server: Server, now: float) -> None:
+        """Count a machine, or refuse it."""
+        connection = arrival.connection
+        try:
+            introduction = build(_Introduction, arrival.message)
+            node_rank, host, pid = introduction["node_rank"], introduction["host"][:255], introduction["pid"]
+            objection = self._objection(connection, node_rank, introduction)[:_MAX_OBJECTION]
+        except ValueError:
+            connection.close()
+            return
+        if not objection:
+            self.members[node_rank] = Member(connection=connection, host=host, pid=pid)
+            self.tell(f"{_spell(node_rank, host)} is there" + self._still())
+            self._send_who_is_missing()
+            return
+        who = f"{_spell(node_rank, host)}, pid {pid}"
+        self._remember(f"{who}: {objection}")
+        hint = None if self.key else _SHOWN_WITH_KEY
+        error = PreflightError(f"node 0 ({self.hosts[0]}) refuses {who}: {objection}", hint=hint)
+        connection.send(refusal(error))
+        flush_all([connection], 1.0)
+        if self.key:
+            self.tell(f"refused {who}: {objection}")
+            connection.close()
+        else:
+            server.refuse(connection, f"{who}: {objection}", now)
+
+    def _remember(self, refused: str) -> None:
+        if len(self._refused) < _MAX_REFUSED:
+            self._refused[refused] = None
+
+    def _objection(self, connection: Connection, node_rank: int, introduction: _Introduction) -> str:
+        """Say why a machine cannot take part; empty when it can."""
+        for name, ours in self.facts.items():
+            theirs = introduction["facts"].get(name)
+            if theirs != ours:
+                return f"it has {name} {theirs or 'not at all'}, node 0 has {ours or 'none'}"
+        if self.key:
+            differences = _differences(introduction.get("spec", {}), self.spec)
+        else:
+            differences = _differing_keys(introduction.get("digests", {}), digests_of(self.spec, connection.signer))
+        if differences:
+            return f"its spec is another one: {'; '.join(differences)}"
+        if not 0 < node_rank < len(self.hosts):
+            return f"there are nodes 0 to {len(self.hosts) - 1}"
+        there = self.members.get(node_rank)
+        if there is not None:
+            return f"node {node_rank} is there already: {there.host} ({there.connection.peer_address}), pid {there.pid}"
+        return ""
+
+    def _send_who_is_missing(self) -> None:
+        self.send_all({"kind": "waiting", "for": [_spell(rank, self.hosts[rank]) for rank in self._missing()]})
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, len(self.hosts)) if rank not in self.members]
+
+    def _still(self) -> str:
+        missing = [_spell(rank, self.hosts[rank]) for rank in self._missing()]
+        return f"; waiting for {', '.join(missing)}" if missing else "; all are there"
+
+    def _waiting_for_whom(self, timeout_s: float) -> str:
+        others = ", ".join(_spell(rank, self.hosts[rank]) for rank in self._missing())
+        return f"node 0 of {len(self.hosts)} waits at port {self.port}, {timeout_s:g} s at the most, for {others}"
+
+    def _absence(self, missing: Sequence[int], timeout_s: float, unproven: Mapping[str, int]) -> PreflightError:
+        absent = ", ".join(_spell(rank, self.hosts[rank]) for rank in missing)
+        here = ", ".join(_spell(rank, self.hosts[rank]) for rank in (0, *sorted(self.members)))
+        for address in unproven:
+            self._remember(f"{address}: {NO_KEY}")
+        refused = "; refused: " + "; ".join(self._refused) if self._refused else ""
+        return PreflightError(
+            f"{absent} did not come within {timeout_s:g} s; there were {here}{refused}",
+            hint=f"clusterddp join has to be typed on each machine, and port {self.port} of {self.hosts[0]} be open",
+        )
+
+
+def _spell(node_rank: int, host: str) -> str:
+    return f"node {node_rank} ({host})"
+
+
+def _differing_keys(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """Name keys of two specs whose values differ, but no key that only we have."""
+    differing = [key for key in ours if theirs.get(key) != ours[key]] + [key for key in theirs if key not in ours]
+    named = [f"{key} differs" for key in differing if key in theirs][:_MAX_DIFFERENCES]
+    return named + ([f"and {len(differing) - len(named)} more"] if len(differing) > len(named) else [])
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Name the keys of two specs that differ, with both values."""
+    keys = [key for key in dict.fromkeys((*ours, *theirs)) if theirs.get(key) != ours.get(key)]
+    shown = [f"{key} is {theirs.get(key)!r}, on node 0 {ours.get(key)!r}" for key in keys[:_MAX_DIFFERENCES]]
+    return shown + ([f"and {len(keys) - len(shown)} more"] if len(keys) > len(shown) else [])
