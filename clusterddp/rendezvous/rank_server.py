@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.network.interface import is_loopback
 from clusterddp.ranks.launched import Launched
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.rendezvous.connection import Connection, Message, flush_all, refusal
+from clusterddp.rendezvous.connection import Message, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.rendezvous.rank_client import ask_rank_0
 from clusterddp.rendezvous.rank_messages import RANKS, Decide, RankHello, RanksMet, find_mismatch, find_twin
-from clusterddp.rendezvous.server import Arrival, Server
+from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
 
 LINGER_S = 10.0
 """How long rank 0 stays to refuse latecomers."""
 _FLUSH_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A rank that has been counted."""
-
-    connection: Connection
-    hello: RankHello
 
 
 def serve_ranks(
@@ -68,33 +58,26 @@ class RankServer:
         self._launched = launched
         self._own = own
         self._deadline = deadline
-        self._members: dict[int, _Member] = {}
-        """By rank."""
         self._left: dict[int, RankHello] = {}
         """Ranks that came and have left again."""
         self._reached: Counter[str] = Counter()
         """The addresses at which ranks of other hosts have reached this one."""
         self._reached_locally: list[str] = []
-        self._selector = selectors.DefaultSelector()
-        self._server = Server(
-            listener, self._selector, protocol=RANKS, key=key, num_expected=launched.world_size, report=lambda why: None
+        self._members: Members[RankHello] = Members(
+            listener, protocol=RANKS, key=key, num_expected=launched.world_size, report=lambda refused: None
         )
         self._elsewhere = _Elsewhere(launched, own, self._port, deadline, key)
 
     def close(self) -> None:
-        """Close all connections, once what was sent is on its way; the listener stays open for torch's store."""
-        flush_all((member.connection for member in self._members.values()), _FLUSH_S)
-        for member in self._members.values():
-            member.connection.close()
-        self._server.close_strangers()
-        self._selector.close()
+        """Close all connections; the listener stays open for torch's store."""
+        self._members.close(_FLUSH_S)
 
     def await_all(self, timeout_s: float) -> None:
         """Wait until every rank is here.
 
         Raises: PreflightError: one does not fit, or does not come in time.
         """
-        while len(self._members) + 1 < self._launched.world_size:
+        while len(self._members.by_number) + 1 < self._launched.world_size:
             if self._elsewhere.error:
                 raise self._elsewhere.error
             if time.monotonic() >= self._deadline:
@@ -103,7 +86,7 @@ class RankServer:
                 self._admit(member)
 
     def met(self) -> RanksMet:
-        hellos = {0: self._own} | {rank: member.hello for rank, member in self._members.items()}
+        hellos = {0: self._own} | {rank: member.introduction for rank, member in self._members.by_number.items()}
         reached = self._reached or Counter(self._reached_locally)
         return RanksMet(
             hellos=tuple(hellos[rank] for rank in sorted(hellos)),
@@ -112,33 +95,26 @@ class RankServer:
         )
 
     def send_all(self, message: Message) -> None:
-        for member in self._members.values():
-            member.connection.send(message)
+        self._members.send_all(message)
 
     def refuse_all(self, error: ClusterddpError) -> None:
         """Send all ranks, and for a moment also those that come too late, why there is no gang."""
-        refused = set(self._members)
+        refused = set(self._members.by_number)
         self.send_all(refusal(error))
         until = time.monotonic() + LINGER_S
         while len(refused) + 1 < self._launched.world_size and time.monotonic() < until:
             for member in self.take_turn():
-                _refuse(member, error)
-                refused.add(member.hello.rank)
+                refuse(member.connection, error)
+                refused.add(member.introduction.rank)
 
-    def take_turn(self, wait_s: float = 0.2) -> list[_Member]:
-        """Wait a moment; notice who has left, and return the ranks that have just introduced themselves."""
-        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
-        now = time.monotonic()
-        for rank, member in list(self._members.items()):
-            if member.connection.sock in ready:
-                member.connection.receive(now)
-            if member.connection.lost is not None:
-                member.connection.close()
-                self._left[rank] = self._members.pop(rank).hello
-        arrived = [self._introduced(arrival) for arrival in self._server.accept(now)]
-        return [member for member in arrived if member is not None]
+    def take_turn(self, wait_s: float = 0.2) -> list[Member[RankHello]]:
+        """Wait a moment; return the ranks that have introduced themselves."""
+        arrivals, left = self._members.take_turn(wait_s)
+        self._left |= {rank: member.introduction for rank, member in left.items()}
+        introduced = [self._introduced(arrival) for arrival in arrivals]
+        return [member for member in introduced if member is not None]
 
-    def _introduced(self, arrival: Arrival) -> _Member | None:
+    def _introduced(self, arrival: Arrival) -> Member[RankHello] | None:
         """Read how a client introduces itself; None: it is no rank of this job."""
         connection, message = arrival
         try:
@@ -149,24 +125,24 @@ class RankServer:
         if hello.nonce == self._own.nonce:  # a name that is no address of this host leads here all the same
             self._elsewhere.found = ""
         elif hello.identity == self._own.identity:
-            return _Member(connection, hello)
+            return Member(connection, hello)
         connection.send({"kind": "other_job"})
         connection.close()
         return None
 
-    def _admit(self, member: _Member) -> None:
+    def _admit(self, member: Member[RankHello]) -> None:
         """Count a rank.
 
         Raises: PreflightError: there can be no gang with it.
         """
-        hello, connection = member.hello, member.connection
+        connection, hello = member.connection, member.introduction
         error = find_mismatch(self._own, hello)
-        for other in [self._own, *(each.hello for each in self._members.values())]:
+        for other in [self._own, *(each.introduction for each in self._members.by_number.values())]:
             error = error or find_twin(other, hello)
         if error:
-            _refuse(member, error)
+            refuse(connection, error)
             raise error
-        self._members[hello.rank] = member
+        self._members.by_number[hello.rank] = member
         self._left.pop(hello.rank, None)
         if hello.place == self._own.place:
             self._reached_locally.append(connection.own_address)
@@ -178,14 +154,14 @@ class RankServer:
     def _absence(self, timeout_s: float) -> PreflightError:
         """Name the ranks that are missing and those that are here, so that the missing machine is known."""
         size = self._launched.world_size
-        missing = [rank for rank in range(1, size) if rank not in self._members]
+        missing = [rank for rank in range(1, size) if rank not in self._members.by_number]
         hosts: dict[str, list[int]] = {self._own.host: [0]}
-        for rank, member in sorted(self._members.items()):
-            hosts.setdefault(member.hello.host, []).append(rank)
+        for rank, member in sorted(self._members.by_number.items()):
+            hosts.setdefault(member.introduction.host, []).append(rank)
         here = "; ".join(f"{spell_ranks(ranks)} on {host}" for host, ranks in hosts.items())
         gone = "".join(f"; {hello.name} came and left again" for hello in self._left.values())
-        if self._server.unproven:
-            address, count = self._server.unproven.most_common(1)[0]
+        if self._members.server.unproven:
+            address, count = self._members.server.unproven.most_common(1)[0]
             gone += f"; {count} connections from {address} did not know the same {JOIN_KEY}"
         astray = self._elsewhere.found
         return PreflightError(
@@ -213,11 +189,6 @@ class _Elsewhere:
             ask_rank_0([address], own, [port], deadline, key)
         except PreflightError as error:
             self.error = error
-
-
-def _refuse(member: _Member, error: ClusterddpError) -> None:
-    member.connection.send(refusal(error))
-    flush_all([member.connection], _FLUSH_S)
 
 
 def _is_here(address: str) -> bool:

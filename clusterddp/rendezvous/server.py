@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.rendezvous.acceptor import Acceptor, Refusals
-from clusterddp.rendezvous.connection import Connection, Message, Protocol
+from clusterddp.rendezvous.connection import Connection, Message, Protocol, flush_all, refusal
 
 INTRODUCTION_S = 5.0
 """How long a connection may take to authenticate and to send its first message."""
+_FLUSH_S = 1.0
 _MAX_STRANGERS = 64
 """How many connections may not have authenticated yet; 4 more for each client that is expected."""
+
+
+_T = TypeVar("_T")
 
 
 class Arrival(NamedTuple):
@@ -97,3 +104,63 @@ class Server:
             self.unproven[connection.peer_address] += 1
         why = str(loss) if loss is not None else f"it did not authenticate within {INTRODUCTION_S:g} s"
         self.refuse(connection, why, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Generic[_T]):
+    """A client that has been counted."""
+
+    connection: Connection
+    introduction: _T
+
+
+class Members(Generic[_T]):
+    """A server and the clients that it has counted, by their number: they wait until all of them are there."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        protocol: Protocol,
+        key: str,
+        num_expected: int,
+        report: Callable[[str], object],
+    ) -> None:
+        self.by_number: dict[int, Member[_T]] = {}
+        self._selector = selectors.DefaultSelector()
+        self.server = Server(
+            listener, self._selector, protocol=protocol, key=key, num_expected=num_expected, report=report
+        )
+
+    def take_turn(self, wait_s: float) -> tuple[list[Arrival], dict[int, Member[_T]]]:
+        """Wait a moment; return the clients that have introduced themselves, and the members that have left."""
+        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
+        now = time.monotonic()
+        left = {}
+        for number, member in list(self.by_number.items()):
+            if member.connection.sock in ready:
+                member.connection.receive(now)
+            if member.connection.lost is not None:
+                member.connection.close()
+                left[number] = self.by_number.pop(number)
+        return self.server.accept(now), left
+
+    def send_all(self, message: Message) -> None:
+        for member in self.by_number.values():
+            member.connection.send(message)
+
+    def close(self, within_s: float) -> None:
+        """Close all connections, once what was sent is on its way; the listener stays as it is."""
+        connections = [member.connection for member in self.by_number.values()]
+        flush_all(connections, within_s)
+        for connection in connections:
+            connection.close()
+        self.by_number.clear()
+        self.server.close_strangers()
+        self._selector.close()
+
+
+def refuse(connection: Connection, error: ClusterddpError) -> None:
+    """Send a client why it is refused; its connection stays open for the caller to close."""
+    connection.send(refusal(error))
+    flush_all([connection], _FLUSH_S)

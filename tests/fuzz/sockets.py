@@ -111,12 +111,12 @@ def _ranks() -> Iterator[Target]:
     def read_hello(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = RankServer(listener, launched, own, deadline=1e9, key="k")
-            server._server._strangers.append(connection_with(data, RANKS, "server"))
+            server._members.server._strangers.append(connection_with(data, RANKS, "server"))
             try:
                 for member in server.take_turn(0.0):
                     server._admit(member)
-                    nodes_of((own, member.hello))
-                    faster_networks([own.links, member.hello.links], "127.0.0.1")
+                    nodes_of((own, member.introduction))
+                    faster_networks([own.links, member.introduction.links], "127.0.0.1")
             finally:
                 server.close()
 
@@ -143,7 +143,7 @@ def _ranks() -> Iterator[Target]:
 
 def _joining() -> Iterator[Target]:
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.server import Server
+    from clusterddp.rendezvous.server import Members
     from clusterddp.submission.join.client import JoinClient
     from clusterddp.submission.join.messages import JOIN
     from clusterddp.submission.join.server import JoinServer
@@ -156,10 +156,10 @@ def _joining() -> Iterator[Target]:
     def read_member(what: Any, data: bytes, rng: random.Random) -> None:
         here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
         with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
-            server = Server(listener, here._selector, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
-            server._strangers.append(connection_with(data, JOIN, "server"))
-            here.take_turn(server)
-            here.take_turn(server)
+            here.members = Members(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
+            here.members.server._strangers.append(connection_with(data, JOIN, "server"))
+            here.take_turn(here.members, 0.0)
+            here.take_turn(here.members, 0.0)
 
     who = {"kind": "join", "node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}}
     yield Target(name="a machine that joins", examples=[Example(value=who)], read=read_member)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.join import JoinLauncher
-from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.own_host import find_own_index, look_up, read_own_host
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
@@ -151,8 +150,7 @@ def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
     try:
         if len(hosts) > 1:
             server.gather(rendezvous.timeout_s)
-        master_addr = server.master_addr() if server.members else LOOPBACK_ADDRESS
-        plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=master_addr)
+        plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=server.master_addr())
         attempt = next_attempt(part.earlier) if part.earlier else 0
         if part.earlier:
             open_again(part.earlier, plan, attempt)

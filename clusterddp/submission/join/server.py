@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import errno
-import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from clusterddp.errors import PreflightError
+from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.rendezvous.connection import NO_KEY, Connection, Message, flush_all, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.rendezvous.server import Arrival, Server
+from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
 from clusterddp.run.attempts import Tell
 from clusterddp.submission.join.messages import JOIN, digests_of
 from clusterddp.wire import build
 
 _MAX_DIFFERENCES = 3
-_MAX_OBJECTION = 1000
+_MAX_HOST, _MAX_OBJECTION = 255, 1000
+"""In characters."""
 _MAX_REFUSED = 20
 """How many refusals the final error names."""
 _SHOWN_WITH_KEY = f"compare the specs; with the same {JOIN_KEY} on all machines, both values are shown here"
@@ -40,15 +41,6 @@ class _Introduction(_Machine, total=False):
     digests: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """A machine that has joined."""
-
-    connection: Connection
-    host: str
-    pid: int
-
-
 @dataclass(kw_only=True, slots=True)
 class JoinServer:
     """Node 0's side; `gather` returns when all machines are there."""
@@ -61,9 +53,8 @@ class JoinServer:
     key: str
     port: int
     tell: Tell
-    members: dict[int, Member] = field(default_factory=dict)
-    """By node rank."""
-    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    members: Members[_Introduction] | None = None
+    """By node rank; None: `gather` has not been called."""
     _refused: dict[str, None] = field(default_factory=dict)
 
     def gather(self, timeout_s: float) -> None:
@@ -72,69 +63,55 @@ class JoinServer:
         Raises: PreflightError: the port is taken, or a node did not come; all that came receive the same error.
         """
         deadline = time.monotonic() + timeout_s
-        server = Server(
-            self._listen(),
-            self._selector,
-            protocol=JOIN,
-            key=self.key,
-            num_expected=len(self.hosts),
-            report=self.tell,
+        members = self.members = Members(
+            self._listen(), protocol=JOIN, key=self.key, num_expected=len(self.hosts), report=self.tell
         )
         try:
             self.tell(self._waiting_for_whom(timeout_s))
             if not self.key:
                 self.tell(f"note: no {JOIN_KEY} is set: who reaches port {self.port} can take a node's place")
             while self._missing() and time.monotonic() < deadline:
-                self._selector.select(0.1)
-                self.take_turn(server)
+                self.take_turn(members, 0.1)
         finally:
-            server.close()
+            members.server.close()
         if missing := self._missing():
-            error = self._absence(missing, timeout_s, server.unproven)
+            error = self._absence(missing, timeout_s, members.server.unproven)
             self.send_all(refusal(error))
             self.close()
             raise error
 
-    def take_turn(self, server: Server) -> None:
-        """Notice which machines have left, and meet those that have introduced themselves."""
-        now = time.monotonic()
-        for node_rank, member in list(self.members.items()):
-            member.connection.receive(now)
-            if member.connection.lost is not None:
-                member.connection.close()
-                del self.members[node_rank]
-                self.tell(f"{_spell(node_rank, member.host)} has left again")
-                self._send_who_is_missing()
-        for arrival in server.accept(now):
-            self._meet(arrival, server, now)
+    def take_turn(self, members: Members[_Introduction], wait_s: float) -> None:
+        """Wait a moment for machines that introduce themselves or leave."""
+        arrivals, left = members.take_turn(wait_s)
+        for node_rank, member in left.items():
+            self.tell(f"{_spell(node_rank, member.introduction['host'])} has left again")
+            self._send_who_is_missing()
+        for arrival in arrivals:
+            self._meet(arrival, members)
 
     def master_addr(self) -> str:
         """Return the address of ours that the others reached; most of them, should they differ."""
-        reached = [member.connection.own_address for _, member in sorted(self.members.items())]
-        return collections.Counter(reached).most_common(1)[0][0]
+        reached = [member.connection.own_address for _, member in sorted(self._counted().items())]
+        return collections.Counter(reached).most_common(1)[0][0] if reached else LOOPBACK_ADDRESS
 
     def begin(self, run: str, token: str, attempt: int, link: dict[str, Any] | None) -> None:
         """Send all machines how the run goes on."""
-        begin = {"kind": "begin", "run": run, "attempt": attempt, "link": link}
-        for member in self.members.values():
-            masked = {"token": member.connection.signer.mask(token)}
-            member.connection.send(begin | masked | {"master_addr": self.master_addr()})
+        begin = {"kind": "begin", "run": run, "attempt": attempt, "link": link, "master_addr": self.master_addr()}
+        for member in self._counted().values():
+            member.connection.send(begin | {"token": member.connection.signer.mask(token)})
 
     def send_all(self, message: Message) -> None:
-        for member in self.members.values():
-            member.connection.send(message)
+        if self.members is not None:
+            self.members.send_all(message)
 
     def flush(self) -> None:
         """Hand to the kernel what it takes now."""
-        flush_all((member.connection for member in self.members.values()), 0.0)
+        flush_all((member.connection for member in self._counted().values()), 0.0)
 
     def close(self, within_s: float = 2.0) -> None:
         """Close all connections, once what was sent is on its way."""
-        flush_all((member.connection for member in self.members.values()), within_s)
-        for member in self.members.values():
-            member.connection.close()
-        self.members.clear()
-        self._selector.close()
+        if self.members is not None:
+            self.members.close(within_s)
 
     def _listen(self) -> socket.socket:
         dual = socket.has_dualstack_ipv6()
@@ -154,38 +131,37 @@ class JoinServer:
             ) from error
         return listener
 
-    def _meet(self, arrival: Arrival, server: Server, now: float) -> None:
+    def _meet(self, arrival: Arrival, members: Members[_Introduction]) -> None:
         """Count a machine, or refuse it."""
         connection = arrival.connection
         try:
             introduction = build(_Introduction, arrival.message)
-            node_rank, host, pid = introduction["node_rank"], introduction["host"][:255], introduction["pid"]
-            objection = self._objection(connection, node_rank, introduction)[:_MAX_OBJECTION]
+            introduction["host"] = introduction["host"][:_MAX_HOST]
+            node_rank, host = introduction["node_rank"], introduction["host"]
+            objection = self._objection(connection, introduction)[:_MAX_OBJECTION]
         except ValueError:
             connection.close()
             return
         if not objection:
-            self.members[node_rank] = Member(connection=connection, host=host, pid=pid)
+            members.by_number[node_rank] = Member(connection, introduction)
             self.tell(f"{_spell(node_rank, host)} is there" + self._still())
             self._send_who_is_missing()
             return
-        who = f"{_spell(node_rank, host)}, pid {pid}"
+        who = f"{_spell(node_rank, host)}, pid {introduction['pid']}"
         self._remember(f"{who}: {objection}")
         hint = None if self.key else _SHOWN_WITH_KEY
-        error = PreflightError(f"node 0 ({self.hosts[0]}) refuses {who}: {objection}", hint=hint)
-        connection.send(refusal(error))
-        flush_all([connection], 1.0)
+        refuse(connection, PreflightError(f"node 0 ({self.hosts[0]}) refuses {who}: {objection}", hint=hint))
         if self.key:
             self.tell(f"refused {who}: {objection}")
             connection.close()
         else:
-            server.refuse(connection, f"{who}: {objection}", now)
+            members.server.refuse(connection, f"{who}: {objection}", time.monotonic())
 
     def _remember(self, refused: str) -> None:
         if len(self._refused) < _MAX_REFUSED:
             self._refused[refused] = None
 
-    def _objection(self, connection: Connection, node_rank: int, introduction: _Introduction) -> str:
+    def _objection(self, connection: Connection, introduction: _Introduction) -> str:
         """Say why a machine cannot take part; empty when it can."""
         for name, ours in self.facts.items():
             theirs = introduction["facts"].get(name)
@@ -197,18 +173,23 @@ class JoinServer:
             differences = _differing_keys(introduction.get("digests", {}), digests_of(self.spec, connection.signer))
         if differences:
             return f"its spec is another one: {'; '.join(differences)}"
+        node_rank = introduction["node_rank"]
         if not 0 < node_rank < len(self.hosts):
             return f"there are nodes 0 to {len(self.hosts) - 1}"
-        there = self.members.get(node_rank)
+        there = self._counted().get(node_rank)
         if there is not None:
-            return f"node {node_rank} is there already: {there.host} ({there.connection.peer_address}), pid {there.pid}"
+            host, pid = there.introduction["host"], there.introduction["pid"]
+            return f"node {node_rank} is there already: {host} ({there.connection.peer_address}), pid {pid}"
         return ""
 
     def _send_who_is_missing(self) -> None:
         self.send_all({"kind": "waiting", "for": [_spell(rank, self.hosts[rank]) for rank in self._missing()]})
 
+    def _counted(self) -> dict[int, Member[_Introduction]]:
+        return self.members.by_number if self.members is not None else {}
+
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, len(self.hosts)) if rank not in self.members]
+        return [rank for rank in range(1, len(self.hosts)) if rank not in self._counted()]
 
     def _still(self) -> str:
         missing = [_spell(rank, self.hosts[rank]) for rank in self._missing()]
@@ -220,7 +201,7 @@ class JoinServer:
 
     def _absence(self, missing: Sequence[int], timeout_s: float, unproven: Mapping[str, int]) -> PreflightError:
         absent = ", ".join(_spell(rank, self.hosts[rank]) for rank in missing)
-        here = ", ".join(_spell(rank, self.hosts[rank]) for rank in (0, *sorted(self.members)))
+        here = ", ".join(_spell(rank, self.hosts[rank]) for rank in (0, *sorted(self._counted())))
         for address in unproven:
             self._remember(f"{address}: {NO_KEY}")
         refused = "; refused: " + "; ".join(self._refused) if self._refused else ""
