@@ -35,7 +35,7 @@ _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 _LINE = 800
 _WAY_S = 20.0
 _ANSWER_S = 2.0
-_PROBE = Protocol(name="probe", max_bytes_to_server=4096, max_bytes_to_client=1 << 20)
+_PROBE = Protocol(name="probe", key="nonce", max_bytes_to_server=4096, max_bytes_to_client=1 << 20)
 """Its key is the nonce of the job."""
 
 

@@ -17,6 +17,7 @@ PROCESS_ENDED = Loss("process_ended", "its process has ended")
 _MAX_MESSAGE = 512 * 1024
 SUPERVISORS = Protocol(
     name="supervisor",
+    key="token",
     max_bytes_to_server=_MAX_MESSAGE,
     max_bytes_to_client=_MAX_MESSAGE,
     fields={

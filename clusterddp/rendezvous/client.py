@@ -55,10 +55,11 @@ class Attempt:
         self.sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.sock.setblocking(False)
         self.connected = False
+        """True from the moment on at which a process has accepted the connection."""
         self._began = now
-        self._error = self.sock.connect_ex(address)
-        if self._error == errno.EINPROGRESS:
-            self._error = 0
+        self.error = self.sock.connect_ex(address)
+        if self.error == errno.EINPROGRESS:
+            self.error = 0
         self._selector = selector
         if selector is not None:
             selector.register(self.sock, selectors.EVENT_READ)
@@ -66,28 +67,28 @@ class Attempt:
     @property
     def refused(self) -> bool:
         """True when the host answers and no process listens there."""
-        return self._error == errno.ECONNREFUSED
+        return self.error == errno.ECONNREFUSED
 
     @property
     def loss(self) -> Loss:
         """Say why the attempt failed."""
-        if not self._error:
+        if not self.error:
             return _NO_ANSWER
-        return Loss("refused" if self.refused else "broken", os.strerror(self._error))
+        return Loss("refused" if self.refused else "broken", os.strerror(self.error))
 
     def look(self, now: float) -> Found | None:
         """Go on; return the connection once the server has answered."""
-        if self.connected or self._error:
+        if self.connected or self.error:
             return None
-        self._error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self.error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         with contextlib.suppress(OSError):
             self.sock.getpeername()
-            self.connected = self._error == 0
+            self.connected = self.error == 0
         return None
 
     def is_over(self, now: float) -> bool:
         """Say whether the attempt has nothing more to wait for."""
-        return self._error != 0 or self.connected or now - self._began > ATTEMPT_S
+        return self.error != 0 or self.connected or now - self._began > ATTEMPT_S
 
     def close(self) -> None:
         if self._selector is not None:
@@ -121,6 +122,11 @@ class AuthenticatedAttempt(Attempt):
         lost = self._connection.lost if self._connection is not None else None
         return lost or super().loss
 
+    @property
+    def proven(self) -> bool:
+        """True once the server has authenticated."""
+        return self._connection is not None and self._connection.proven
+
     def look(self, now: float) -> Found | None:
         super().look(now)
         if not self.connected:
@@ -138,7 +144,7 @@ class AuthenticatedAttempt(Attempt):
 
     def is_over(self, now: float) -> bool:
         lost = self._connection is not None and self._connection.lost is not None
-        return self._error != 0 or lost or now - self._began > ATTEMPT_S
+        return self.error != 0 or lost or now - self._began > ATTEMPT_S
 
 
 class Search:

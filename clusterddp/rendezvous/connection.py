@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.network.interface import plain_address
-from clusterddp.rendezvous.handshake import JOIN_KEY, Role, Signer, UnprovenError, VersionError
+from clusterddp.rendezvous.handshake import Role, Signer, UnprovenError, VersionError
 from clusterddp.wire import build
 
 _MAX_UNPROVEN = 4 * 1024
@@ -36,6 +36,8 @@ class Protocol:
     """The messages that a kind of process exchanges."""
 
     name: str
+    key: str
+    """What the key is called, in messages for people."""
     max_bytes_to_server: int
     """Of one message."""
     max_bytes_to_client: int
@@ -73,8 +75,11 @@ class Loss:
 CLOSED = Loss("closed", "the connection was closed")
 HOST_SILENT = Loss("host_silent", "its host does not answer")
 """The other host, and not only a process there, is silent."""
-NO_KEY = Loss("unproven", f"it does not know the same {JOIN_KEY}")
 NOT_OURS = Loss("stranger", "it sent something that is no message of this protocol")
+
+
+def no_key(protocol: Protocol) -> Loss:
+    return Loss("unproven", f"it does not know the same {protocol.key}")
 
 
 class Connection:
@@ -193,7 +198,7 @@ class Connection:
                 raise ValueError("a line without an end")
         except UnprovenError:
             self.flush()  # with our proof, so that the other end knows it as well
-            self._forget(NO_KEY if not self.proven else NOT_OURS)
+            self._forget(no_key(self._protocol) if not self.proven else NOT_OURS)
         except VersionError as error:
             self._forget(Loss("version", str(error)))
         except ValueError:

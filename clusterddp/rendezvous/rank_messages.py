@@ -13,9 +13,10 @@ from typing import Any
 
 from clusterddp.errors import PreflightError
 from clusterddp.rendezvous.connection import Protocol
+from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.wire import build
 
-RANKS = Protocol(name="worker", max_bytes_to_server=10_000, max_bytes_to_client=4_000_000)
+RANKS = Protocol(name="worker", key=JOIN_KEY, max_bytes_to_server=10_000, max_bytes_to_client=4_000_000)
 """Rank 0 sends a few dozen bytes for each rank of the gang."""
 
 

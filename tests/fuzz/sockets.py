@@ -197,27 +197,19 @@ def _joining() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.agent.listener import PAYLOAD
+    from clusterddp.agent.listener import WAYS
     from clusterddp.agent.ways import Target as Way
     from clusterddp.agent.ways import Try
 
-    def read(what: Any, data: bytes, rng: random.Random) -> None:
-        attempt = object.__new__(Try)
-        attempt.target = Way(target=0, address="10.0.0.1", port=7, name="gpu01")
-        attempt.outcome, attempt.detail, attempt.left_from, attempt.seen_from, attempt.round_trip_ms = (
-            None,
-            "",
-            None,
-            None,
-            None,
-        )
-        attempt._unsent, attempt._heard, attempt._connected = b"", b"", True
-        attempt.socket = SimpleNamespace(  # type: ignore[assignment]
-            recv=Wire(data.ljust(PAYLOAD)).recv, getsockopt=lambda *names: bytes(104)
-        )
-        attempt.go_on()
-        attempt.facts()
+    def read_answer(what: Any, data: bytes, rng: random.Random) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            way = Way(target=0, address="127.0.0.1", port=listener.getsockname()[1], name="gpu01")
+            attempt = Try(way, "k", None)
+            attempt._attempt.connected = True
+            attempt._attempt._connection = connection_with(data, WAYS, "client")
+            attempt.go_on()
+            attempt.close()
+            attempt.facts()
 
-    return Target(
-        name="who answers at an address", examples=[Example(value={"name": "gpu01", "seen": "10.0.0.2"})], read=read
-    )
+    answer = {"kind": "here", "name": "gpu01", "seen": "10.0.0.2", "padding": " " * 99}
+    return Target(name="who answers at an address", examples=[Example(value=answer)], read=read_answer)

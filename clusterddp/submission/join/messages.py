@@ -25,11 +25,11 @@ from typing import Any, TypedDict
 from clusterddp import __version__
 from clusterddp.errors import PreflightError
 from clusterddp.rendezvous.connection import Message, Protocol
-from clusterddp.rendezvous.handshake import Signer
+from clusterddp.rendezvous.handshake import JOIN_KEY, Signer
 from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
 from clusterddp.wire import build
 
-JOIN = Protocol(name="join", max_bytes_to_server=1_000_000, max_bytes_to_client=1_000_000)
+JOIN = Protocol(name="join", key=JOIN_KEY, max_bytes_to_server=1_000_000, max_bytes_to_client=1_000_000)
 
 
 class Link(TypedDict):

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from clusterddp.errors import PreflightError
 from clusterddp.network.interface import LOOPBACK_ADDRESS
-from clusterddp.rendezvous.connection import NO_KEY, Connection, Message, flush_all, refusal
+from clusterddp.rendezvous.connection import Connection, Message, flush_all, no_key, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
 from clusterddp.run.attempts import Tell
@@ -203,7 +203,7 @@ class JoinServer:
         absent = ", ".join(_spell(rank, self.hosts[rank]) for rank in missing)
         here = ", ".join(_spell(rank, self.hosts[rank]) for rank in (0, *sorted(self._counted())))
         for address in unproven:
-            self._remember(f"{address}: {NO_KEY}")
+            self._remember(f"{address}: {no_key(JOIN)}")
         refused = "; refused: " + "; ".join(self._refused) if self._refused else ""
         return PreflightError(
             f"{absent} did not come within {timeout_s:g} s; there were {here}{refused}",

@@ -14,7 +14,7 @@ from clusterddp.node.clock import MAX_TURN_S, Clock
 from clusterddp.node.link import PROCESS_ENDED, SUPERVISORS, listen
 from clusterddp.node.peer import Limits, Peer
 from clusterddp.rendezvous.client import Attempt, Found, Search
-from clusterddp.rendezvous.connection import CLOSED, NO_KEY, NOT_OURS, Connection
+from clusterddp.rendezvous.connection import CLOSED, NOT_OURS, Connection, no_key
 from clusterddp.rendezvous.handshake import VERSION, Signer
 from clusterddp.rendezvous.server import Server
 from tests.support.patience import PATIENCE
@@ -82,7 +82,7 @@ def test_another_token_is_not_heard():
     member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
     for _ in range(2):
         assert (hear(head), hear(member)) == ([], [])
-    assert (head.lost, member.lost) == (NO_KEY, NO_KEY)
+    assert (head.lost, member.lost) == (no_key(SUPERVISORS),) * 2
 
 
 @pytest.mark.parametrize(
