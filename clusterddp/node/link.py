@@ -21,10 +21,10 @@ SUPERVISORS = Protocol(
     max_bytes_to_server=_MAX_MESSAGE,
     max_bytes_to_client=_MAX_MESSAGE,
     fields={
-        "heartbeat": {"heard": int},
+        "heartbeat": {"received": int},
         "join": {"node_rank": int, "pid": int, "port": int},
-        "join_again": {"node_rank": int, "session": str, "heard": int},
-        "welcome": {"session": str, "heard": int},
+        "join_again": {"node_rank": int, "session": str, "received": int},
+        "welcome": {"session": str, "received": int},
     },
 )
 """All kinds of messages are listed in supervisor.py; those that a link itself reads are checked as they arrive."""

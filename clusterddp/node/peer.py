@@ -1,8 +1,9 @@
 """The other end of a link: messages reach it once and in order, over as many connections as that takes.
 
 A network that is away for a while costs connections, not the run. So every message has a number and is kept until the
-other end has acknowledged it (heartbeats say how many have come); over the next connection what was not acknowledged is
-sent again, and what had come already is dropped by its number. Node 0 listens and the others connect again.
+other end has acknowledged it (heartbeats carry how many have arrived); over the next connection what was not
+acknowledged is sent again, and what had arrived already is dropped by its number. Node 0 listens and the others connect
+again.
 
 Three things end a link, each in its own time:
 
@@ -57,8 +58,8 @@ class Peer:
         """`attempt` begins an attempt to connect; `when_quiet`: one that replaces a connection which is only quiet."""
         self.lost: Loss | None = None
         """Why the link is lost for good."""
-        self.heard = 0
-        """How many messages of the other end have come."""
+        self.received = 0
+        """How many messages of the other end have arrived."""
         self._limits = limits
         self._begin_attempt = attempt
         self._when_quiet = when_quiet
@@ -95,8 +96,8 @@ class Peer:
             return self.broken
         return now - self._connection.last_received > min(QUIET_S, self._limits.host_silence_s / 4)
 
-    def connect(self, connection: Connection, heard: int, now: float) -> None:
-        """Go on over this connection; the other end has received `heard` messages."""
+    def connect(self, connection: Connection, received: int, now: float) -> None:
+        """Go on over this connection; the other end has received `received` messages."""
         if self._break is not None:
             note(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
         self._close_connection()
@@ -106,7 +107,7 @@ class Peer:
         connection.last_received = now
         if self._limits.spans_hosts:
             watch_host(connection.sock, self._limits.host_silence_s)
-        self._acknowledge(heard)
+        self._acknowledge(received)
         for message in self._unacknowledged:
             connection.send(message)
 
@@ -129,9 +130,9 @@ class Peer:
         new = []
         for message in messages:
             if message["kind"] == "heartbeat":
-                self._acknowledge(message["heard"])
-            elif message.get("number") == self.heard:
-                self.heard += 1
+                self._acknowledge(message["received"])
+            elif message.get("number") == self.received:
+                self.received += 1
                 new.append({key: value for key, value in message.items() if key != "number"})
         return new
 
@@ -148,10 +149,10 @@ class Peer:
 
     def _send_heartbeat(self, connection: Connection, now: float) -> None:
         """Send a heartbeat when one is due, or when it acknowledges a message; else go on with what is unsent."""
-        if now >= self._heartbeat_at or self.heard != self._acknowledged_to_other:
+        if now >= self._heartbeat_at or self.received != self._acknowledged_to_other:
             self._heartbeat_at = now + min(HEARTBEAT_S, self._limits.heartbeat_timeout_s / 3)
-            self._acknowledged_to_other = self.heard
-            connection.send({"kind": "heartbeat", "heard": self.heard})
+            self._acknowledged_to_other = self.received
+            connection.send({"kind": "heartbeat", "received": self.received})
         else:
             connection.flush()
 
@@ -201,8 +202,8 @@ class Peer:
             within = f"and no other one came within {self._limits.host_silence_s:g} s"
             self.lose(Loss("broken", f"{broken.why}, {within}") if self._answered else HOST_SILENT)
 
-    def _acknowledge(self, heard: int) -> None:
-        while self._acknowledged < heard and self._unacknowledged:
+    def _acknowledge(self, received: int) -> None:
+        while self._acknowledged < received and self._unacknowledged:
             self._unacknowledged.popleft()
             self._acknowledged += 1
 

@@ -157,23 +157,23 @@ class HeadHere:
             connection.close()
 
     def _join_again(self, connection: Connection, again: Message, now: float) -> None:
-        """Go on with a node whose connection broke, or tell it that it counts as lost."""
+        """Go on with a node whose connection broke, or send it that it counts as lost."""
         node_rank = int(again["node_rank"])
         if node_rank in self._members and again["session"] == self._session:
-            self._welcome(node_rank, connection, int(again["heard"]), now)
+            self._welcome(node_rank, connection, int(again["received"]), now)
             return
         why = str(self._given_up.get(node_rank, "it is of another start of the run"))
         note(f"node {node_rank} has connected again, too late: {why}")
         connection.send({"kind": "gave_up", "why": why})
         connection.close()
 
-    def _welcome(self, node_rank: int, connection: Connection, heard: int, now: float) -> None:
+    def _welcome(self, node_rank: int, connection: Connection, received: int, now: float) -> None:
         assert self.head is not None
         peer = self._members[node_rank]
         for message in peer.receive(now):  # over the connection that this one replaces: its last word may be there
             self.head.hear(node_rank, message, now)
-        connection.send({"kind": "welcome", "session": self._session, "heard": peer.heard})
-        peer.connect(connection, heard, now)
+        connection.send({"kind": "welcome", "session": self._session, "received": peer.received})
+        peer.connect(connection, received, now)
 
 
 class HeadElsewhere:
@@ -291,7 +291,7 @@ class HeadElsewhere:
             return [first]
         self._session = str(first["session"])
         self._address = found.connection.sock.getpeername()
-        self._peer.connect(found.connection, int(first["heard"]), now)
+        self._peer.connect(found.connection, int(first["received"]), now)
         return self._peer.take(others)
 
     def _connect_again(self, now: float) -> Attempt:
@@ -299,7 +299,7 @@ class HeadElsewhere:
             "kind": "join_again",
             "node_rank": self._node_rank,
             "session": self._session,
-            "heard": self._peer.heard,
+            "received": self._peer.received,
         }
         return AuthenticatedAttempt(
             self._address,

@@ -98,7 +98,7 @@ class Signer:
         return read_object(body)
 
     def digest(self, text: str) -> str:
-        """Return what both ends compute of one text; it tells a third party without the key nothing of the text."""
+        """Return what both ends compute of one text; a third party without the key learns nothing of the text."""
         return hmac.new(self._key, b"%s digest %s" % (self._both, text.encode()), hashlib.sha256).hexdigest()
 
     def mask(self, secret: str) -> str:

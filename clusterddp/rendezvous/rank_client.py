@@ -100,8 +100,8 @@ def _unreached(
     hint = "rank 0 is not started, or that is another machine's address, or a firewall closes the port"
     found = "no attempt was made"
     if failure is not None:
-        said = {"closed": _NO_RANK_0, "stranger": _NO_RANK_0, "unproven": _NO_KEY}
-        found = f"{failure.address}:{failure.port}: {said.get(failure.loss.kind, failure.loss)}"
+        texts = {"closed": _NO_RANK_0, "stranger": _NO_RANK_0, "unproven": _NO_KEY}
+        found = f"{failure.address}:{failure.port}: {texts.get(failure.loss.kind, failure.loss)}"
         if failure.loss.kind == "unproven":
             hint = f"{JOIN_KEY} has to have the same value for all ranks, or be set for none"
     return PreflightError(

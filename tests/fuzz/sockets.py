@@ -88,7 +88,7 @@ def _link() -> Target:
         if ours.lost is None or not all(isinstance(each["kind"], str) for each in received):
             raise AssertionError(f"{ours.lost}: {received}")
 
-    said = [{"kind": "exit", "rank": 1, "exit_code": 1, "error": "x"}, {"kind": "heartbeat", "heard": 3}]
+    said = [{"kind": "exit", "rank": 1, "exit_code": 1, "error": "x"}, {"kind": "heartbeat", "received": 3}]
     hello = {"clusterddp": "supervisor", "version": VERSION, "nonce": "a" * 32}
     examples = [Example(value=each, what=True) for each in said] + [Example(value=hello, what=False)]
     return Target(name="the link of supervisors", examples=examples, read=read)

@@ -137,7 +137,7 @@ def _own_rank(hosts: tuple[str, ...], named: int | None) -> int:
 
 
 def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
-    """Wait for the others and start the head; then tell them where it is."""
+    """Wait for the others and start the head; then send them where it is."""
     hosts = rendezvous.hosts
     server = JoinServer(
         hosts=hosts,

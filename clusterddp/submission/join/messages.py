@@ -66,14 +66,14 @@ class Beginning:
         Raises: PreflightError: it cannot be from node 0.
         """
         try:
-            said: Beginning = build(cls, message, "what node 0 sends")
-            fits = is_run_name(said.run) and is_token(said.token) and 0 <= said.attempt < MAX_ATTEMPTS
+            beginning: Beginning = build(cls, message, "what node 0 sends")
+            fits = is_run_name(beginning.run) and is_token(beginning.token) and 0 <= beginning.attempt < MAX_ATTEMPTS
         except ValueError as error:
             raise PreflightError(f"what answers as node 0 is none: {error}") from error
-        addresses_fit = said.master_addr.isprintable() and said.link["host"].isprintable()
-        if not (fits and addresses_fit and 0 < said.link["port"] < 65536):
-            raise PreflightError(f"what answers as node 0 is none: it names the run {said.run!r:.60}")
-        return dataclasses.replace(said, token=signer.mask(said.token))
+        addresses_fit = beginning.master_addr.isprintable() and beginning.link["host"].isprintable()
+        if not (fits and addresses_fit and 0 < beginning.link["port"] < 65536):
+            raise PreflightError(f"what answers as node 0 is none: it names the run {beginning.run!r:.60}")
+        return dataclasses.replace(beginning, token=signer.mask(beginning.token))
 
 
 def digests_of(spec: Mapping[str, Any], signer: Signer) -> dict[str, str]:

@@ -17,7 +17,7 @@ from clusterddp.rendezvous.client import Attempt, Found, Search
 from clusterddp.rendezvous.connection import CLOSED, NOT_OURS, Connection, no_key
 from clusterddp.rendezvous.handshake import VERSION, Signer
 from clusterddp.rendezvous.server import Server
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 TOKEN = "3f" * 16
 HELLO = b'{"clusterddp": "supervisor", "version": %d, "nonce": "NONCE"}\n' % VERSION
@@ -186,7 +186,7 @@ class Ends:
     def connect(self, now=0.0):
         """Connect both ends anew; the sockets are returned for the test to break."""
         head, member = make_pair(now=now)
-        heard = self.head.heard, self.member.heard
+        heard = self.head.received, self.member.received
         self.head.connect(head, heard[1], now)
         self.member.connect(member, heard[0], now)
         return head.sock, member.sock
@@ -322,7 +322,8 @@ def test_the_server_is_found_among_ports_with_strangers():
     found = find(*ports)
     serving.join()
     assert isinstance(found, Found)
-    assert (found.connection.peer_port, found.messages) == (ports[2], [{"kind": "welcome", "session": "s", "heard": 0}])
+    assert found.connection.peer_port == ports[2]
+    assert found.messages == [{"kind": "welcome", "session": "s", "received": 0}]
     for sock in (found.connection, *listeners):
         sock.close()
 
@@ -335,5 +336,5 @@ def serve(listener):
             selector.select(0.1)
         ((connection, message),) = arrived
         assert message["kind"] == "join"
-        connection.send({"kind": "welcome", "session": "s", "heard": 0})
+        connection.send({"kind": "welcome", "session": "s", "received": 0})
         connection.close()
