@@ -16,7 +16,7 @@ from clusterddp.node.history import EndRecord, log, log_end, record_start
 from clusterddp.node.job_watch import JobWatch, bring_home
 from clusterddp.node.joined import JoinedNodes
 from clusterddp.node.link import facts_of
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
@@ -237,7 +237,7 @@ class Head:
             self._start_due = min(self._start_due, now + storage_timeout_s())
             if now < self._start_due and self._ending is None:
                 return  # the next tick tries again
-            note(f"the start could not be recorded: {error}")
+            log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, str(error), rank=0), now)
         self._start_recorded, self._start_due = True, float("inf")
 
@@ -349,7 +349,7 @@ class Head:
         except FileExistsError:
             return False
         except OSError as error:
-            note(f"the next attempt's directory cannot be made: {error}")
+            log_line(f"the next attempt's directory cannot be made: {error}")
         return True
 
     def _next_attempt(self) -> None:

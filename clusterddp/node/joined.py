@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.failure import Failure
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
@@ -38,7 +38,7 @@ class JoinedNodes:
         self._links[node.node_rank] = dict(report.get("links", {}))
         if "reached" in report:
             self.reached[node.node_rank] = str(report["reached"])
-        note(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
+        log_line(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
 
     def expect(self, node_rank: int, ranks: Iterable[int]) -> None:
         """Note which ranks of a node cannot be started yet."""

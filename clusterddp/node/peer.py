@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clusterddp.node.link import HEARTBEAT_S, PROCESS_ENDED, watch_host
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.rendezvous.client import Attempt, Found
 from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
 
@@ -99,7 +99,7 @@ class Peer:
     def connect(self, connection: Connection, received: int, now: float) -> None:
         """Go on over this connection; the other end has received `received` messages."""
         if self._break is not None:
-            note(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
+            log_line(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
         self._close_connection()
         self._end_attempt()
         self._break = None

@@ -17,7 +17,7 @@ from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import SUPERVISORS, listen, listen_on_walk
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.node.peer import Limits
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
@@ -103,7 +103,7 @@ def resolve(hosts: Sequence[str]) -> list[str]:
     for host in hosts:
         found = addresses_of(host)
         if not found:
-            note(f"{host} is not resolved by {socket.gethostname()}")
+            log_line(f"{host} is not resolved by {socket.gethostname()}")
         addresses += found
     return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
 

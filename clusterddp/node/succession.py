@@ -18,7 +18,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss
@@ -74,7 +74,7 @@ class Succession:
         answer = self._allocation.take()
         if answer is None or answer.job is None:
             if answer is not None:
-                note(f"the controller could not be asked: {answer.error}")
+                log_line(f"the controller could not be asked: {answer.error}")
                 self._ask_at = now + _ASK_AGAIN_S
             if now >= self._ask_at:
                 self._allocation.ask()
@@ -86,7 +86,7 @@ class Succession:
         job, slurm = answer.job, self._slurm
         assert job is not None
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
-            note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
+            log_line("Slurm has started the job again already, or it is not ours: its next start puts things in order")
             return
         goes_on = self._order.restarts_left_after(attempt.number) and not is_file(self._order.run.cancel_file)
         end = _end_without_head(self._order, attempt, loss, goes_on=goes_on)
@@ -112,7 +112,7 @@ class Succession:
                 start_new_session=True,
             )
         except OSError as error:
-            note(f"the job cannot be started again: {error}")
+            log_line(f"the job cannot be started again: {error}")
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             again.wait(_GIVE_UP_S)

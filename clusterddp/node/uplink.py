@@ -14,7 +14,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
 from clusterddp.node.link import SUPERVISORS, given_up
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.node.peer import Limits, Peer
 from clusterddp.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
 from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
@@ -75,7 +75,7 @@ class HeadHere:
         self._session = os.urandom(8).hex()
         """Sent to each node that joins. A node that connects again names it, so it is of this start of the run."""
         self._server = Server(
-            listener, selector, protocol=SUPERVISORS, key=gang.token, num_expected=len(gang.nodes), report=note
+            listener, selector, protocol=SUPERVISORS, key=gang.token, num_expected=len(gang.nodes), report=log_line
         )
         self._members: dict[int, Peer] = {}
         self._pids: dict[int, int] = {}
@@ -153,7 +153,7 @@ class HeadHere:
         if node_rank in self._members and join["pid"] == self._pids[node_rank]:
             self._welcome(node_rank, connection, 0, now)  # or again: it has missed the first welcome
         else:
-            note(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
+            log_line(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
             connection.close()
 
     def _join_again(self, connection: Connection, again: Message, now: float) -> None:
@@ -163,7 +163,7 @@ class HeadHere:
             self._welcome(node_rank, connection, int(again["received"]), now)
             return
         why = str(self._given_up.get(node_rank, "it is of another start of the run"))
-        note(f"node {node_rank} has connected again, too late: {why}")
+        log_line(f"node {node_rank} has connected again, too late: {why}")
         connection.send({"kind": "gave_up", "why": why})
         connection.close()
 
@@ -235,7 +235,7 @@ class HeadElsewhere:
             messages += self._welcomed(found, now)
         orders = [self._obey(message) for message in messages]
         if self._peer.lost is not None and self.exit_code is None:
-            note(f"the head is lost: {self._peer.lost}")
+            log_line(f"the head is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
             self.exit_code = 1
             orders.append({"kind": "kill", "whole_gang": True})
@@ -267,7 +267,7 @@ class HeadElsewhere:
         if found is not None:
             self.joined = True
             self._search.close()
-            note(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
+            log_line(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
             return self._welcomed(found, now)
         failure = self._search.failure
         if self._known is not None and not self._search.answered:

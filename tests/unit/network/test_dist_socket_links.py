@@ -9,8 +9,8 @@ import pytest
 
 from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, tell_links
-from clusterddp.node.footing import find_footing
 from clusterddp.node.joined import JoinedNodes
+from clusterddp.node.rank_network import find_rank_network
 from clusterddp.rendezvous.rank_messages import RanksMet, introduce_rank
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.worker.place import decide_networks
@@ -85,11 +85,11 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
         joined.join(node, {"pid": 1, "links": tell_links(links)})
     order = {"master_addr": "10.0.0.11", "networks": joined.faster_networks("10.0.0.11")}
     for node, links in zip(gang.nodes, hosts, strict=True):
-        footing = find_footing(gang, node, order, links)
-        variables = footing.gang.variables_of(node.ranks[0], run_dir="/r", attempt=0, master_port=1)
+        network = find_rank_network(gang, node, order, links)
+        variables = network.gang.variables_of(node.ranks[0], run_dir="/r", attempt=0, master_port=1)
         found = (variables["NCCL_SOCKET_IFNAME"].value, variables["GLOO_SOCKET_IFNAME"].value)
         assert found == (expected, "eno1")
-        assert footing.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
+        assert network.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
 
 
 def seen(*hosts: tuple[Link, ...]) -> RanksMet:
@@ -122,8 +122,8 @@ def test_what_is_no_address_is_left_out() -> None:
 def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:
     text = "name: a\nlauncher: slurm\nresources: {nodes: 2, gpus_per_node: 1}\nenv: {NCCL_SOCKET_IFNAME: eth7}\n"
     gang = dataclasses.replace(plan_text(text, tmp_path, environ={}).gang, master_addr="10.0.0.11", interface="eno1")
-    footing = find_footing(gang, gang.nodes[0], {"networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0))
-    variables = footing.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
+    network = find_rank_network(gang, gang.nodes[0], {"networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0))
+    variables = network.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
     assert variables["NCCL_SOCKET_IFNAME"].value == "eth7"
 
 
