@@ -171,6 +171,23 @@ def test_another_version_is_named(version: str) -> None:
         Signer("worker", "", "server").meet(hello)
 
 
+def test_a_machine_and_a_node_0_of_other_versions_refuse_each_other_by_name() -> None:
+    said: list[str] = []
+    of_before = Signer("join", "", "client").hello().replace(b'"version": 3', b'"version": 2')
+    node_0 = join_server("", said)
+    with waiting(node_0, 2.0), call(node_0.port) as stranger:
+        stranger.sendall(of_before)
+        stranger.settimeout(PATIENCE * 5)
+        while stranger.recv(4096):
+            pass
+    assert any(
+        "127.0.0.1: it has another version of clusterddp: its rendezvous is 2, here it is 3" in each for each in said
+    )
+    refused = pytest.raises(PreflightError, match=r"node 0 at .*: it has another version of clusterddp")
+    with serving(lambda sock: (sock.sendall(of_before), sock.recv(4096))) as port, refused:
+        join_as_node_1(port, "")
+
+
 def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
     got: list[bytes] = []
     refused = pytest.raises(PreflightError, match="does not know the same CLUSTERDDP_JOIN_KEY")
