@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 
+from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.connection import Connection, Protocol
 from clusterddp.rendezvous.server import INTRODUCTION_S, Server
 
@@ -18,7 +19,6 @@ PAYLOAD = 1 << 15
 """Bytes each way: more than the largest packet (9000), less than any buffer."""
 WAYS = Protocol(name="way", key="nonce", max_bytes_to_server=2 * PAYLOAD, max_bytes_to_client=2 * PAYLOAD)
 """Its key is the nonce of the run's probe."""
-_BACKLOG = 4096
 _AT_ONCE = 100
 """How many hosts are expected to connect at the same time; others wait in the backlog."""
 _FLUSH_EVERY_S = 0.05
@@ -33,9 +33,7 @@ class Listener:
         Raises: OSError: the port is taken.
         """
         self._name = name
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listener = bind_port(port, shared=True, listening=True)
         self.port = int(listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._server = Server(

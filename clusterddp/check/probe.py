@@ -24,6 +24,7 @@ from typing import Any, TypedDict
 from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
 from clusterddp.facts.torch import import_torch
 from clusterddp.network.interface import is_loopback
+from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.client import Found, NotFound, Search
 from clusterddp.rendezvous.connection import Connection, Message, Protocol, flush_all
 from clusterddp.rendezvous.server import Server
@@ -121,11 +122,9 @@ def _answer_peers(report: dict[str, Any], nonce: str, ports: range, num_peers: i
 
 def _listen(ports: range) -> socket.socket:
     for port in ports:
-        try:
-            return socket.create_server(("", port))
-        except OSError:
-            continue
-    return socket.create_server(("", 0))
+        with contextlib.suppress(OSError):
+            return bind_port(port, shared=True, listening=True)
+    return bind_port(0, shared=True, listening=True)
 
 
 def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.connection import Loss, Message, Protocol
 
 HEARTBEAT_S = 1.0
@@ -81,19 +82,13 @@ def listen_on_walk(ports: Sequence[int]) -> socket.socket:
     Without SO_REUSEADDR: a port that another process has bound, and listens on later, is taken, too.
     Raises: OSError: all are taken.
     """
-    dual = socket.has_dualstack_ipv6()
     last: OSError | None = None
     for port in ports:
-        listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            if dual:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind(("", port))
-            listener.listen(1024)
-            listener.setblocking(False)
+            listener = bind_port(port, shared=False, listening=True)
         except OSError as error:
-            listener.close()
             last = error
         else:
+            listener.setblocking(False)
             return listener
     raise OSError(f"no port is free from {ports[0]} to {ports[-1]}") from last

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from clusterddp.errors import PreflightError
 from clusterddp.network.interface import LOOPBACK_ADDRESS
+from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.connection import Connection, Message, flush_all, no_key, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
@@ -114,22 +115,14 @@ class JoinServer:
             self.members.close(within_s)
 
     def _listen(self) -> socket.socket:
-        dual = socket.has_dualstack_ipv6()
-        listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if dual:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind(("", self.port))
-            listener.listen(128)
+            return bind_port(self.port, shared=True, listening=True)
         except OSError as error:
-            listener.close()
             taken = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened at: {error.strerror}"
             raise PreflightError(
                 f"{self.hosts[0]}: port {self.port} {taken}",
                 hint="is this spec being joined here already? network.master_port names another port, on all machines",
             ) from error
-        return listener
 
     def _meet(self, arrival: Arrival, members: Members[_Introduction]) -> None:
         """Count a machine, or refuse it."""
