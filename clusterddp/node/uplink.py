@@ -269,19 +269,23 @@ class HeadElsewhere:
             self._search.close()
             log_line(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
             return self._welcomed(found, now)
-        failure = self._search.failure
-        if self._known is not None and not self._search.answered:
-            refused = failure is not None and failure.loss.kind == "refused"
-            if refused or now >= self._connect_until:
-                why = failure.loss if failure is not None else "no answer"
-                raise ClusterddpError(
-                    f"the head at {self._known['host']}:{self._known['port']} cannot be reached: {why}"
-                )
-        if now >= self._join_until and self._search.answered:
-            self._peer.lose(failure.loss if failure is not None else Loss("no_answer", "it does not answer"))
+        if self._known is not None:
+            self._await_known_head(self._known, now)
         elif now >= self._join_until:
             raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
         return []
+
+    def _await_known_head(self, known: Link, now: float) -> None:
+        """Give up a head that is known to listen, once it refuses, or does not answer in time.
+
+        Raises: ClusterddpError: it cannot be reached.
+        """
+        loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
+        late = not self._search.answered and now >= self._connect_until
+        if loss.kind == "refused" or late:
+            raise ClusterddpError(f"the head at {known['host']}:{known['port']} cannot be reached: {loss}")
+        if now >= self._join_until:
+            self._peer.lose(loss)
 
     def _welcomed(self, found: Found, now: float) -> list[Message]:
         """Go on over a connection to the head, whose first message is its welcome, or gives this node up."""
