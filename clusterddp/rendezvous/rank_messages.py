@@ -1,4 +1,4 @@
-"""What ranks say to each other when they muster: one JSON object a line, over TCP, signed (signed.py)."""
+"""What ranks send to each other when they meet, and what keeps one of them from being part of the gang."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import PreflightError
+from clusterddp.rendezvous.connection import Protocol
+from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.wire import build
 
-COMMAND = "worker"
-"""How the lines of a muster begin (signed.py)."""
-WIRE = 2
-"""Ranks of another number do not understand each other."""
-MAX_LINE = 4_000_000
-"""Of what a rank may be told: a few dozen bytes for each of its fellows."""
+RANKS = Protocol(name="worker", key=JOIN_KEY, max_bytes_to_server=10_000, max_bytes_to_client=4_000_000)
+"""Rank 0 sends a few dozen bytes for each rank of the gang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
+class RankHello:
     """How a rank introduces itself."""
 
     rank: int
     world_size: int
     world_size_from: str
-    """The variable that tells it."""
+    """The variable that has the world size."""
     host: str
     machine: str
     """The same for two names of one machine; differs for two machines of one name."""
@@ -45,11 +43,11 @@ class Hello:
     links: dict[str, int] = field(default_factory=dict)
     """Of its host, where it has GPUs; see `tell_links`."""
     identity: str = ""
-    """Of the job, where the port was not given; another job's ranks may knock at the wrong door."""
+    """Of the job, where the port was not given; another job's ranks may connect to the same port."""
     left_s: float = 0.0
-    """How long this rank is still willing to wait."""
+    """How long this rank still waits."""
     nonce: str = ""
-    wire: int = WIRE
+    """Of the process."""
 
     @property
     def name(self) -> str:
@@ -61,12 +59,12 @@ class Hello:
         return self.host, self.machine
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Hello:
-        """Rebuild what was sent; keys that a newer version sends are dropped.
+    def from_json(cls, data: dict[str, Any]) -> RankHello:
+        """Rebuild what a rank has sent.
 
         Raises: ValueError: it is no such thing.
         """
-        hello: Hello = build(cls, data, "hello")
+        hello: RankHello = build(cls, data, "hello")
         if min(hello.rank, hello.world_size, hello.pid) < 0:
             raise ValueError("a number from 0 is expected")
         if not all(text.isprintable() for text in (hello.host, hello.world_size_from, hello.torch)):
@@ -75,10 +73,10 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What rank 0 has seen: the whole gang."""
+class RanksMet:
+    """All ranks of the gang, as rank 0 has counted them."""
 
-    hellos: tuple[Hello, ...]
+    hellos: tuple[RankHello, ...]
     """By rank."""
     reached: str
     """The address of rank 0's host at which the others have reached it."""
@@ -86,13 +84,13 @@ class Seen:
     """Where rank 0 listened."""
 
 
-Decide = Callable[[Seen], dict[str, Any]]
-"""Makes of what rank 0 has seen what all ranks are told."""
+Decide = Callable[[RanksMet], dict[str, Any]]
+"""Makes of the ranks that have met what rank 0 sends to all of them."""
 
 
-def own_hello(*, rank: int, world_size: int, world_size_from: str, spec: str, **rest: Any) -> Hello:
+def introduce_rank(*, rank: int, world_size: int, world_size_from: str, spec: str, **rest: Any) -> RankHello:
     """Introduce this process; torch is looked up and not imported."""
-    return Hello(
+    return RankHello(
         rank=rank,
         world_size=world_size,
         world_size_from=world_size_from,
@@ -107,46 +105,40 @@ def own_hello(*, rank: int, world_size: int, world_size_from: str, spec: str, **
     )
 
 
-def refusal(message: str, hint: str | None = None) -> PreflightError:
-    return PreflightError(message, hint=hint)
-
-
-def find_mismatch(own: Hello, other: Hello) -> PreflightError | None:
-    """Say what keeps a rank from being one of rank 0's gang; `own` is rank 0's."""
-    if other.wire != own.wire:
-        return refusal(f"{other.name} has another version of clusterddp than {own.name}", "install the same everywhere")
+def find_mismatch(own: RankHello, other: RankHello) -> PreflightError | None:
+    """Say what keeps a rank from being part of rank 0's gang; `own` is rank 0's."""
     if other.world_size != own.world_size or other.rank >= own.world_size:
-        return refusal(
+        return PreflightError(
             f"{other.name} was started for {other.world_size} ranks ({other.world_size_from}), "
             f"{own.name} for {own.world_size} ({own.world_size_from})",
-            "all ranks need the same world size",
+            hint="all ranks need the same world size",
         )
     if other.spec != own.spec:
-        return refusal(
+        return PreflightError(
             f"{other.name} reads another spec than {own.name}: its sum is {other.spec[:12]}, "
             f"there it is {own.spec[:12]}",
-            "the file and the KEY=VALUE arguments, CLUSTERDDP__* and profiles have to be the same",
+            hint="the file and the KEY=VALUE arguments, CLUSTERDDP__* and profiles have to be the same",
         )
     if other.torch != own.torch:
-        return refusal(
+        return PreflightError(
             f"{other.name} has torch {other.torch or '(none)'}, {own.name} has torch {own.torch or '(none)'}",
-            "the gang needs the same version everywhere",
+            hint="the gang needs the same version everywhere",
         )
     return None
 
 
-def find_twin(earlier: Hello, later: Hello) -> PreflightError | None:
-    """Say that two processes take the same place."""
+def find_twin(earlier: RankHello, later: RankHello) -> PreflightError | None:
+    """Say that two processes have the same rank, or the same local rank on one host."""
     if earlier.rank == later.rank:
-        return refusal(
+        return PreflightError(
             f"rank {later.rank} was started twice: on {earlier.host} (process {earlier.pid}) and on {later.host} "
             f"(process {later.pid})",
-            "each rank has a number of its own, and each machine a node rank of its own",
+            hint="each rank has a number of its own, and each machine a node rank of its own",
         )
     if earlier.place == later.place and earlier.local_rank is not None and earlier.local_rank == later.local_rank:
-        return refusal(
+        return PreflightError(
             f"ranks {earlier.rank} and {later.rank} on {later.host} both have LOCAL_RANK {later.local_rank}",
-            "leave LOCAL_RANK unset: the ranks of a host are then counted",
+            hint="leave LOCAL_RANK unset: the ranks of a host are then counted",
         )
     return None
 

@@ -22,7 +22,7 @@ def open_log(run: RunDir, node_rank: int) -> None:
     os.close(descriptor)
 
 
-def note(text: str) -> None:
+def log_line(text: str) -> None:
     """Write a line with the time. A log that cannot be written must not end a run."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")

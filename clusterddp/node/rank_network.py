@@ -1,4 +1,4 @@
-"""Where a node's ranks stand on the network: the master address, and the interface of this host that reaches it."""
+"""The network of a node's ranks: the master address, and the interface of this host that reaches it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from clusterddp.network.interface import Link, interface_towards, is_loopback, loopback, named_interface, read_links
 from clusterddp.network.socket_links import names_in
-from clusterddp.node.link import Message
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Footing:
+class RankNetwork:
     """What one node knows of the network once the gang has met."""
 
     gang: Gang
-    """With the master address, and with the interface that this node's ranks are told of; None: none."""
+    """With the master address, and with the interface that this node's ranks receive; None: none."""
     interface: str | None
     address: str | None
     why: str
@@ -28,7 +28,7 @@ class Footing:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "gang"}
 
 
-def find_footing(gang: Gang, node: Node, order: Message, links: Iterable[Link] | None = None) -> Footing:
+def find_rank_network(gang: Gang, node: Node, order: Message, links: Iterable[Link] | None = None) -> RankNetwork:
     """Find this node's interface for an order to start; a plan that names the master address has settled it.
 
     NCCL's sockets take faster networks where the order names some. `links`: this host's, by default as they are.
@@ -42,7 +42,7 @@ def find_footing(gang: Gang, node: Node, order: Message, links: Iterable[Link] |
         )
     if gang.master_addr:
         interface = node.interface or gang.interface
-        return Footing(
+        return RankNetwork(
             gang=gang,
             interface=interface,
             address=node.address,
@@ -58,6 +58,6 @@ def find_footing(gang: Gang, node: Node, order: Message, links: Iterable[Link] |
         here = named_interface(gang.interface) if gang.interface else interface_towards(master_addr)
         told = here.name
     gang = dataclasses.replace(gang, master_addr=master_addr, interface=told)
-    return Footing(
+    return RankNetwork(
         gang=gang, interface=here.name, address=here.address, why=here.why, nccl_interfaces=node.nccl_interfaces
     )

@@ -139,11 +139,11 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
     assert f"port {port} (from MASTER_PORT) is in use by another program" in ended.err
 
 
-def test_a_stranger_who_knocks_is_no_rank(tmp_path: Path) -> None:
+def test_a_stranger_that_connects_is_no_rank(tmp_path: Path) -> None:
     place = Place(tmp_path).write()
     port = "29513"
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     first = place.start(*worker(), RANK="0", **variables)
-    knock = f"import socket, time\nwhile True:\n    try:\n        socket.create_connection(('127.0.0.1', {port})).sendall(b'GET /\\n')\n        break\n    except OSError:\n        time.sleep(0.1)\n"  # noqa: E501
-    assert place.run(sys.executable, "-c", knock).returncode == 0
+    connect = f"import socket, time\nwhile True:\n    try:\n        socket.create_connection(('127.0.0.1', {port})).sendall(b'GET /\\n')\n        break\n    except OSError:\n        time.sleep(0.1)\n"  # noqa: E501
+    assert place.run(sys.executable, "-c", connect).returncode == 0
     assert [ended.code for ended in wait_for([first, place.start(*worker(), RANK="1", **variables)])] == [0, 0]
