@@ -1,8 +1,8 @@
-"""What was checked: a value for each check and host, so that some hosts can answer while others do not."""
+"""The results of checks: one for each check and host, so that some hosts can answer while others do not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,14 @@ def red(found: str, fix: str) -> Result:
 def is_healthy(checks: Iterable[Check]) -> bool:
     """Say whether nothing is red."""
     return all(check.level != "red" for check in checks)
+
+
+def reds_of(checks: Iterable[Check]) -> Iterator[tuple[str, str, Result]]:
+    """List what is red: host, check, result."""
+    for check in checks:
+        for host, result in check.results.items():
+            if result.level == "red":
+                yield host, check.name, result
 
 
 def rows(checks: Iterable[Check]) -> list[Row]:

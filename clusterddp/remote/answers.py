@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from clusterddp.facts.host import HostFacts
+from clusterddp.facts.machine import Machine
 from clusterddp.network.interface import Link
 from clusterddp.network.paths import Outcome
 from clusterddp.run.leftovers import Ended, RunHere
@@ -86,7 +86,7 @@ HELLO: Mapping[str, Any] = {
 }
 """What the boot says of the host (agent/boot.py)."""
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
-    "facts.machine": {"facts": HostFacts},
+    "facts.machine": {"facts": Machine},
     "facts.clock": {"time": float},
     "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
     "gpus.lease": {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str], "ahead": list[str]},
