@@ -1,6 +1,6 @@
 """Run the tests that need a Slurm in other Debian releases, and write what came of it into docs/slurm.md.
 
-As root: `.venv/bin/python tests/slurm_releases.py [--failed] RELEASE...`; rack/in_release makes those that are missing.
+As root: `.venv/bin/python tests/slurm_releases.py [--failed] RELEASE...`; testbed/in_release makes a missing release.
 With `--failed` only the tests that the page names as failed are run again.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs/slurm.md"
-ENTER = HERE / "rack/in_release"
+ENTER = HERE / "testbed/in_release"
 ORDER = ("bullseye", "bookworm", "trixie", "sid")
 NAMES = (
     "rack",
@@ -32,7 +32,7 @@ NAMES = (
     "storage_rack",
     "launch_table_rack",
 )
-"""Of the files: tests/test_NAME*.py, and those of other commands on Slurm."""
+"""Of the files: test_NAME*.py in any room, and those of other commands on Slurm."""
 BEGIN, END = "<!-- releases: written by make test-slurm -->", "<!-- end of releases -->"
 HEAD = "| Debian | Slurm | Python of the tests | passed | failed | skipped | on |\n|---|---|---|---|---|---|---|"
 
@@ -62,7 +62,7 @@ def main(releases: list[str]) -> int:
 
 def find_files() -> list[str]:
     """List the test files that have to do with Slurm."""
-    found = {path for name in NAMES for path in HERE.glob(f"test_{name}*.py")} | set(HERE.glob("test_*_slurm.py"))
+    found = {path for name in NAMES for path in HERE.rglob(f"test_{name}*.py")} | set(HERE.rglob("test_*_slurm.py"))
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
