@@ -13,7 +13,7 @@ from clusterddp.ranks.environment import inherited_environment
 
 
 def machine(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Return the facts of this host; `data_dir`: of that directory too, `variables`: what the run sets for its ranks."""
+    """Return the facts of this host, and of `data_dir`; `variables`: what the run sets for its ranks."""
     from clusterddp.facts.machine import read_host  # most agents are never asked for it
 
     data_dir = request["data_dir"]

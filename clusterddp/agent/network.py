@@ -1,6 +1,6 @@
-"""The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
+"""The network of this host: its interfaces, a listener that says which host it is, and probes of other hosts.
 
-net.listen   opens a listener; tells interfaces, ports, what this host's own name means
+net.listen   opens a listener; returns interfaces, ports, what this host's own name means
 net.probe    connects to other hosts' listeners, all at once; what came of each, and whose names take long to look up
 net.close    closes the listener
 """
@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterddp.agent.listener import Listener
+from clusterddp.agent.probe import Listener, Target, probe_all
 from clusterddp.agent.types import Body, Host
-from clusterddp.agent.ways import Target, try_ways
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import read_links
 from clusterddp.network.port import walk_ports
@@ -30,7 +29,7 @@ _PORTS = 64
 
 
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Open the listener; tell of this host's network. `head`: choose or take (`master_port`) a port for the master."""
+    """Open the listener; return this host's network. `head`: choose or take (`master_port`) a port for the master."""
     close(host, request, body)
     resolving = _Resolving(_addresses_of, socket.gethostname())
     nonce, name = str(request["nonce"]), str(request["name"])
@@ -50,12 +49,12 @@ def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Try the ways to other hosts; tell which of `names`, addresses, it takes long to find the name of."""
+    """Probe other hosts; return also which of `names`, addresses, take long to be looked up."""
     targets = [Target(**target) for target in request["targets"]]
     resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
-    ways = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
+    probes = probe_all(str(request["nonce"]), targets, float(request["within_s"]))
     slow = [address for address, name in resolving.items() if name.result() is None]
-    return {"ways": [way.facts() for way in ways], "slow_names": slow}
+    return {"probes": [each.facts() for each in probes], "slow_names": slow}
 
 
 def close(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:

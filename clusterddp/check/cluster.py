@@ -12,9 +12,8 @@ from clusterddp.check.job import JobRequest, run_job
 from clusterddp.check.nodes import judge_nodes
 from clusterddp.check.slurm import judge_slurm
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.facts.checks import Check, Result, note, ok, red
+from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import judge_here, judge_machine
-from clusterddp.facts.judge_torch import Needs
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 from clusterddp.planning.environment import process_environment
@@ -66,11 +65,11 @@ def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str
     if plan.slurm is None:
         return
     from clusterddp.launchers.slurm.ask import ask_scheduler
-    from clusterddp.launchers.slurm.launcher import check_data
+    from clusterddp.launchers.slurm.launcher import SlurmLauncher
     from clusterddp.slurm.explain import advise_refusal
 
     try:
-        check_data(plan)
+        SlurmLauncher().check(plan)
     except PreflightError as error:
         yield "data", red(error.message, error.hint or "train.data_dir names where they are")
     verdict = ask_scheduler(plan.slurm, environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, judge_hosts, judge_locked_memory, judge_own_name
 from clusterddp.facts.machine import Machine
-from clusterddp.launchers.ssh.network import GangNetwork, probe_until_chosen
+from clusterddp.launchers.ssh.network import GangNetwork, examine_network
 from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 from clusterddp.launchers.ssh.sessions import Crew, try_crew
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.network.paths import Findings
 from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all
@@ -60,7 +62,7 @@ def check_hosts(
     with try_crew(plan, environ) as crew:
         checks += _judge_failures(crew.failed)
         if crew.sessions:
-            network = probe_until_chosen(plan.gang, crew.by_node)
+            network = _examine(plan.gang, crew.sessions)
             checks += _check_reached(plan, crew, network, deep=deep, tell=tell)
             rows = network.findings.rows() if network.findings else []
     return _merge(checks), rows
@@ -89,6 +91,12 @@ def _check_reached(
         *_judge_network(plan, network),
     ]
     return checks + (try_hosts(plan, crew, network, machines, tell) if deep else [])
+
+
+def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
+    """Probe the network between those hosts of a gang that there are sessions with."""
+    nodes = tuple(node for node in gang.nodes if node.host in sessions)
+    return examine_network(dataclasses.replace(gang, nodes=nodes), sessions)
 
 
 def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
@@ -187,7 +195,7 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
 
 def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
     """Report the network between hosts: what each host's own name means, and the interface that would be taken."""
-    findings, choice = network.findings, network.choice
+    findings, chosen = network.findings, network.chosen
     checks = []
     if findings is not None:
         names = {host.host: judge_own_name(host.own_addresses) for host in findings.hosts}
@@ -196,16 +204,16 @@ def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
         fix = network.error.hint or "clusterddp submit -n shows the plan"
         hosts = [each.host for each in findings.hosts] if findings else ["here"]
         return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
-    if findings is None or choice is None:
+    if findings is None or chosen is None:
         return checks
     used = {
-        node.host: _describe(findings, node.host, *choice.nodes[node.node_rank])
+        node.host: _describe(findings, node.host, *chosen.nodes[node.node_rank])
         for node in plan.gang.nodes
-        if node.node_rank in choice.nodes
+        if node.node_rank in chosen.nodes
     }
     checks.append(Check(name="network", results=used))
     first = findings.hosts[0].host
-    remarks = [*choice.notes, *warn_of_shared_addresses(findings)]
+    remarks = [*chosen.notes, *warn_of_shared_addresses(findings)]
     return checks + [Check(name="network", results={first: note(remark)}) for remark in remarks]
 
 

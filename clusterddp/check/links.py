@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.trial import PairTrial, Trials
 
 _STRAGGLER = 1.5
 """Times the median: who takes longer is named."""
@@ -21,6 +21,28 @@ _LEAST_OF_CLAIM = 0.1
 _FIX = "cable, port, switch? ethtool IFACE and ip -s link tell errors and speed; iperf3 measures between the two"
 
 Pair = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairTrial:
+    """Two hosts that reduced numbers together, or failed to."""
+
+    hosts: tuple[str, str]
+    mbyte_per_s: float | None = None
+    latency_ms: float | None = None
+    error: str | None = None
+    """Why they could not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trials:
+    """Everything that was tried."""
+
+    pairs: list[PairTrial] = field(default_factory=list)
+    compute_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Host -> device -> time of one product of matrices."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Hosts whose torch could not even be asked to compute, and why."""
 
 
 def first_round(hosts: Sequence[str]) -> list[list[Pair]]:

@@ -1,4 +1,4 @@
-"""What Slurm says on this machine: its commands, its controller, and whether the spec's wishes exist there."""
+"""Checks Slurm from this machine: its commands, its controller, and whether it has what the spec asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 
 
-def judge_login(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
+def judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
     """Ask Slurm, if it is here, and judge its answers; `job` is a spec for Slurm, if there is one."""
     missing = [name for name in COMMANDS if shutil.which(name, path=environ.get("PATH")) is None]
     if len(missing) == len(COMMANDS):

@@ -1,4 +1,4 @@
-"""The results of checks: one for each check and host, so that some hosts can answer while others do not."""
+"""What a check is made for and what it results in: one result for each host, so that hosts may fail to answer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ from typing import Any, Literal
 
 Level = Literal["red", "note", "ok"]
 _ORDER: tuple[Level, ...] = ("red", "note", "ok")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run asks of one machine; without a spec nothing in particular."""
+
+    trainer: bool = False
+    """The built-in trainer runs, which needs torch; what a program of the user's needs is not known."""
+    use_gpus: bool = True
+    """Ranks compute on GPUs where there are any."""
+    num_gpus: int = 0
+    nccl: bool = False
+    """NCCL connects machines."""
+    download: bool = True
+    """Data that is missing is downloaded."""
+    waits: bool = False
+    """It waits for GPUs that are in use."""
+    sent_bytes: int = 0
+    """How much data will be sent, if the machine has none of it yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from clusterddp.facts.checks import Check, Result, note, ok, red
+from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge_torch import (
-    Needs,
     judge_compiler,
     judge_driver,
     judge_python,
@@ -53,8 +52,9 @@ def judge_machine(
         yield "GPUs", _judge_gpus(gpus, machine.busy_gpus, needs)
     if torch is not None and torch.gpus is None and wants_gpus and torch.driver and torch.cuda:
         yield "driver", judge_driver(torch)
-    yield "runs directory" if shared else "disk", judge_directory(
-        machine.directory, shared=shared, sent_bytes=needs.sent_bytes
+    yield (
+        "runs directory" if shared else "disk",
+        judge_directory(machine.directory, shared=shared, sent_bytes=needs.sent_bytes),
     )
     if shared and machine.directory.clock_offset_s is not None:
         yield "clock", judge_clock(machine.directory.clock_offset_s, "the clock of the runs directory's file system")
@@ -129,8 +129,8 @@ def judge_own_name(addresses: Sequence[str] | None, host: str = "") -> Result:
         return note(f"{name}does not resolve {place}", "a line with the host's real address in its /etc/hosts")
     if all(map(is_loopback, addresses)):
         return note(
-            f"{name}is {', '.join(addresses)} {place}: ranks get addresses instead, but a script that binds to its host "
-            "name reaches no other host",
+            f"{name}is {', '.join(addresses)} {place}: ranks get addresses instead, but a script that binds to its "
+            "host name reaches no other host",
             "the host's real address in its /etc/hosts",
         )
     return ok(f"{name}is {', '.join(addresses)}")
@@ -179,9 +179,7 @@ def _judge_own_directory(directory: Directory, found: str) -> Result | None:
     if directory.in_memory:
         return note(f"{found}, in memory: gone when the host restarts", _DIR_HINT)
     if directory.no_exec:
-        return note(
-            f"{found}, mounted noexec: compiled extensions of your code cannot be loaded from there", _DIR_HINT
-        )
+        return note(f"{found}, mounted noexec: compiled extensions of your code cannot be loaded from there", _DIR_HINT)
     return None
 
 

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
-from clusterddp.facts.checks import Result, note, ok, red
+from clusterddp.facts.checks import Needs, Result, note, ok, red
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import INSTALL_CUDA, Torch, explain_old_driver, install_command
 
 _Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
-    """What a run asks of one machine; without a spec nothing in particular."""
-
-    trainer: bool = False
-    """The built-in trainer runs, which needs torch; what a program of the user's needs is not known."""
-    use_gpus: bool = True
-    """Ranks compute on GPUs where there are any."""
-    num_gpus: int = 0
-    nccl: bool = False
-    """NCCL connects machines."""
-    download: bool = True
-    """Data that is missing is downloaded."""
-    waits: bool = False
-    """It waits for GPUs that are in use."""
-    sent_bytes: int = 0
-    """How much data will be sent, if the machine has none of it yet."""
 
 
 def judge_python(machine: Machine, usual: Machine | None) -> Result:
@@ -54,17 +34,8 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool, usual: Torch | No
         fix = install_command(torch, usual.version if usual else None)
         missing = f"{torch.executable} has none"
         return red(f"{missing}, and the trainer needs it", fix) if needs.trainer else note(missing, fix)
-    if has_gpus and (lacking := _judge_gpu_support(torch, needs)):
-        return lacking
-    if usual is not None and usual.version is not None:
-        return _compare_torch(torch, needs, usual)
-    if torch.torchvision_error is not None:
-        return note(
-            f"{_spell_torch(torch)}; torchvision does not match it ({torch.torchvision_error}): the trainer works "
-            "around that, a script of yours may not",
-            "install torch and torchvision together, from one index",
-        )
-    return ok(_spell_torch(torch))
+    lacking = _judge_gpu_support(torch, needs) if has_gpus else None
+    return lacking or _judge_version(torch, needs, usual or torch)
 
 
 def judge_compiler(obstacle: str | None) -> Result:
@@ -115,7 +86,7 @@ def _judge_gpu_support(torch: Torch, needs: Needs) -> Result | None:
     return None
 
 
-def _compare_torch(torch: Torch, needs: Needs, usual: Torch) -> Result:
+def _judge_version(torch: Torch, needs: Needs, usual: Torch) -> Result:
     found, wanted = _spell_torch(torch), str(usual.version)
     differs = f"{found}; elsewhere {_spell_torch(usual)}"
     fix = install_command(torch, wanted)
@@ -123,7 +94,15 @@ def _compare_torch(torch: Torch, needs: Needs, usual: Torch) -> Result:
         return red(differs, fix)
     if minor_version(str(torch.version)) != minor_version(wanted):
         return red(differs, fix) if needs.trainer else note(differs, fix)
-    return ok(found) if torch.version == wanted else note(differs, fix)
+    if torch.version != wanted:
+        return note(differs, fix)
+    if torch.torchvision_error is not None:
+        return note(
+            f"{found}; torchvision does not match it ({torch.torchvision_error}): the trainer works around that, a "
+            "script of yours may not",
+            "install torch and torchvision together, from one index",
+        )
+    return ok(found)
 
 
 def _spell_torch(torch: Torch) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.facts.judge_torch import Needs, judge_torch
+from clusterddp.facts.checks import Needs
+from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.torch import read_torch
 from clusterddp.planning.entry import TRAINER
 from clusterddp.planning.environment import is_secret

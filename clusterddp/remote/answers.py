@@ -34,8 +34,8 @@ class Look(TypedDict):
     files: dict[str, tuple[int, int]] | None
 
 
-class WayTold(TypedDict):
-    """A try to connect (agent/ways.py)."""
+class ProbeResult(TypedDict):
+    """A try to connect (agent/probe.py)."""
 
     target: int
     address: str
@@ -101,7 +101,7 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
         "master_port": int | None,
         "firewall": str | None,
     },
-    "net.probe": {"ways": list[WayTold], "slow_names": list[str]},
+    "net.probe": {"probes": list[ProbeResult], "slow_names": list[str]},
     "run.ask": {"found": bool},
     "run.end": {"ended": int, "left": list[int]},
     "run.prepare": {"run_dir": str},

@@ -186,7 +186,7 @@ def nodes_reports(root: Path) -> Target:
     from clusterddp.check.job import JobAnswer, _all_done, _collect
     from clusterddp.check.nodes import judge_nodes
     from clusterddp.check.probe import print_lines
-    from clusterddp.facts.judge import Needs
+    from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build
 

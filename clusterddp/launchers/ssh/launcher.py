@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.heartbeat import Tie, tied
-from clusterddp.launchers.ssh.interfaces import settle_network
+from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Crew, each, open_crew
 from clusterddp.launchers.ssh.ship import ship
@@ -201,7 +201,7 @@ def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
     grants = lease_gpus(crew.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
-    settled = settle_network(plan.gang, crew.by_node)
+    settled = settle_network(plan.gang, crew.sessions)
     nodes = []
     for node in plan.gang.nodes:
         interface, address, why = settled.nodes[node.node_rank]

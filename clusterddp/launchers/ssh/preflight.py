@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError
-from clusterddp.facts.checks import Result, reds_of
+from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
-from clusterddp.facts.judge_torch import Needs
 from clusterddp.facts.machine import Machine
 from clusterddp.planning.entry import TRAINER
 from clusterddp.spec.image_sets import GENERATED

@@ -17,8 +17,9 @@ from clusterddp.check.job import JobAnswer, JobRequest, sbatch_argv
 from clusterddp.check.nodes import judge_nodes
 from clusterddp.check.probe import join_lines, print_lines
 from clusterddp.cli.doctor import check_lines
-from clusterddp.facts.checks import Check, Result, is_healthy, note, ok, red, rows
-from clusterddp.facts.judge import Needs, judge_clock, judge_directory, judge_here, judge_machine, judge_torch
+from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, red, rows
+from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine
+from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.machine import (
     Directory,
     Interface,
@@ -132,8 +133,8 @@ def test_a_node_that_was_not_heard_of_is_red_in_the_words_of_srun() -> None:
 
 def test_too_few_visible_gpus_on_a_node_are_red() -> None:
     one = dataclasses.replace(HERE, gpus=("0",), torch=Torch(version="2.10.0", cuda="12.8", gpus=1))
-    found = result_of(judge_nodes(answer(report(0, one), nodes=("n1",)), HERE, Needs(gpus_per_node=2)), "GPUs", "n1")
-    assert (found.level, found.found) == ("red", "1: 0; the spec asks for 2 per node")
+    found = result_of(judge_nodes(answer(report(0, one), nodes=("n1",)), HERE, Needs(num_gpus=2)), "GPUs", "n1")
+    assert (found.level, found.found) == ("red", "2 are asked for, and there is 1")
 
 
 @pytest.mark.parametrize(
@@ -283,11 +284,11 @@ def test_the_job_takes_over_where_a_spec_may_run_and_not_what_it_takes() -> None
 
 def test_the_nodes_locked_memory_is_looked_at_with_the_spec_s_own_limits() -> None:
     little = dataclasses.replace(HERE, locked_memory=2**16, infiniband=True)
-    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(gpus_per_node=0))
+    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(num_gpus=0))
     found = result_of(checks, "locked memory", "n1")
     assert (found.level, "slurm.propagate=NONE" in str(found.fix)) == ("note", True)
     with_gpus = dataclasses.replace(little, gpus=("0",))
-    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(gpus_per_node=1))
+    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(num_gpus=1))
     assert result_of(checks, "locked memory", "n1").level == "red"
     argv = sbatch_argv(JobRequest(num_nodes=1, python="python", options={"propagate": "NONE"}), "doctor.tag")
     assert "--propagate=NONE" in argv
