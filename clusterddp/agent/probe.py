@@ -32,8 +32,8 @@ _BACKLOG = 4096
 _CLIENT_TIMEOUT_S = 5.0
 """For one client."""
 _ENOUGH = 0.6
-"""Part of the time after which nobody waits on, when every target was reached at one of its addresses: long enough for
-a packet that was lost to be sent again."""
+"""Part of the time after which waiting ends when every target was reached at one of its addresses: long enough for a
+packet that was lost to be sent again."""
 _AT_ONCE = 400
 """Many hosts allow a process 1024 open files, and this one is connected to as often."""
 _ROUND_TRIP_OFFSET = 68

@@ -46,7 +46,7 @@ def check_cluster(
     if with_job:
         request = _job_request(job, environ)
         try:
-            answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, say=tell)
+            answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, tell=tell)
         except PreflightError as error:
             refused = red(error.message, error.hint or "sbatch says why it refuses")
             return [*checks, Check(name="job", results={here.host: refused})]

@@ -45,7 +45,7 @@ _SLOW_END_S = 60.0
 _STRAGGLER = 1.2
 _FIXES = {
     "compile": "a C compiler and Python's headers on the nodes (gcc, python3-dev), or train.compile=never",
-    "all_reduce": "NCCL_DEBUG=INFO under env: tells which network and which GPUs it could not use",
+    "all_reduce": "NCCL_DEBUG=INFO under env: prints which network and which GPUs it could not use",
     "peers": "all GPUs of a node have to be visible to each of its ranks: no --gpu-bind, no gpus_per_task",
 }
 
@@ -128,7 +128,7 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
 
 
 def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
-    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never came that far."""
+    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never got that far."""
     tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
     run = _start(plan, timeout_s, tell)
     deadline = time.monotonic() + _HANG_S
@@ -153,9 +153,9 @@ def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run
     logs = f"clusterddp logs {run} --rank all"
     checks = []
     for probe in PROBES:
-        told = [finding for finding in findings if finding.probe == probe]
-        if told and probe in _JUDGES:
-            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(told, _JUDGES[probe])))
+        own_findings = [finding for finding in findings if finding.probe == probe]
+        if own_findings and probe in _JUDGES:
+            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(own_findings, _JUDGES[probe])))
     if state != "COMPLETED":
         last = {finding.rank: finding.probe for finding in findings}
         silent = world_size - len(last)
@@ -179,9 +179,7 @@ def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> C
 def judge_hang(ended_s: float | None, *, backend: str) -> Check:
     """Judge how long it took to end a gang that hung in an all-reduce."""
     if ended_s is None:
-        result = note(
-            "not measured: the ranks did not come that far", "clusterddp list names the run; its logs tell why"
-        )
+        result = note("not measured: the ranks did not get that far", "clusterddp list names the run; its logs say why")
     elif ended_s > _SLOW_END_S:
         result = note(
             f"{ended_s:g} s until no rank was left", "nvidia-smi and dmesg on the nodes: a driver that is stuck"
@@ -200,11 +198,11 @@ def to_report(checks: Iterable[Check], findings: Sequence[Finding]) -> dict[str,
     }
 
 
-def _by_host(told: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
+def _by_host(own_findings: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
     """Judge each host by its ranks: what failed on one of them comes first."""
     results = {}
-    for host in dict.fromkeys(finding.host for finding in told):
-        own = [finding for finding in told if finding.host == host]
+    for host in dict.fromkeys(finding.host for finding in own_findings):
+        own = [finding for finding in own_findings if finding.host == host]
         failed = [finding for finding in own if finding.found is None]
         if failed:
             worst = min(failed, key=lambda finding: finding.error == "failed on another rank")

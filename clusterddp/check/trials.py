@@ -182,8 +182,8 @@ class _TrialProcess:
     def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
         self.session.ask("trial.start", {"order": order, "variables": variables})
 
-    def send(self, words: dict[str, Any]) -> None:
-        self.session.ask("trial.tell", {"words": words})
+    def send(self, message: dict[str, Any]) -> None:
+        self.session.ask("trial.send", {"message": message})
 
     def await_report(self, name: str, within_s: float) -> Any:
         """Wait until the host has reported something.
@@ -195,7 +195,7 @@ class _TrialProcess:
             if time.monotonic() > deadline:
                 raise _TrialError(f"{self.host}: no {name} within {within_s:.0f} s")
             answer = self.session.ask("trial.read", {"wait_s": _POLL_S}).facts
-            for report in answer["said"]:
+            for report in answer["reports"]:
                 self._reports |= report
             if "compute" in self._reports:
                 self._trials.compute_ms[self.host] = self._reports["compute"]

@@ -136,7 +136,7 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
 def read_host(
     root: Path, environ: Mapping[str, str], *, executable: str, data_dir: Path | None, with_driver: bool
 ) -> Machine:
-    """Look at a host for a run that nobody is logged in for, without importing torch.
+    """Look at a host for a run that outlives the SSH session, without importing torch.
 
     `root`: our directory there; `environ`: that of the ranks' Python `executable`, with this package on its path.
     """

@@ -17,7 +17,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _VMSTAT = Path("/proc/vmstat")
 _NO_LIMIT = 2**60
-"""Of version 1, which has no word for it."""
+"""Of version 1, which writes a large number for it."""
 _NAMES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Of a group, in version 2 and version 1: its limit, and what it has charged."""
 _JOB = re.compile(r"job_\d+")
@@ -44,7 +44,7 @@ def read_memory_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | 
 
 
 def free_bytes(meminfo: Path = _MEMINFO, own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
-    """Return how many bytes may be allocated before something has to be killed or swapped; None: nothing says it."""
+    """Return how many bytes may be allocated before something has to be killed or swapped; None: not known."""
     free = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
@@ -78,7 +78,7 @@ def explain_oom_kill(before: int | None, own: Path = OWN_GROUPS, root: Path = RO
         return None
     limit = read_memory_limit(own, root)
     if _job_group(own, root) is None or limit is None:
-        return "the kernel has killed a process on this host for want of memory"
+        return "the kernel has killed a process on this host for lack of memory"
     return (
         f"the kernel has killed a process of this job, which has used up its {format_bytes(limit)} of memory on this "
         "host; ask for more with resources.memory_gb"

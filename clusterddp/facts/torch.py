@@ -135,7 +135,7 @@ def explain_old_driver(cuda: str, driver: str) -> tuple[str, str] | None:
 def install_command(torch: Torch, version: str | None) -> str:
     """Return the command that installs this version of torch (`2.10.0+cu128`; None: any) for that very Python.
 
-    Of a release that is there in another build, pip thinks that nothing is to be done unless it is told otherwise.
+    Of a release that is there in another build, pip installs nothing without --force-reinstall.
     """
     python = shlex.quote(torch.executable)
     installer = f"{python} -m pip install" if torch.pip else f"uv pip install --python {python}"

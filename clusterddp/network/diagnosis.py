@@ -19,16 +19,16 @@ def diagnose(findings: Findings, choice: Choice, master_port: int | None = None)
     best = candidates[0]
     if _only_master_port(findings, best):
         return _explain_master_port(findings, best, master_port)
-    everybody = spell_hosts(findings, [host.host for host in findings.hosts])
-    words = [
-        f"network.interface {choice.interface} does not connect {everybody}"
+    hosts = spell_hosts(findings, [host.host for host in findings.hosts])
+    lines = [
+        f"network.interface {choice.interface} does not connect {hosts}"
         if choice.interface
-        else f"there is no network by which {everybody} reach each other"
+        else f"there is no network by which {hosts} reach each other"
     ]
     for candidate in candidates[:_CANDIDATES_SHOWN]:
-        words.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
-        words += [f"  {line}" for line in _problems(findings, candidate)]
-    return NetworkError("\n  ".join(words), hint=_hint(findings, best))
+        lines.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
+        lines += [f"  {line}" for line in _problems(findings, candidate)]
+    return NetworkError("\n  ".join(lines), hint=_hint(findings, best))
 
 
 def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError | None:

@@ -26,7 +26,7 @@ def warn_of_choice(findings: Findings, choice: Choice) -> Iterator[str]:
     for candidate in choice.others:
         if candidate.master.link.name == taken.master.link.name:
             continue
-        # What would have been taken otherwise, and what looks like a mistake of whoever gave out the addresses.
+        # What would have been taken otherwise, and what looks like a mistake in how addresses were given out.
         missed = candidate.merit < taken.merit or any(overlap(findings, probe) for probe in candidate.detours)
         if missed and (problem := first_problem(findings, candidate)):
             place = f"{candidate.master.link.name} of {findings.hosts[0].host}"
@@ -83,7 +83,7 @@ def first_problem(findings: Findings, candidate: Candidate) -> str | None:
 
 def outcome_text(probe: Probe) -> str:
     """Say what came of a try."""
-    words = {
+    texts = {
         "reached": "reached",
         "no answer": "no answer",
         "refused": "refused",
@@ -91,7 +91,7 @@ def outcome_text(probe: Probe) -> str:
         "stuck": "connected, but large packets are lost",
         "stranger": f"{probe.detail or 'another machine'} answers there",
     }
-    return words[probe.outcome]
+    return texts[probe.outcome]
 
 
 def speed_text(link: Link) -> str:
@@ -124,39 +124,39 @@ def overlap(findings: Findings, probe: Probe) -> tuple[Link, Link, str] | None:
 
 
 def _reason(findings: Findings, choice: Choice, taken: Candidate) -> str:
-    everybody = spell_hosts(findings, [host.host for host in findings.hosts])
+    hosts = spell_hosts(findings, [host.host for host in findings.hosts])
     if choice.interface:
-        return f"network.interface names it, {everybody} reach each other by it"
+        return f"network.interface names it, {hosts} reach each other by it"
     rivals = [one for one in choice.others if one.works and one.master.link.name != taken.master.link.name]
     number = 1 + len({one.master.link.name for one in rivals})
     if not rivals:
-        return f"the only network by which {everybody} reach each other"
+        return f"the only network by which {hosts} reach each other"
     rival = rivals[0]
     if all(taken.speed_mbit_per_s > one.speed_mbit_per_s for one in rivals):
-        return f"the fastest of {number} networks by which {everybody} reach each other"
+        return f"the fastest of {number} networks by which {hosts} reach each other"
     reserve = max(endpoint.reserve for endpoint in rival.endpoints.values())
     if reserve > taken.merit[1]:
-        return f"{everybody} reach each other by it, and {rival.master.link.name} is {_RESERVES[reserve]}"
+        return f"{hosts} reach each other by it, and {rival.master.link.name} is {_RESERVES[reserve]}"
     if rival.detours and not taken.detours:
-        return f"{everybody} reach each other by it; what goes to {rival.master.link.name} leaves by another interface"
-    return f"the first of {number} networks by which {everybody} reach each other"
+        return f"{hosts} reach each other by it; what goes to {rival.master.link.name} leaves by another interface"
+    return f"the first of {number} networks by which {hosts} reach each other"
 
 
 def _detour_text(findings: Findings, probe: Probe) -> str:
     source, used = findings.hosts[probe.source].host, findings.link_used(probe)
-    words = f"what {source} sends to {probe.address} leaves by {used.name if used else probe.left_from}"
+    detour = f"what {source} sends to {probe.address} leaves by {used.name if used else probe.left_from}"
     found = overlap(findings, probe)
-    return words + (f", which has the subnet {found[2]} as {found[1].name} has" if found else "")
+    return detour + (f", which has the subnet {found[2]} as {found[1].name} has" if found else "")
 
 
 def _warn_of_differences(findings: Findings, taken: Candidate) -> Iterator[str]:
-    for words in (speed_text, lambda link: f"MTU {link.mtu}"):
-        by_words: dict[str, list[str]] = {}
+    for text in (speed_text, lambda link: f"MTU {link.mtu}"):
+        by_text: dict[str, list[str]] = {}
         for place, endpoint in sorted(taken.endpoints.items()):
             name = f"{findings.hosts[place].host} {endpoint.link.name}"
-            by_words.setdefault(words(endpoint.link), []).append(name)
-        if len(by_words) > 1:
-            parts = [f"{said} on {_few(names)}" for said, names in by_words.items()]
+            by_text.setdefault(text(endpoint.link), []).append(name)
+        if len(by_text) > 1:
+            parts = [f"{value} on {_few(names)}" for value, names in by_text.items()]
             yield f"the interfaces differ: {'; '.join(parts)}"
 
 
@@ -192,14 +192,14 @@ def describe_host(findings: Findings, place: int) -> str:
     """List the interfaces of a host, and why those that are not usable are not."""
     usable = {link.name for link, _ in usable_addresses(findings)[place]}
     shared = set(findings.shared_addresses())
-    words = []
+    described = []
     for link in findings.hosts[place].links:
         addresses = [entry.address for entry in link.addresses]
         if link.loopback or (link.of_containers and not addresses):
             continue
         reason = [] if link.name in usable else [_why_unusable(link, set(addresses), shared)]
-        words.append(f"{link.name} ({', '.join([*addresses[:2], *reason])})")
-    return ", ".join(words) or "none but the loopback"
+        described.append(f"{link.name} ({', '.join([*addresses[:2], *reason])})")
+    return ", ".join(described) or "none but the loopback"
 
 
 def _why_unusable(link: Link, addresses: set[str], shared: set[str]) -> str:

@@ -92,7 +92,7 @@ def read_links() -> tuple[Link, ...]:
 
 
 def is_cut_off(name: str | None) -> bool:
-    """Say whether an interface of this host is switched off, or its cable is out; False when that cannot be told."""
+    """Say whether an interface of this host is switched off, or its cable is out; False when that is not known."""
     try:
         return any(link.name == name and not link.up for link in read_links())
     except OSError:

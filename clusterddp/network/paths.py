@@ -22,7 +22,7 @@ class HostNetwork:
     machine: str
     """The same for two names of one machine."""
     own_addresses: tuple[str, ...] | None
-    """What the host's own name means there; None: it could not be told in time."""
+    """What the host's own name means there; None: not known in time."""
     links: tuple[Link, ...]
     port: int
     """One that the kernel gave, as those of the ranks are."""
@@ -49,7 +49,7 @@ class Probe:
     port: int
     outcome: Outcome
     detail: str = ""
-    """The kernel's word for it."""
+    """How the kernel calls it."""
     left_from: str | None = None
     """The address that the source in fact used."""
     seen_from: str | None = None

@@ -54,7 +54,7 @@ class LinkTried(TypedDict):
     latency_ms: float
 
 
-class TrialWords(TypedDict, total=False):
+class TrialReport(TypedDict, total=False):
     """A line of a trial (train/trial.py)."""
 
     port: int
@@ -113,6 +113,6 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "table.end": {"ended": list[Ended]},
     "table.stored": {"stored": Storage},
     "table.remove": {"removed": list[Removed]},
-    "trial.read": {"said": list[TrialWords], "ended": str | None},
+    "trial.read": {"reports": list[TrialReport], "ended": str | None},
 }
 """Operation -> key -> type, for `wire.build`; the other operations answer only that all went well."""

@@ -201,7 +201,7 @@ def nodes_reports(root: Path) -> Target:
         "clock_offset_s": 0.0,
         "error": "",
     }
-    report = {"node_rank": 0, "node": "n1", "nonce": "same", "machine": machine, "way": way, "done": True}
+    report = {"node_rank": 0, "node": "n1", "nonce": "same", "machine": machine, "connection": way, "done": True}
     folder = root / "work" / "doctor"
     folder.mkdir()
 
@@ -214,7 +214,7 @@ def nodes_reports(root: Path) -> Target:
         _all_done(SimpleNamespace(num_nodes=1), folder)  # type: ignore[arg-type]
         reports, words = _collect(folder)
         answer = JobAnswer(
-            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, words=words
+            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, output=words
         )
         judge_nodes(answer, here, Needs())
 

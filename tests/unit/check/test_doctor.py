@@ -59,12 +59,12 @@ WAY = {"name": "n1", "addresses": ["10.0.0.11"], "reached": "10.0.0.11", "source
 def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
     way = {**WAY, "clock_offset_s": 0.0} if node_rank else None
     data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "nonce": "same", "machine": machine}
-    return data | {"way": way, "done": True} | changes
+    return data | {"connection": way, "done": True} | changes
 
 
-def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), words: tuple[str, ...] = ()) -> JobAnswer:
+def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), output: tuple[str, ...] = ()) -> JobAnswer:
     by_node = {report["node"]: report for report in reports}
-    return JobAnswer(job_id="7", nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, words=words)
+    return JobAnswer(job_id="7", nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, output=output)
 
 
 def result_of(checks: list[Check], name: str, host: str) -> Result:
@@ -113,7 +113,7 @@ def test_no_torch_where_one_submits_is_no_matter_when_the_nodes_have_one() -> No
 
 
 def test_a_clock_that_is_a_minute_off_the_first_node_is_red() -> None:
-    late = report(1, HERE, way={**WAY, "clock_offset_s": 60.0})
+    late = report(1, HERE, connection={**WAY, "clock_offset_s": 60.0})
     found = result_of(judge_nodes(answer(report(0, HERE), late), HERE, Needs()), "clock", "n2")
     assert (found.level, found.found) == ("red", "60.0 s behind that of n1")
 
@@ -127,7 +127,7 @@ def test_a_report_from_the_past_or_the_future_tells_of_a_wrong_clock(time: float
 
 def test_a_node_that_was_not_heard_of_is_red_in_the_words_of_srun() -> None:
     words = ("slurmstepd: error: execve(): /env/bin/python: No such file or directory",)
-    found = result_of(judge_nodes(answer(report(0, HERE), words=words), HERE, Needs()), "report", "n2")
+    found = result_of(judge_nodes(answer(report(0, HERE), output=words), HERE, Needs()), "report", "n2")
     assert (found.level, "No such file or directory" in found.found) == ("red", True)
 
 
