@@ -14,14 +14,14 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from clusterddp.agent.probe import Listener, Target, probe_all
 from clusterddp.agent.types import Body, Host
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.interface import read_links
+from clusterddp.network.interface import read_links, resolve
 from clusterddp.network.port import walk_ports
 
 _RESOLVE_S = 1.0
@@ -31,7 +31,7 @@ _PORTS = 64
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Open the listener; return this host's network. `head`: choose or take (`master_port`) a port for the master."""
     close(host, request, body)
-    resolving = _Resolving(_addresses_of, socket.gethostname())
+    resolving = _Resolving(resolve, socket.gethostname())
     nonce, name = str(request["nonce"]), str(request["name"])
     listener = host.hold(Listener(nonce, name, 0))
     master_port = None
@@ -113,7 +113,7 @@ def _firewall() -> str | None:
 class _Resolving:
     """Asks for a name or an address, in a thread: a name server that is gone may take half a minute."""
 
-    def __init__(self, ask: Callable[[str], list[str]], question: str) -> None:
+    def __init__(self, ask: Callable[[str], Iterable[str]], question: str) -> None:
         self._answer: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._latest = time.monotonic() + _RESOLVE_S
         threading.Thread(target=self._resolve, args=(ask, question), daemon=True).start()
@@ -125,15 +125,11 @@ class _Resolving:
         except queue.Empty:
             return None
 
-    def _resolve(self, ask: Callable[[str], list[str]], question: str) -> None:
-        found: list[str] = []
+    def _resolve(self, ask: Callable[[str], Iterable[str]], question: str) -> None:
+        found: Iterable[str] = ()
         with contextlib.suppress(OSError):
             found = ask(question)
         self._answer.put(list(dict.fromkeys(found)))
-
-
-def _addresses_of(name: str) -> list[str]:
-    return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
 
 
 def _name_of(address: str) -> list[str]:

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
-from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
+from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
+from clusterddp.network.interface import is_loopback, resolve
 from clusterddp.wire import build, read_object
 
 MARK = "CLUSTERDDP-DOCTOR "
@@ -134,7 +135,7 @@ def _connect_to_first(first_node: str, nonce: str, ports: range, machine: Machin
                     return _ask(address, port, nonce, machine) | {"name": first_node, "addresses": addresses}
                 except OSError as failure:
                     error = f"{address}: {failure.strerror or failure}"
-        if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
+        if addresses and all(map(is_loopback, addresses)):
             break  # that is this very host, and will stay so
         time.sleep(0.3)
     return {"name": first_node, "addresses": addresses, "reached": None, "error": error}
@@ -158,7 +159,7 @@ def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any
     return {
         "reached": address,
         "source": source,
-        "interface": interface_of(source, machine.interfaces),
+        "interface": machine.interface_of(source),
         "clock_offset_s": round(answered["time"] - (before + after) / 2, 3),
         "first": answered["report"],
         "error": "",

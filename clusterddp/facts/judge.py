@@ -225,12 +225,8 @@ def _judge_shm(num_bytes: int | None) -> Result:
 
 
 def _judge_interfaces(machine: Machine) -> Result:
-    usable = [f"{entry.name} {entry.addresses[0]}" for entry in machine.interfaces if entry.usable]
-    never = [
-        entry.name
-        for entry in machine.interfaces
-        if not entry.usable and not (entry.addresses and all(map(is_loopback, entry.addresses)))
-    ]
+    usable = [f"{link.name} {link.addresses[0].address}" for link in machine.links if link.leads_out and link.addresses]
+    never = [link.name for link in machine.links if link.of_containers]
     text = f"{', '.join(usable)} (by route)" if usable else "only the loopback: runs stay on this machine"
     text += f"; never used: {', '.join(never)}" if never else ""
     return ok(text) if usable else note(text)

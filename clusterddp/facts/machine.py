@@ -19,23 +19,13 @@ from typing import Any, Literal
 from clusterddp.facts.logind import Logout, read_logout
 from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch, ask_torch
-from clusterddp.network.interface import read_links
+from clusterddp.network.interface import Link, read_links, resolve
 from clusterddp.system.devices import read_driver, visible_gpus
 from clusterddp.system.exclusive import Method, probe_exclusive
 from clusterddp.system.storage import find_mount
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
 DataState = Literal["there", "empty", "missing", "not readable"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interface:
-    """A network interface."""
-
-    name: str
-    addresses: tuple[str, ...]
-    usable: bool
-    """It may carry a gang: neither the loopback nor one between containers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +71,7 @@ class Machine:
     """None: not asked for."""
     own_addresses: tuple[str, ...] | None
     """What the machine's own name resolves to here; None: not asked for, or not known in time."""
-    interfaces: tuple[Interface, ...]
+    links: tuple[Link, ...]
     directory: Directory
     torch: Torch | None = None
     """None: not looked at."""
@@ -98,6 +88,11 @@ class Machine:
     """None: not looked at, as a run there does not outlive a session."""
     data: Data | None = None
     """None: not looked at, or the run names no data."""
+
+    def interface_of(self, address: str) -> str | None:
+        """Name the interface that has an address."""
+        owners = (link.name for link in self.links for entry in link.addresses if entry.address == address)
+        return next(owners, None)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -124,7 +119,7 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=None if brief else visible_gpus(environ),
         own_addresses=None if brief else resolve(host),
-        interfaces=read_interfaces(),
+        links=read_links(),
         directory=read_directory(directory),
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=_has_infiniband(),
@@ -147,33 +142,6 @@ def read_host(
         logout=read_logout(),
         data=read_data(data_dir) if data_dir else None,
     )
-
-
-def resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses of a host as this machine knows them; none when it does not know the name."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(address[4][0]) for address in found))
-
-
-def read_interfaces() -> tuple[Interface, ...]:
-    """List the interfaces that are up and have an address, and those that are never used."""
-    return tuple(
-        Interface(
-            name=link.name,
-            addresses=tuple(entry.address for entry in link.addresses),
-            usable=bool(link.addresses) and not (link.loopback or link.of_containers),
-        )
-        for link in read_links()
-        if link.of_containers or (link.addresses and link.up)
-    )
-
-
-def interface_of(address: str, interfaces: tuple[Interface, ...]) -> str | None:
-    """Name the interface that has an address."""
-    return next((interface.name for interface in interfaces if address in interface.addresses), None)
 
 
 def read_directory(path: Path) -> Directory:

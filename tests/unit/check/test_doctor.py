@@ -22,12 +22,12 @@ from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, jud
 from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.machine import (
     Directory,
-    Interface,
     Machine,
     read_directory,
     read_machine,
 )
 from clusterddp.facts.torch import Torch, import_torch
+from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.system.storage import Mount, find_mount
 from clusterddp.wire import build
 from tests.support.paths import ROOT
@@ -45,10 +45,10 @@ HERE = Machine(
     open_files=65_536,
     gpus=(),
     own_addresses=("10.0.0.1",),
-    interfaces=(
-        Interface(name="lo", addresses=("127.0.0.1",), usable=False),
-        Interface(name="eth0", addresses=("10.0.0.1",), usable=True),
-        Interface(name="docker0", addresses=("172.17.0.1",), usable=False),
+    links=(
+        Link(name="lo", loopback=True, addresses=(LinkAddress(address="127.0.0.1", prefix=8),)),
+        Link(name="eth0", addresses=(LinkAddress(address="10.0.0.1", prefix=24),)),
+        Link(name="docker0", addresses=(LinkAddress(address="172.17.0.1", prefix=16),)),
     ),
     directory=Directory(path="/shared/runs", file_system="nfs4", mount_point="/shared", free_bytes=2**40),
     torch=Torch(version="2.10.0", torchvision="0.25.0"),
