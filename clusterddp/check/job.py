@@ -47,7 +47,7 @@ _LAG_S = 5.0
 """How late a file may be seen here that a node has written: NFS."""
 
 
-class _Connection(TypedDict, total=False):
+class _Way(TypedDict, total=False):
     source: str
     interface: str | None
     clock_offset_s: float
@@ -55,7 +55,7 @@ class _Connection(TypedDict, total=False):
     """The first node's own report."""
 
 
-class Connection(_Connection):
+class Way(_Way):
     """How a node has connected to the first one (check/probe.py)."""
 
     name: str
@@ -71,7 +71,7 @@ class Report(TypedDict):
     node: str
     nonce: str
     machine: Machine
-    connection: Connection | None
+    way: Way | None
     done: bool
 
 
@@ -247,10 +247,10 @@ def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
     for text in texts:
         with contextlib.suppress(ValueError):
             report = build(Report, read_object(text), "report")
-            first = report["connection"].get("first") if report["connection"] else None
+            first = report["way"].get("first") if report["way"] else None
             if first is not None:
                 with contextlib.suppress(ValueError):
-                    yield build(Report, first | {"connection": None}, "report")
+                    yield build(Report, first | {"way": None}, "report")
             yield report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clusterddp.check.job import Connection, JobAnswer, Report
+from clusterddp.check.job import JobAnswer, Report, Way
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import CLOCK_RED_S, judge_clock, judge_locked_memory, judge_machine
 from clusterddp.facts.judge_torch import minor_version
@@ -45,8 +45,8 @@ def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) 
         elif name != "clock":
             yield name, result
     yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.num_gpus > 0)
-    if report["connection"] is not None:
-        yield f"way to {report['connection']['name']}", _judge_connection(report["connection"])
+    if report["way"] is not None:
+        yield f"way to {report['way']['name']}", _judge_way(report["way"])
     yield "clock", _judge_clock(report, machine, answer)
     yield "size", ok(f"{machine.cores} cores for the task, {format_bytes(machine.memory_bytes)} memory")
 
@@ -68,26 +68,26 @@ def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Res
     return result
 
 
-def _judge_connection(connection: Connection) -> Result:
-    name, addresses = connection["name"], connection["addresses"]
-    if connection["reached"] is not None:
-        by = f" by {connection['interface']}" if connection.get("interface") else ""
-        return ok(f"{connection['reached']}, from {connection.get('source', '?')}{by}")
+def _judge_way(way: Way) -> Result:
+    name, addresses = way["name"], way["addresses"]
+    if way["reached"] is not None:
+        by = f" by {way['interface']}" if way.get("interface") else ""
+        return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
     if addresses and all(map(is_loopback, addresses)):
         return red(
             f"{name} is {', '.join(addresses)} here, which is this very host",
             f"the real address of {name} in /etc/hosts or DNS",
         )
     if not addresses:
-        return red(connection["error"], f"the address of {name} in /etc/hosts or DNS")
-    return red(f"not reached: {connection['error']}", "the nodes' firewall has to let jobs connect to each other")
+        return red(way["error"], f"the address of {name} in /etc/hosts or DNS")
+    return red(f"not reached: {way['error']}", "the nodes' firewall has to let jobs connect to each other")
 
 
 def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
     """Compare clocks: with the first node by asking it, with this machine by when the report can have been made."""
-    connection = report["connection"]
-    if connection is not None and "clock_offset_s" in connection:
-        against_first = judge_clock(connection["clock_offset_s"], f"that of {connection['name']}")
+    way = report["way"]
+    if way is not None and "clock_offset_s" in way:
+        against_first = judge_clock(way["clock_offset_s"], f"that of {way['name']}")
         if against_first.level != "ok":
             return against_first
     behind = answer.submitted - machine.time

@@ -1,9 +1,9 @@
-"""What the doctor's job runs on each node: looks at the node, connects to the first one, reports as JSON.
+"""What the doctor's job runs on each node: looks at the node, tries the way to the first one, reports as JSON.
 
     python -m clusterddp.check.probe DIRECTORY NONCE FIRST_NODE JOB_ID
 
 A report goes to standard output, and into the directory where that is there; the first node's report also goes along
-every connection that the others make to it, so that one of two nodes without the directory still reports.
+every connection that the others make to it, so that one of two nodes without the directory is still heard.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any, TypedDict
 
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
-from clusterddp.network.interface import is_loopback, resolve
+from clusterddp.network.interface import resolve
 from clusterddp.wire import build, read_object
 
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
-"""Below the ephemeral range, where no process gets a port by chance."""
+"""Below the ephemeral range, where nobody gets a port by chance."""
 _LINE = 800
-_CONNECT_S = 20.0
+_WAY_S = 20.0
 _ANSWER_S = 2.0
 _MAX_ANSWER = 1 << 20
 
 
-class _Answer(TypedDict):
+class _Said(TypedDict):
     """What the first node answers."""
 
     nonce: str
@@ -43,7 +43,7 @@ class _Answer(TypedDict):
 
 
 def main(arguments: list[str]) -> int:
-    """Look at this node, connect to the first one, report."""
+    """Look, try, report."""
     directory, nonce, first_node, job_id = Path(arguments[0]), arguments[1], arguments[2], arguments[3]
     node_rank, num_nodes = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get("SLURM_NNODES", "1"))
     machine = read_machine(directory, os.environ)
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         "node": os.environ.get("SLURMD_NODENAME") or machine.host,
         "nonce": _read_nonce(directory, nonce),
         "machine": machine.to_json(),
-        "connection": None,
+        "way": None,
         "done": False,
     }
     port = _FIRST_PORT + int(job_id) % _PORT_SPAN * _NUM_PORTS
@@ -61,13 +61,13 @@ def main(arguments: list[str]) -> int:
         listening = threading.Thread(target=_answer_peers, args=(report, nonce, ports, num_nodes - 1), daemon=True)
         listening.start()
     elif num_nodes > 1:
-        report["connection"] = _connect_to_first(first_node, nonce, ports, machine)
-    _publish(report, directory)
+        report["way"] = _try_way(first_node, nonce, ports, machine)
+    _tell(report, directory)
     report["machine"]["torch"] = dataclasses.asdict(import_torch())
     report["done"] = True
-    _publish(report, directory)
+    _tell(report, directory)
     if node_rank == 0 and num_nodes > 1:
-        listening.join(_CONNECT_S)
+        listening.join(_WAY_S)
     return 0
 
 
@@ -100,7 +100,7 @@ def _read_nonce(directory: Path, nonce: str) -> str:
 def _answer_peers(report: dict[str, Any], nonce: str, ports: range, num_peers: int) -> None:
     """Tell every peer that connects the time and what is known of this node."""
     with _listen(ports) as server:
-        server.settimeout(_CONNECT_S)
+        server.settimeout(_WAY_S)
         heard = 0
         with contextlib.suppress(OSError):
             while heard < num_peers:
@@ -121,9 +121,9 @@ def _listen(ports: range) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _connect_to_first(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:
-    """Connect to the first node by its name; return how that went, and what the first node reported."""
-    deadline = time.monotonic() + _CONNECT_S
+def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:
+    """Connect to the first node by its name; tell how that went, and what the first node said of itself."""
+    deadline = time.monotonic() + _WAY_S
     addresses: tuple[str, ...] = ()
     error = ""
     while time.monotonic() < deadline:
@@ -135,7 +135,7 @@ def _connect_to_first(first_node: str, nonce: str, ports: range, machine: Machin
                     return _ask(address, port, nonce, machine) | {"name": first_node, "addresses": addresses}
                 except OSError as failure:
                     error = f"{address}: {failure.strerror or failure}"
-        if addresses and all(map(is_loopback, addresses)):
+        if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
             break  # that is this very host, and will stay so
         time.sleep(0.3)
     return {"name": first_node, "addresses": addresses, "reached": None, "error": error}
@@ -151,22 +151,22 @@ def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any
             answer += chunk
         after = time.time()
     try:
-        answered = build(_Answer, read_object(answer))
+        said = build(_Said, read_object(answer))
     except ValueError:
-        answered = None
-    if answered is None or answered["nonce"] != nonce:
-        raise OSError(0, f"another program listens on port {port}")
+        said = None
+    if said is None or said["nonce"] != nonce:
+        raise OSError(0, f"a stranger listens on port {port}")
     return {
         "reached": address,
         "source": source,
         "interface": machine.interface_of(source),
-        "clock_offset_s": round(answered["time"] - (before + after) / 2, 3),
-        "first": answered["report"],
+        "clock_offset_s": round(said["time"] - (before + after) / 2, 3),
+        "first": said["report"],
         "error": "",
     }
 
 
-def _publish(report: dict[str, Any], directory: Path) -> None:
+def _tell(report: dict[str, Any], directory: Path) -> None:
     text = json.dumps(report)
     sys.stdout.write("".join(f"{line}\n" for line in print_lines(report["node_rank"], report["done"], text)))
     sys.stdout.flush()

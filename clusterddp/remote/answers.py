@@ -35,7 +35,7 @@ class Look(TypedDict):
 
 
 class ProbeResult(TypedDict):
-    """A try to connect (agent/probe.py)."""
+    """A try to connect (agent/ways.py)."""
 
     target: int
     address: str

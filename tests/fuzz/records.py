@@ -201,7 +201,7 @@ def nodes_reports(root: Path) -> Target:
         "clock_offset_s": 0.0,
         "error": "",
     }
-    report = {"node_rank": 0, "node": "n1", "nonce": "same", "machine": machine, "connection": way, "done": True}
+    report = {"node_rank": 0, "node": "n1", "nonce": "same", "machine": machine, "way": way, "done": True}
     folder = root / "work" / "doctor"
     folder.mkdir()
 

@@ -201,11 +201,13 @@ def _joining() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.agent import probe
+    from clusterddp.agent.listener import PAYLOAD
+    from clusterddp.agent.ways import Target as Way
+    from clusterddp.agent.ways import Try
 
     def read(what: Any, data: bytes, rng: random.Random) -> None:
-        attempt = object.__new__(probe.Try)
-        attempt.target = probe.Target(target=0, address="10.0.0.1", port=7, name="gpu01")
+        attempt = object.__new__(Try)
+        attempt.target = Way(target=0, address="10.0.0.1", port=7, name="gpu01")
         attempt.outcome, attempt.detail, attempt.left_from, attempt.seen_from, attempt.round_trip_ms = (
             None,
             "",
@@ -215,7 +217,7 @@ def _probed() -> Target:
         )
         attempt._unsent, attempt._heard, attempt._connected = b"", b"", True
         attempt.socket = SimpleNamespace(  # type: ignore[assignment]
-            recv=Wire(data.ljust(probe.PAYLOAD)).recv, getsockopt=lambda *names: bytes(104)
+            recv=Wire(data.ljust(PAYLOAD)).recv, getsockopt=lambda *names: bytes(104)
         )
         attempt.go_on()
         attempt.facts()

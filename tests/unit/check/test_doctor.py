@@ -59,7 +59,7 @@ WAY = {"name": "n1", "addresses": ["10.0.0.11"], "reached": "10.0.0.11", "source
 def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
     way = {**WAY, "clock_offset_s": 0.0} if node_rank else None
     data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "nonce": "same", "machine": machine}
-    return data | {"connection": way, "done": True} | changes
+    return data | {"way": way, "done": True} | changes
 
 
 def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), output: tuple[str, ...] = ()) -> JobAnswer:
@@ -113,7 +113,7 @@ def test_no_torch_where_one_submits_is_no_matter_when_the_nodes_have_one() -> No
 
 
 def test_a_clock_that_is_a_minute_off_the_first_node_is_red() -> None:
-    late = report(1, HERE, connection={**WAY, "clock_offset_s": 60.0})
+    late = report(1, HERE, way={**WAY, "clock_offset_s": 60.0})
     found = result_of(judge_nodes(answer(report(0, HERE), late), HERE, Needs()), "clock", "n2")
     assert (found.level, found.found) == ("red", "60.0 s behind that of n1")
 

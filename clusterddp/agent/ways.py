@@ -1,143 +1,33 @@
-"""The two ends of a probe: a listener on every address of this host, and tries to connect to those of other hosts.
-
-The one that connects sends PAYLOAD bytes, the nonce first, and gets as many back: who answers, and from which address
-it was seen. So large packets are probed as well: a wrong MTU lets a connection through and nothing else.
-"""
+"""Connecting to many addresses at once, within a time: what came of each."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
-import json
 import os
 import selectors
 import socket
 import struct
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.agent.listener import PAYLOAD
 from clusterddp.network.interface import plain_address
 from clusterddp.network.paths import Outcome
 from clusterddp.wire import read_object
 
-PAYLOAD = 1 << 15
-"""Bytes each way: more than the largest packet (9000), less than any buffer."""
-_BACKLOG = 4096
-_CLIENT_TIMEOUT_S = 5.0
-"""For one client."""
 _ENOUGH = 0.6
-"""Part of the time after which waiting ends when every target was reached at one of its addresses: long enough for a
-packet that was lost to be sent again."""
+"""Part of the time after which nobody waits on, when every target was reached at one of its addresses: long enough for
+a packet that was lost to be sent again."""
 _AT_ONCE = 400
 """Many hosts allow a process 1024 open files, and this one is connected to as often."""
 _ROUND_TRIP_OFFSET = 68
 """Of tcpi_rtt, in us, in Linux's struct tcp_info."""
-
-
-@dataclass(kw_only=True)
-class _Client:
-    socket: socket.socket
-    seen: str
-    deadline: float
-    heard: bytes = b""
-    unsent: bytes = b""
-    answered: bool = False
-
-
-class Listener:
-    """Answers each client that knows the nonce with the name of this host, in a thread, until it is closed."""
-
-    def __init__(self, nonce: str, name: str, port: int) -> None:
-        """Listen on `port`; 0: on one that the kernel gives.
-
-        Raises: OSError: the port is taken.
-        """
-        self._nonce = nonce.encode()
-        self._name = name
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-        self._socket.setblocking(False)
-        self.port = int(self._socket.getsockname()[1])
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._end, self._ended = socket.socketpair()
-        self._selector.register(self._ended, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Free the port, and close all connections."""
-        self._end.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select(1.0):
-                if key.fileobj is self._ended:
-                    self._hang_up()
-                    return
-                if key.fileobj is self._socket:
-                    self._accept()
-                elif not self._go_on(key.data):
-                    self._drop(key.data)
-            now = time.monotonic()
-            clients = [key.data for key in self._selector.get_map().values() if key.data is not None]
-            for client in clients:
-                if client.deadline < now:
-                    self._drop(client)
-
-    def _accept(self) -> None:
-        try:
-            peer, address = self._socket.accept()
-        except OSError:
-            time.sleep(0.01)  # too many open files, for a moment
-            return
-        peer.setblocking(False)
-        seen, deadline = plain_address(str(address[0])), time.monotonic() + _CLIENT_TIMEOUT_S
-        self._selector.register(peer, selectors.EVENT_READ, _Client(socket=peer, seen=seen, deadline=deadline))
-
-    def _go_on(self, client: _Client) -> bool:
-        """Hear and answer what can be now; False: there is no more to it."""
-        try:
-            if not client.answered:
-                data = client.socket.recv(PAYLOAD)
-                client.heard += data
-                if not data or not client.heard.startswith(self._nonce[: len(client.heard)]):
-                    return False
-                if len(client.heard) < PAYLOAD:
-                    return True
-                client.answered = True
-                client.unsent = json.dumps({"name": self._name, "seen": client.seen}).encode().ljust(PAYLOAD)
-                self._selector.modify(client.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, client)
-            if client.unsent:
-                client.unsent = client.unsent[client.socket.send(client.unsent) :]
-                if not client.unsent:
-                    # Whoever closes first keeps the port busy for a minute: let it be the other one.
-                    self._selector.modify(client.socket, selectors.EVENT_READ, client)
-                return True
-            return bool(client.socket.recv(1))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def _drop(self, client: _Client) -> None:
-        self._selector.unregister(client.socket)
-        client.socket.close()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            for key in list(self._selector.get_map().values()):
-                assert isinstance(key.fileobj, socket.socket)
-                key.fileobj.close()
-        self._selector.close()
 
 
 @dataclass(kw_only=True)
@@ -197,7 +87,7 @@ class Try:
             self._judge()
 
     def facts(self) -> dict[str, Any]:
-        """Return what came of it, for `Probe` of network/paths.py."""
+        """Tell what came of it, for `Way` of network/paths.py."""
         return {
             "target": self.target.target,
             "address": self.target.address,
@@ -233,8 +123,8 @@ class Try:
             self.outcome = "no answer" if code == errno.ETIMEDOUT else "no way"
 
 
-def probe_all(nonce: str, targets: Sequence[Target], within_s: float) -> list[Try]:
-    """Probe all targets at the same time; return what came of each, in their order."""
+def try_ways(nonce: str, targets: Sequence[Target], within_s: float) -> list[Try]:
+    """Try all ways at the same time; return what came of them, in their order."""
     start = time.monotonic()
     greeting = nonce.encode().ljust(PAYLOAD)
     waiting = deque(targets)
