@@ -88,7 +88,7 @@ def run_failed(release: str, page: str) -> Outcome:
     words = re.search(rf"^\* {release}: .*$", page, re.MULTILINE)
     if row is None or words is None:
         raise SystemExit(f"{release}: {PAGE} names no test that failed")
-    names = [f"tests/{name}" for name in re.findall(r"`([^`]+)` failed", words[0])]
+    names = [_find_test(name) for name in re.findall(r"`([^`]+)` failed", words[0])]
     outcome = run_pytest(release, names)
     outcome.passed += int(row[1])
     for count, reason in re.findall(r"(\d+) skipped: ([^;\n]+)", words[0]):
@@ -145,12 +145,25 @@ def write_row(page: str, release: str, versions: tuple[str, str], outcome: Outco
     date = time.strftime("%Y-%m-%d", time.gmtime())
     counts = f"{outcome.passed} | {len(outcome.failed)} | {outcome.skipped.total()}"
     rows[release] = f"| {release} | {slurm} | {python} | {counts} | {date} |"
-    notes = [f"`{Path(name).name}` failed: {why.replace(';', ',')}" for name, why in sorted(outcome.failed.items())]
+    notes = [f"`{_short(name)}` failed: {why.replace(';', ',')}" for name, why in sorted(outcome.failed.items())]
     notes += [f"{count} skipped: {reason}" for reason, count in sorted(outcome.skipped.items())]
     words[release] = f"* {release}: {'; '.join(notes)}" if notes else ""
     lines = [HEAD, *(rows[name] for name in ORDER if name in rows), ""]
     lines += [words[name] for name in ORDER if words.get(name)]
     return f"{before}{BEGIN}\n\n" + "\n".join(lines).rstrip() + f"\n\n{END}{after}"
+
+
+def _find_test(short: str) -> str:
+    """Return the name of a test that the page names by its file's name."""
+    name, _, test = short.partition("::")
+    [path] = HERE.rglob(name)
+    return f"{path.relative_to(ROOT)}::{test}"
+
+
+def _short(name: str) -> str:
+    """Name a test by its file's name; its parameters may hold slashes, too."""
+    path, _, test = name.partition("::")
+    return f"{Path(path).name}::{test}"
 
 
 if __name__ == "__main__":

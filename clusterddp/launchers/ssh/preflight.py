@@ -11,7 +11,7 @@ from clusterddp.errors import PreflightError, SshError
 from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
-from clusterddp.planning.entry import TRAINER
+from clusterddp.planning.program import TRAINER
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.ssh.session import Reply, Session, ask_all
 
