@@ -34,7 +34,7 @@ def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool, usual: Torch | No
         fix = install_command(torch, usual.version if usual else None)
         missing = f"{torch.executable} has none"
         return red(f"{missing}, and the trainer needs it", fix) if needs.trainer else note(missing, fix)
-    lacking = _judge_gpu_support(torch, needs) if has_gpus else None
+    lacking = _judge_gpu_support(torch, needs, usual or torch) if has_gpus else None
     return lacking or _judge_version(torch, needs, usual or torch)
 
 
@@ -74,11 +74,14 @@ def minor_version(version: str) -> tuple[str, ...]:
     return tuple(version.split(".")[:2])
 
 
-def _judge_gpu_support(torch: Torch, needs: Needs) -> Result | None:
+def _judge_gpu_support(torch: Torch, needs: Needs, usual: Torch) -> Result | None:
     """Return why a torch cannot compute on this machine's GPUs; None: it can, as far as is known."""
     if torch.for_cpu:
         why = "GPUs are asked for" if needs.num_gpus else "there are GPUs"
-        return red(f"{torch.version} is built for the CPU, and {why}", INSTALL_CUDA)
+        wanted = str(torch.version).partition("+")[0] if usual.for_cpu else usual.version
+        return red(
+            f"{torch.version} is built for the CPU, and {why}", f"{install_command(torch, wanted)}, or {INSTALL_CUDA}"
+        )
     if torch.gpus == 0:
         finds_none = ("and it finds no GPU", "nvidia-smi shows the driver; torch needs one for its CUDA")
         found, fix = explain_old_driver(str(torch.cuda), torch.driver or "") or finds_none

@@ -99,6 +99,13 @@ def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
     assert judge(with_torch(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
 
 
+def test_a_torch_for_the_cpu_is_replaced_by_the_build_that_other_hosts_have() -> None:
+    found = judge(with_torch(version="2.10.0+cpu", cuda=None, nccl=None), FACTS, FACTS)["torch"]
+    assert (found.level, found.found) == ("red", "2.10.0+cpu is built for the CPU, and GPUs are asked for")
+    assert found.fix is not None
+    assert found.fix.startswith("/env/bin/python -m pip install --force-reinstall torch==2.10.0 --index-url")
+
+
 def test_a_host_without_a_compiler_is_noted() -> None:
     assert judge(with_torch(compile_obstacle="no C compiler"))["compiler"].level == "note"
 
