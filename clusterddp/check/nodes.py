@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from clusterddp.check.job import JobAnswer, Report, Way
@@ -38,8 +39,8 @@ def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) 
     machine = report["machine"]
     yield "Python", _judge_python(machine, here)
     for name, result in judge_machine(machine, needs):
-        if name == "runs directory" and report["nonce"] != "same":
-            yield name, red(f"{machine.directory.path} is not what it is here: {report['nonce']}", _SHARED_FIX)
+        if name == "runs directory":
+            yield name, _judge_directory(result, report)
         elif name == "torch":
             yield name, _judge_torch(result, machine.torch, here.torch)
         elif name != "clock":
@@ -49,6 +50,13 @@ def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) 
         yield f"way to {report['way']['name']}", _judge_way(report["way"])
     yield "clock", _judge_clock(report, machine, answer)
     yield "size", ok(f"{machine.cores} cores for the task, {format_bytes(machine.memory_bytes)} memory")
+
+
+def _judge_directory(result: Result, report: Report) -> Result:
+    if report["nonce"] != "same":
+        path = report["machine"].directory.path
+        return red(f"{path} is not what it is here: {report['nonce']}", _SHARED_FIX)
+    return dataclasses.replace(result, found=f"{result.found}, the same as here")
 
 
 def _judge_python(machine: Machine, here: Machine) -> Result:

@@ -28,12 +28,13 @@ from clusterddp.facts.deep_check import (
     read_findings,
 )
 from clusterddp.facts.judge import LITTLE_LOCKED
+from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.view import RunState
+from clusterddp.submission.submit import submit
 from clusterddp.system.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial
-    from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 _RUN_S = 900.0
@@ -85,83 +86,20 @@ def measure_ranks(
     }
 
 
-def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], trial: Trial) -> Plan:
-    from clusterddp.planning.plan import plan_run
-
-    job = resolved.job.model_copy(update={"restarts": 0})
-    return plan_run(
-        dataclasses.replace(resolved, job=job),
-        runs_dir=runs_dir,
-        working_dir=Path.cwd(),
-        environ=environ,
-        trial=trial,
-    )
-
-
-def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tuple[Run, str]:
-    """Submit a run and wait for its end; return it, and its state then."""
-    run = _start(plan, timeout_s, tell)
-    try:
-        state = run.wait(_RUN_S)
-    finally:
-        run.cancel()  # of a run that has ended: nothing happens
-    return run, state
-
-
-def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
-    """Submit a run, and wait until its ranks have started.
-
-    Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
-    """
-    from clusterddp.submission.submit import submit
-
-    run = Run(submit(plan, tell=tell).run_dir)
-    deadline = time.monotonic() + timeout_s
-    while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
-        if time.monotonic() > deadline:
-            run.cancel()
-            raise PreflightError(
-                f"{run.name} has not started within {timeout_s:g} s, and is cancelled: it is {state}",
-                hint="--timeout S waits longer",
-            )
-    return run
-
-
-def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
-    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never got that far."""
-    tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
-    run = _start(plan, timeout_s, tell)
-    deadline = time.monotonic() + _HANG_S
-    try:
-        while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:
-            if time.monotonic() > deadline or run.wait(_POLL_S) not in _STARTED:
-                return None
-        time.sleep(1.0)  # into the all-reduce
-        began = time.monotonic()
-    finally:
-        run.cancel()
-    run.wait(_HANG_S)
-    return round(time.monotonic() - began, 1)
-
-
-def _read(run: Run, world_size: int) -> list[Finding]:
-    return [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]
-
-
 def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run: str) -> list[Check]:
     """Judge what the ranks of a run have reported; `state`: how the run ended."""
     logs = f"clusterddp logs {run} --rank all"
     checks = []
     for probe in PROBES:
-        own_findings = [finding for finding in findings if finding.probe == probe]
-        if own_findings and probe in _JUDGES:
-            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(own_findings, _JUDGES[probe])))
+        of_probe = [finding for finding in findings if finding.probe == probe]
+        if of_probe and probe in _JUDGES:
+            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(of_probe, _JUDGES[probe])))
     if state != "COMPLETED":
         last = {finding.rank: finding.probe for finding in findings}
         silent = world_size - len(last)
         far = f"; last reported: {', '.join(sorted(set(last.values())))}" if last else ""
-        words = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} reported nothing" if silent else "")
-        checks.append(Check(name="ranks", results={run: red(words, logs)}))
+        found = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} reported nothing" if silent else "")
+        checks.append(Check(name="ranks", results={run: red(found, logs)}))
     return checks
 
 
@@ -198,11 +136,70 @@ def to_report(checks: Iterable[Check], findings: Sequence[Finding]) -> dict[str,
     }
 
 
-def _by_host(own_findings: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
+def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], trial: Trial) -> Plan:
+    job = resolved.job.model_copy(update={"restarts": 0})
+    return plan_run(
+        dataclasses.replace(resolved, job=job),
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=environ,
+        trial=trial,
+    )
+
+
+def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tuple[Run, str]:
+    """Submit a run and wait for its end; return it, and its state then."""
+    run = _start(plan, timeout_s, tell)
+    try:
+        state = run.wait(_RUN_S)
+    finally:
+        run.cancel()  # of a run that has ended: nothing happens
+    return run, state
+
+
+def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
+    """Submit a run, and wait until its ranks have started.
+
+    Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
+    """
+    run = Run(submit(plan, tell=tell).run_dir)
+    deadline = time.monotonic() + timeout_s
+    while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
+        if time.monotonic() > deadline:
+            run.cancel()
+            raise PreflightError(
+                f"{run.name} has not started within {timeout_s:g} s, and is cancelled: it is {state}",
+                hint="--timeout S waits longer",
+            )
+    return run
+
+
+def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
+    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never got that far."""
+    tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
+    run = _start(plan, timeout_s, tell)
+    deadline = time.monotonic() + _HANG_S
+    try:
+        while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:
+            if time.monotonic() > deadline or run.wait(_POLL_S) not in _STARTED:
+                return None
+        time.sleep(1.0)  # into the all-reduce
+        began = time.monotonic()
+    finally:
+        run.cancel()
+    run.wait(_HANG_S)
+    return round(time.monotonic() - began, 1)
+
+
+def _read(run: Run, world_size: int) -> list[Finding]:
+    return [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]
+
+
+def _by_host(findings: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
     """Judge each host by its ranks: what failed on one of them comes first."""
     results = {}
-    for host in dict.fromkeys(finding.host for finding in own_findings):
-        own = [finding for finding in own_findings if finding.host == host]
+    for host in dict.fromkeys(finding.host for finding in findings):
+        own = [finding for finding in findings if finding.host == host]
         failed = [finding for finding in own if finding.found is None]
         if failed:
             worst = min(failed, key=lambda finding: finding.error == "failed on another rank")
@@ -217,13 +214,13 @@ def _by_host(own_findings: Sequence[Finding], judge: Callable[[Sequence[Any]], R
 def _judge_environment(ranks: Sequence[Environment]) -> Result:
     first = ranks[0]
     build = f"CUDA {first.cuda}" if first.cuda else "for the CPU"
-    words = [f"torch {first.torch} {build}", f"Python {first.python}"]
-    words += (
+    parts = [f"torch {first.torch} {build}", f"Python {first.python}"]
+    parts += (
         [f"{len(ranks)} x {first.gpu}, capability {first.capability}"] if first.gpu else [f"{len(ranks)} ranks, no GPU"]
     )
-    words += [f"driver {first.driver}"] if first.driver else []
-    words += [f"NCCL {first.nccl}"] if first.nccl else []
-    found = ", ".join(words)
+    parts += [f"driver {first.driver}"] if first.driver else []
+    parts += [f"NCCL {first.nccl}"] if first.nccl else []
+    found = ", ".join(parts)
     if first.gpu and 0 <= first.locked_memory_bytes < LITTLE_LOCKED:
         return note(
             f"{found}; at most {format_bytes(first.locked_memory_bytes)} may be locked",

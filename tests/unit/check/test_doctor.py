@@ -101,6 +101,20 @@ def test_another_python_on_a_node_is_red() -> None:
     assert result_of(checks, "Python", "n1").level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("changes", "level"), [({}, "ok"), ({"free_bytes": 2**20}, "red"), ({"in_memory": True}, "red")]
+)
+def test_the_runs_directory_of_a_node_is_judged_as_it_is_here(changes: dict[str, Any], level: str) -> None:
+    there = dataclasses.replace(HERE, directory=dataclasses.replace(HERE.directory, **changes))
+    found = result_of(judge_nodes(answer(report(0, there)), HERE, Needs()), "runs directory", "n1")
+    assert (found.level, found.found.endswith(", the same as here")) == (level, True)
+
+
+def test_a_runs_directory_that_is_another_one_on_a_node_is_red() -> None:
+    found = result_of(judge_nodes(answer(report(0, HERE, nonce="Not there")), HERE, Needs()), "runs directory", "n1")
+    assert (found.level, found.found) == ("red", "/shared/runs is not what it is here: Not there")
+
+
 def test_another_torch_on_a_node_is_red() -> None:
     other = dataclasses.replace(HERE, torch=Torch(version="2.11.0"))
     found = result_of(judge_nodes(answer(report(0, HERE), report(1, other)), HERE, Needs()), "torch", "n2")
