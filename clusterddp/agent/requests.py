@@ -29,7 +29,7 @@ class Part(_Piece, total=False):
     like: list[tuple[int, int, str]]
 
 
-class Way(TypedDict):
+class Target(TypedDict):
     """An address to connect to (agent/ways.py)."""
 
     target: int
@@ -46,7 +46,7 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "results.list": {"runs": list[Seen]},
     "results.read": {"name": str, "parts": list[Part]},
     "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
-    "net.probe": {"nonce": str, "targets": list[Way], "names": list[str], "within_s": float},
+    "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},
     "run.ask": {"name": str, "what": str, "reason": str},
     "run.end": {"token": str, "patience_s": float | None},
     "run.prepare": {"name": str, "attempt": int, "plan": dict[str, Any], "record": dict[str, Any], "spec": str},
@@ -64,6 +64,6 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "table.stored": {"older_than_s": float},
     "trial.read": {"wait_s": float},
     "trial.start": {"variables": _VARIABLES, "order": dict[str, Any]},
-    "trial.tell": {"words": dict[str, Any]},
+    "trial.send": {"message": dict[str, Any]},
 }
 """Operation -> key -> type, for `wire.build`; the other operations are asked without anything."""

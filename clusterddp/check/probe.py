@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
-from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
+from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
-from clusterddp.network.interface import is_loopback
+from clusterddp.network.interface import is_loopback, resolve
 from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.client import Found, NotFound, Search
 from clusterddp.rendezvous.connection import Connection, Message, Protocol, flush_all
@@ -162,7 +162,7 @@ def _read_answer(found: Found, asked_at: float, machine: Machine) -> dict[str, A
     return {
         "reached": connection.peer_address,
         "source": connection.own_address,
-        "interface": interface_of(connection.own_address, machine.interfaces),
+        "interface": machine.interface_of(connection.own_address),
         "clock_offset_s": round(answer["time"] - (asked_at + answered_at) / 2, 3),
         "first": answer["report"],
         "error": "",

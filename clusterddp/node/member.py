@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
+from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end

@@ -1,4 +1,4 @@
-"""What a machine does to the processes of somebody who logs out: systemd-logind may end them."""
+"""What happens to the processes of a user who logs out: systemd-logind may end them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _YES = {"1", "yes", "y", "true", "t", "on"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logout:
-    """What becomes of this user's processes at the end of the session in which they were started."""
+    """What happens to this user's processes at the end of the session in which they were started."""
 
     user: str
     in_session: bool

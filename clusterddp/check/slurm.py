@@ -1,4 +1,4 @@
-"""What Slurm says on this machine: its commands, its controller, and whether the spec's wishes exist there."""
+"""Checks Slurm from this machine: its commands, its controller, and whether it has what the spec asks for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 
 
-def judge_login(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
+def judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
     """Ask Slurm, if it is here, and judge its answers; `job` is a spec for Slurm, if there is one."""
     missing = [name for name in COMMANDS if shutil.which(name, path=environ.get("PATH")) is None]
     if len(missing) == len(COMMANDS):
-        words = "none of its commands is here"
-        yield "Slurm", note(words) if job is None else red(words, "submit from a login node of the cluster")
+        found = "none of its commands is here"
+        yield "Slurm", note(found) if job is None else red(found, "submit from a login node of the cluster")
         return
     if missing:
         yield "Slurm's commands", red(f"{', '.join(missing)} missing", "install Slurm's client package; see PATH")
@@ -47,7 +47,7 @@ def judge_login(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tup
 
 def _judge_cluster(cluster: Cluster) -> Iterator[tuple[str, Result]]:
     if cluster.has_accounting:
-        broken = [words for words in cluster.unanswered if words.startswith("sacct")]
+        broken = [answer for answer in cluster.unanswered if answer.startswith("sacct")]
         yield "accounting", note(broken[0], "sacctmgr ping; states still come from squeue") if broken else ok("answers")
 
 
