@@ -13,8 +13,8 @@ from patience import PATIENCE
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import list_runs, read_json
-from clusterddp.train.place import Place
-from clusterddp.train.smoke_test import check_program
+from clusterddp.train.checks.smoke_test import check_program
+from clusterddp.train.device import RankVariables
 
 TRAINER = """\
 name: tiny
@@ -103,7 +103,7 @@ def test_what_would_fail_at_the_start_is_named(
     (tmp_path / "train.py").write_text(text)
     entry = {"kind": "command" if kind == "shell" else kind, "target": target, "shell": kind == "shell"}
     with pytest.raises(ClusterddpError) as error:
-        check_program(entry, Place(rank=0, local_rank=0, world_size=1, backend="gloo"), code_dir=tmp_path)
+        check_program(entry, RankVariables(rank=0, local_rank=0, world_size=1, backend="gloo"), code_dir=tmp_path)
     assert complaint in str(error.value)
 
 
@@ -117,7 +117,7 @@ def test_ranks_that_torchrun_starts_are_tested_too(tmp_path: Path) -> None:
 def test_the_plan_of_a_smoke_test_can_be_seen(tmp_path: Path) -> None:
     done = smoke_test(tmp_path, TRAINER, "-n", "-o", "json")
     plan = json.loads(done.stdout)
-    assert (plan["launcher"], plan["gang"]["entry"]["target"]) == ("local", "clusterddp.train.smoke_test")
+    assert (plan["launcher"], plan["gang"]["entry"]["target"]) == ("local", "clusterddp.train.checks.smoke_test")
     assert plan["gang"]["on_cpu"]
     assert not (tmp_path / "runs").exists()
 

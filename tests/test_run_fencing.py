@@ -7,7 +7,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 
 OVERTAKEN = "attempt 1 of the run has begun, this is attempt 0"
 

@@ -140,13 +140,13 @@ from sim_cuda import device
 device.install(gpus=2)
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.train import deep_check
+from clusterddp.train.checks import deep_check
 from clusterddp.train.group import join_group
-from clusterddp.train.place import Place
+from clusterddp.train.device import RankVariables
 from clusterddp.train.main import Assignment
 from clusterddp.train.spec import TrainSpec
 
-place = Place(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")
+place = RankVariables(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")
 environment = deep_check.describe_environment(place, {{"NCCL_DEBUG": "INFO", "HOME": "/x"}})
 assert (environment.gpus, environment.gpu, environment.capability) == (2, "NVIDIA H100 80GB HBM3", "9.0")
 assert environment.variables == {{"NCCL_DEBUG": "INFO"}}

@@ -14,9 +14,9 @@ import torch
 from train_gang import Gang, make_run, one_rank, open_gang, settle, train_once
 
 from clusterddp.train.begin import begin
-from clusterddp.train.comm.auto import Measured, choose_comm, explain_choice, measure
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
+from clusterddp.train.research.auto_mode import Measured, choose_comm, explain_choice, measure
 
 # Two machines with a core each, 1 Gbit/s between them, ResNet-18 in bf16, 8 images a rank.
 SLOW_LINK = Measured(

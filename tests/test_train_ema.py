@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from train_gang import Gang, make_run, metrics_rows, open_gang, outcome, settle
 
-from clusterddp.train.ema import Ema, build_ema
+from clusterddp.train.evaluate import Ema, build_ema
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256

@@ -12,11 +12,10 @@ from train_gang import TINY, Gang, one_rank, open_gang
 
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.evaluate import Evaluation, evaluate
+from clusterddp.train.evaluate import Evaluation, evaluate, mean_logits
 from clusterddp.train.group import Group, averaged_buffers
 from clusterddp.train.models import build_model
 from clusterddp.train.spec import TrainSpec
-from clusterddp.train.tta import mean_logits
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from train_gang import TINY, Gang, make_run, one_rank, open_gang, outcome, settl
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.begin import begin
-from clusterddp.train.comm.ddp import DdpExchange
 from clusterddp.train.data.dataset import Dataset, load_dataset
+from clusterddp.train.exchange import DdpExchange
 from clusterddp.train.forward import (
     compile_now,
     compile_options,

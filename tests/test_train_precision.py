@@ -13,9 +13,9 @@ from train_gang import TINY, Gang, make_run, metrics_rows, one_rank, open_gang, 
 from clusterddp.train.begin import settle_precision
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
+from clusterddp.train.forward import choose_precision, time_precisions
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 

@@ -25,7 +25,7 @@ class Trial:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._unread = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.train.trial"],
+            [sys.executable, "-m", "clusterddp.train.checks.host_trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

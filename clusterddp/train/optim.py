@@ -35,16 +35,16 @@ class Schedule:
     warmup: float
     """The share of all steps in which the rate rises."""
     shape: str
-    alone_share: float = 1.0
-    """The share of the rate that a rank takes which steps with its own batch alone (`Exchange.alone`)."""
+    own_gradient_share: float = 1.0
+    """The share of the rate for ranks that step with their own batch's gradient (`Exchange.own_gradient`)."""
 
-    def learning_rate(self, step: int, *, alone: bool = False) -> float:
+    def learning_rate(self, step: int, *, own_gradient: bool = False) -> float:
         """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0."""
-        return self.peak(alone=alone) * self._height(step)
+        return self.peak(own_gradient=own_gradient) * self._height(step)
 
-    def peak(self, *, alone: bool = False) -> float:
+    def peak(self, *, own_gradient: bool = False) -> float:
         """Return the highest rate of the run."""
-        return self.peak_lr * (self.alone_share if alone else 1.0)
+        return self.peak_lr * (self.own_gradient_share if own_gradient else 1.0)
 
     def _height(self, step: int) -> float:
         """Return the rate of a step as a share of the peak."""
@@ -80,7 +80,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
         peak_lr=spec.lr * (global_batch / spec.lr_batch if grows else 1.0),
         warmup=spec.warmup,
         shape=spec.schedule,
-        alone_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
+        own_gradient_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
     )
 
 

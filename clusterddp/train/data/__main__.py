@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.data import cifar10, fashion_mnist
-from clusterddp.train.data.pictures import find_source
+from clusterddp.train.data.image_files import find_source
 
 
 def main(name: str, directory: str) -> int:

@@ -12,11 +12,10 @@ from torch import Tensor
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import BUILT_IN, kept_side
 from clusterddp.train.data import cifar10, fashion_mnist
+from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
-from clusterddp.train.data.hashing import derive_seed
-from clusterddp.train.data.kept import read_kept
-from clusterddp.train.data.memory import demand_memory
-from clusterddp.train.data.pictures import Source, find_source
+from clusterddp.train.data.image_cache import demand_memory, read_cached
+from clusterddp.train.data.image_files import Source, find_source
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _read_fashion_mnist(spec: TrainSpec, data_dir: Path, device: torch.device, *
 
 
 def _read_pictures(spec: TrainSpec, source: Source, device: torch.device) -> Dataset:
-    kept = read_kept(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
+    kept = read_cached(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
     train, test = (kept.train_images, kept.train_labels), (kept.test_images, kept.test_labels)
     label = f"{source.title} ({len(train[1]):,} train, {len(test[1]):,} test images)"
     return _place(spec, device, train, test, label=label, num_classes=kept.num_classes, mean=kept.mean, std=kept.std)

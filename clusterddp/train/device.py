@@ -19,7 +19,7 @@ _SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankVariables:
     """Where this process stands among the ranks, as torchrun's variables tell it."""
 
     rank: int
@@ -37,7 +37,7 @@ class Place:
     """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+    def from_environment(cls, environ: Mapping[str, str]) -> RankVariables:
         """Read the variables; without them the process is the only rank."""
         backend = environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo")
         return cls(
@@ -52,19 +52,19 @@ class Place:
         )
 
 
-def choose_device(place: Place) -> torch.device:
+def choose_device(variables: RankVariables) -> torch.device:
     """Choose what a rank computes on.
 
     Raises: ClusterddpError: it is to have a GPU, and has none of its own.
     """
-    if (place.device or ("cuda" if place.backend == "nccl" else "cpu")) == "cpu":
+    if (variables.device or ("cuda" if variables.backend == "nccl" else "cpu")) == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = place.local_rank if place.gpu is None else place.gpu
+    index = variables.local_rank if variables.gpu is None else variables.gpu
     if not gpus:
-        raise _no_gpu(place)
+        raise _no_gpu(variables)
     if index >= gpus:
-        which = f"rank {place.rank} is number {place.local_rank} on its node"
+        which = f"rank {variables.rank} is number {variables.local_rank} on its node"
         shown = visible_gpus(os.environ, listed=())
         raise ClusterddpError(
             f"{which}, which shows it {gpus} GPU{'' if gpus == 1 else 's'}",
@@ -75,9 +75,9 @@ def choose_device(place: Place) -> torch.device:
     return device
 
 
-def _no_gpu(place: Place) -> ClusterddpError:
+def _no_gpu(variables: RankVariables) -> ClusterddpError:
     """Say why torch finds no GPU on a host that is to have some."""
-    wants, build = f"rank {place.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
+    wants, build = f"rank {variables.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
     cpu = "--cpu runs the same ranks on the CPU"
     if torch.version.cuda is None and torch.version.hip is None:
         return ClusterddpError(f"{wants} {build} is built for the CPU", hint=f"{INSTALL_CUDA}; {cpu}")

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange, ring_bytes
+from clusterddp.train.exchange import Exchange, ring_bytes
 from clusterddp.train.group import Group, averaged_buffers, averaged_tensors, broadcast_model, mean_over_ranks
 from clusterddp.train.optim import optimizer_tensors
 
@@ -46,7 +46,7 @@ class LocalSteps(Exchange):
     def __init__(self, model: nn.Module, group: Group, *, every: int, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, group)
         self.label = f"local:{every}"
-        self.alone = every > 1  # the mean of what single steps have moved is what their mean gradient moves
+        self.own_gradient = every > 1  # the mean of what single steps have moved is what their mean gradient moves
         broadcast_model(model, group)
         self._every = every
         self._optimizer = optimizer
@@ -68,7 +68,7 @@ class LocalSteps(Exchange):
         return ring_bytes(payload, self._group)
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
-        self.apart = not epoch_ends
+        self.diverged = not epoch_ends
         self._take_in()
         if epoch_ends:
             self._meet()
@@ -79,7 +79,7 @@ class LocalSteps(Exchange):
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """Average parameters too, while the ranks are apart, or of another model, which keeps more than a mean does."""
-        if model is self.module and not self.apart:
+        if model is self.module and not self.diverged:
             return averaged_buffers(model, self._group)
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
@@ -87,7 +87,7 @@ class LocalSteps(Exchange):
         return {"moved": self._moved} if self._sent else {}
 
     def common_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"mean": self._mean} if self.apart else {}
+        state: dict[str, Any] = {"mean": self._mean} if self.diverged else {}
         if self._sent:
             self._arrive()
             sent = [(part.start, part.stop) for part in self._sent]
@@ -99,8 +99,8 @@ class LocalSteps(Exchange):
 
     def load_state(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         """Go on; of a sum under way only with the ranks that it is of: the mean of others' weights has it already."""
-        self.apart = "mean" in common
-        self._mean.copy_(common["mean"] if self.apart else torch.cat(self._weights))
+        self.diverged = "mean" in common
+        self._mean.copy_(common["mean"] if self.diverged else torch.cat(self._weights))
         self._sent = ()
         if common.get("ranks") == self._group.world_size:
             self._sent = [slice(*part) for part in common["sent"]]

@@ -17,7 +17,7 @@ from PIL import Image
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.data.memory import demand_memory
+from clusterddp.train.data.image_cache import demand_memory
 from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")

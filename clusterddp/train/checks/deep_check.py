@@ -39,11 +39,11 @@ from clusterddp.facts.deep_check import (
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
-from clusterddp.train.place import Place
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState
 
@@ -63,18 +63,18 @@ _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 def main(environ: Mapping[str, str], words: list[str]) -> None:
     """Measure, and print."""
-    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
-    probe = Probe(place)
-    probe("environment", lambda: describe_environment(place, environ))
+    assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
+    probe = Probe(variables)
+    probe("environment", lambda: describe_environment(variables, environ))
     began = time.perf_counter()
-    group = join_group(place)
-    probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=place.backend, device=str(group.device)))
+    group = join_group(variables)
+    probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=variables.backend, device=str(group.device)))
     if "hang" in words:
         wait_for_ever(group, probe)
     probe.group = group
     if group.world_size > 1:
         probe("all_reduce", lambda: time_reductions(group))
-    if group.device.type == "cuda" and place.local_rank == 0:
+    if group.device.type == "cuda" and variables.local_rank == 0:
         probe.alone("peers", measure_peers)
     spec = _spec(assignment, group)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
@@ -87,8 +87,8 @@ def main(environ: Mapping[str, str], words: list[str]) -> None:
 class Probe:
     """Carries probes out, and tells what came of them."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, variables: RankVariables) -> None:
+        self._variables = variables
         self.group: Group | None = None
         """Set: whether a probe worked is agreed on, so that all ranks go on alike."""
 
@@ -108,17 +108,17 @@ class Probe:
         return True
 
     def _tell(self, name: str, **what: Any) -> None:
-        finding = Finding(rank=self._place.rank, host=socket.gethostname(), probe=name, **what)
+        finding = Finding(rank=self._variables.rank, host=socket.gethostname(), probe=name, **what)
         print(finding.to_line(), flush=True)
 
 
-def describe_environment(place: Place, environ: Mapping[str, str]) -> Environment:
+def describe_environment(variables: RankVariables, environ: Mapping[str, str]) -> Environment:
     """Tell what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
     has_gpus = torch.cuda.is_available()
     nccl = torch.cuda.nccl.version() if has_gpus and dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     own: dict[str, Any] = {}
     if has_gpus:
-        index = place.local_rank if place.gpu is None else place.gpu
+        index = variables.local_rank if variables.gpu is None else variables.gpu
         device = torch.cuda.get_device_properties(index)
         driver = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         own = {
@@ -139,7 +139,7 @@ def describe_environment(place: Place, environ: Mapping[str, str]) -> Environmen
         shm_bytes=shutil.disk_usage(_SHM).total if Path(_SHM).exists() else None,
         compile_obstacle=find_compile_obstacle(environ),
         variables={name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES)},
-        topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if place.local_rank == 0 else None,
+        topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if variables.local_rank == 0 else None,
         **own,
     )
 
@@ -187,15 +187,15 @@ def time_compile(device: torch.device) -> Compile:
 
 def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
     """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
+    from clusterddp.train.compute_slots import agree_on_compute_slot
     from clusterddp.train.host import find_host, load_once
-    from clusterddp.train.turns import agree_on_turns
 
     host = find_host(group)
     dataset = load_once(spec, group, host)
-    turns = agree_on_turns(spec, host, image_size=dataset.image_size)
+    slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
-        setting = prepare(spec, dataset, group, store=store, reporter=reporter, turns=turns)
+        setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         state = begin(setting)
         _take_steps(state, setting, _PROFILED_STEPS)
         seconds, steps = _take_steps(state, setting, _STEPS[group.device.type])

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange, gradients_of, ring_bytes
+from clusterddp.train.exchange import Exchange, gradients_of, ring_bytes
 from clusterddp.train.group import Group, broadcast_model, mean_over_ranks, start_mean
-from clusterddp.train.matrices import as_matrix, from_matrix
+from clusterddp.train.muon import as_matrix, from_matrix
 
 _EXACT_SHARE, _MOST_EXACT_STEPS = 0.1, 100
 

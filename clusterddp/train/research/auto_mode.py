@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import gradients_of
-from clusterddp.train.comm.local import share_sent
-from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.exchange import gradients_of
+from clusterddp.train.forward import trial_pass
 from clusterddp.train.group import Group, max_over_ranks, mean_over_ranks
-from clusterddp.train.precision import trial_pass
+from clusterddp.train.research.local_steps import share_sent
+from clusterddp.train.research.powersgd import PowerSgd
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.memory import in_gib
+from clusterddp.facts.memory import free_bytes, in_gib
 from clusterddp.train.data.download import default_data_dir, locked, log
-from clusterddp.train.data.memory import demand_memory
-from clusterddp.train.data.pictures import Half, Source
+from clusterddp.train.data.image_files import Half, Source
 
 _FORMAT = 1
 _BLOCK = 64  # images that a thread reads at a time
@@ -36,8 +35,8 @@ _OTHER_PLACE = "make room, or set train.data_dir to a disk that has it, or lower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kept:
-    """A set as it lies in its file, which is mapped: what nobody looks at takes no memory."""
+class CachedImages:
+    """A set as it lies in its file, which is mapped: what nobody transforms at takes no memory."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -48,7 +47,7 @@ class Kept:
     std: tuple[float, ...]
 
 
-def read_kept(source: Source, *, side: int | None, device: torch.device, samples: int | None = None) -> Kept:
+def read_cached(source: Source, *, side: int | None, device: torch.device, samples: int | None = None) -> CachedImages:
     """Return the images of `source`, brought to `side` x `side` pixels; the first process of the host makes the file.
 
     `side` None: as they are, which is an error unless all are squares of one size. `device`: where they go later, of
@@ -67,6 +66,17 @@ def read_kept(source: Source, *, side: int | None, device: torch.device, samples
         except OSError as error:
             raise ClusterddpError(f"{place}: cannot be written: {error}", hint=_OTHER_PLACE) from error
     return _read(directory)
+
+
+def demand_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    """Raise ClusterddpError, with both numbers, if `device` has less than `num_bytes` left for `what`."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    if free is not None and num_bytes > free:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this host"
+        raise ClusterddpError(
+            f"{what} take {in_gib(num_bytes)} as a whole set on the device, and {where} has {in_gib(free)} left",
+            hint="lower train.image_size, or take fewer images",
+        )
 
 
 def _choose_place(root: Path) -> Path:
@@ -221,7 +231,7 @@ def _sha256(pixels: Path, about: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _read(directory: Path) -> Kept:
+def _read(directory: Path) -> CachedImages:
     """Read what `_make` has made, and check all of it."""
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
@@ -234,7 +244,7 @@ def _read(directory: Path) -> Kept:
     shape = (len(labels[0]) + len(labels[1]), *about["shape"])
     size = torch.Size(shape).numel()
     pixels = torch.from_file(str(directory / "pixels"), shared=False, size=size, dtype=torch.uint8).view(shape)
-    return Kept(
+    return CachedImages(
         train_images=pixels[: len(labels[0])],
         train_labels=labels[0],
         test_images=pixels[len(labels[0]) :],
