@@ -133,6 +133,27 @@ assert here.grad.tolist() == [0.0] * 3 and here.grad.device == here.device
     subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True)
 
 
+def test_the_first_step_is_reported_when_the_gpu_has_done_it(sim_cuda: None) -> None:
+    program = """
+from sim_cuda import device
+device.install(gpus=1)
+import torch
+from clusterddp.train.main import StartUp
+
+class Silent:
+    def first_step(self, seconds, phases):
+        print(phases)
+
+start_up, waits = StartUp(), []
+for _ in range(2):
+    before = device.counts.copy()
+    start_up.after_step(Silent(), torch.device("cuda", 0))
+    waits.append(device.counts.since(before).waits.total())
+assert waits == [1, 0], waits
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True)
+
+
 def test_the_deep_check_measures_gpus(sim_cuda: None, tmp_path: Path) -> None:
     """But for the calls that torch's profiler counts: it knows no device that is not there."""
     program = f"""

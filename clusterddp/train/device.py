@@ -1,4 +1,4 @@
-"""Where a rank stands among the ranks, and the device it computes on; why torch finds none where one is to be."""
+"""A rank's variables, the device it computes on, and why torch finds no GPU where one is expected."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankVariables:
-    """Where this process stands among the ranks, as torchrun's variables tell it."""
+    """This process's variables, named as torchrun's: its rank, its local rank, its device."""
 
     rank: int
     local_rank: int
     world_size: int
     backend: str
-    """What carries gradients: nccl or gloo."""
+    """The backend that carries gradients: nccl or gloo."""
     device: str | None = None
-    """What this rank computes on: cuda or cpu, as gloo carries gradients of GPUs, too; None: a GPU for nccl alone."""
+    """cuda or cpu, for gloo carries gradients of GPUs, too; None: a GPU with nccl, the CPU with gloo."""
     on_one_host: bool = False
-    """True when whoever started the ranks says that all of them are on this host."""
+    """Whether all ranks are on this host, by LOCAL_WORLD_SIZE."""
     init_method: str = "env://"
-    """Where the ranks meet."""
+    """The rendezvous of the ranks."""
     gpu: int | None = None
-    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
+    """The index of this rank's GPU among those that the process sees; None: its local rank."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RankVariables:
@@ -53,9 +53,9 @@ class RankVariables:
 
 
 def choose_device(variables: RankVariables) -> torch.device:
-    """Choose what a rank computes on.
+    """Choose the device of a rank.
 
-    Raises: ClusterddpError: it is to have a GPU, and has none of its own.
+    Raises: ClusterddpError: it needs a GPU, and has none of its own.
     """
     if (variables.device or ("cuda" if variables.backend == "nccl" else "cpu")) == "cpu":
         return torch.device("cpu")
@@ -75,8 +75,19 @@ def choose_device(variables: RankVariables) -> torch.device:
     return device
 
 
+def cpu_bf16_units() -> tuple[bool, bool]:
+    """Return whether this CPU has avx512_bf16, and whether it has AMX.
+
+    torch's names for these are private (2.10 to 2.13); where they are gone, the answer is no. So it is on a CPU of
+    another make.
+    """
+    names = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+    has_avx512_bf16, has_amx = (bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
+    return has_avx512_bf16, has_amx
+
+
 def _no_gpu(variables: RankVariables) -> ClusterddpError:
-    """Say why torch finds no GPU on a host that is to have some."""
+    """Explain why torch finds no GPU on a host that should have some."""
     wants, build = f"rank {variables.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
     cpu = "--cpu runs the same ranks on the CPU"
     if torch.version.cuda is None and torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""What a forward pass calls: the model on its device, and around it what sync_bn, strategy and compile ask for."""
+"""The forward pass: the model on its device, its wrappers (sync_bn, strategy, compile), and its precision."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.device import cpu_bf16_units
 from clusterddp.train.group import Group, min_over_ranks
 from clusterddp.train.models import build_model
 from clusterddp.train.models.resnet import has_large_stem
@@ -58,30 +59,30 @@ def wrap_forward(module: nn.Module, model: nn.Module, spec: TrainSpec, group: Gr
 
 
 def is_compiled(spec: TrainSpec, device: torch.device) -> bool:
-    """Say whether steps are compiled. On CPUs `auto` does not: 15 to 30 s of compiling gain 10 % at best."""
+    """Return whether steps are compiled. On CPUs `auto` does not: 15 to 30 s of compiling gain 10 % at best."""
     return spec.strategy != "dp" and (
         spec.compile in ("always", "max") or (spec.compile == "auto" and device.type == "cuda")
     )
 
 
 def compile_options(spec: TrainSpec, device: torch.device) -> dict[str, Any]:
-    """Return what torch.compile is told; on CPUs `max` is `always`."""
+    """Return the options of torch.compile; on CPUs `max` is `always`."""
     if spec.compile != "max" or device.type != "cuda":
         return {}
     return {"mode": "max-autotune" if uses_cuda_graphs(spec, device) else "max-autotune-no-cudagraphs"}
 
 
 def uses_cuda_graphs(spec: TrainSpec, device: torch.device) -> bool:
-    """Say whether forward and backward passes are CUDA graphs.
+    """Return whether forward and backward passes are CUDA graphs.
 
     A graph writes its results, gradients included, to the same memory each time, so none may outlive a second
-    micro-batch; and SyncBatchNorm's exchange is not to be captured.
+    micro-batch. SyncBatchNorm's exchange must not be captured.
     """
     return spec.compile == "max" and device.type == "cuda" and spec.accumulate == 1 and not spec.sync_bn
 
 
 def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -> list[str]:
-    """Tell, in words, what is unusual about the forward pass of training."""
+    """Describe what is unusual about the forward pass of training."""
     facts = [f"compiled in {compile_seconds:.1f} s"] if compile_seconds else []
     if spec.strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
@@ -91,7 +92,7 @@ def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -
 
 
 def describe_images(spec: TrainSpec, dataset: Dataset) -> str:
-    """Tell, in words, the size of the images, and which first layers of the model follow from it."""
+    """Describe the size of the images, and which first layers of the model follow from it."""
     kept, size = dataset.train_images.shape[2], dataset.image_size
     enlarged = f", enlarged to {size}x{size} in each batch" if kept < size else ""
     stem = ""
@@ -108,7 +109,7 @@ def count_devices(forward: nn.Module) -> int:
 
 
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
-    """Have `module` compiled by one forward and backward pass that leaves no trace in `model`, even where it fails.
+    """Compile `module` by one forward and backward pass that leaves `model` unchanged, even where it fails.
 
     Return the seconds. Every rank must take part where the pass exchanges something.
     """
@@ -134,7 +135,7 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
 
 
 def mark_step(spec: TrainSpec, device: torch.device) -> None:
-    """Have CUDA graphs know that a step begins: what the one before has left in their memory is of no use any more."""
+    """Mark the begin of a step for CUDA graphs: they may overwrite the results of the step before."""
     if uses_cuda_graphs(spec, device):
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
@@ -145,7 +146,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def trial_pass(module: nn.Module, images: Tensor, labels: Tensor, precision: str) -> None:
-    """Do what a step does up to the gradients, which are added to those of `module`; its buffers move, too.
+    """Do a step up to the gradients, which are added to those of `module`; its buffers change, too.
 
     images: float, normalised, [batch, channel, height, width]; labels: int64, [batch].
     """
@@ -157,8 +158,8 @@ def trial_pass(module: nn.Module, images: Tensor, labels: Tensor, precision: str
 def time_precisions(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Time a step (forward and backward pass) of a copy of `model` in fp32 and in bf16; return seconds of each.
 
-    The steps take turns, so that a neighbour's load falls on both; of each kind the first is a warm-up, the shortest of
-    the others counts. images: float, normalised, [batch, channel, height, width]; labels: int64, [batch]; on the CPU.
+    The steps alternate, so that other load slows both; of each kind the first is a warm-up, the shortest of the others
+    counts. images: float, normalised, [batch, channel, height, width]; labels: int64, [batch]; on the CPU.
     """
     trial = copy.deepcopy(model).train()
     seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
@@ -180,9 +181,9 @@ def choose_precision(
     *,
     time_trial: Callable[[nn.Module, Tensor, Tensor], tuple[float, float]] = time_precisions,
 ) -> tuple[str, str]:
-    """Settle what `auto` means, the same on every rank; return it (fp32 or bf16) and the reason, in words.
+    """Choose the precision for `auto`, the same on every rank; return it (fp32 or bf16) and the reason.
 
-    Neither `model` nor any random state is changed. With `deterministic` nothing is timed: time never repeats.
+    Neither `model` nor any random state is changed. With `deterministic` nothing is timed: times never repeat.
     """
     lack = lack_of_bf16(group)
     if lack is not None:
@@ -201,7 +202,7 @@ def choose_precision(
 
 
 def lack_of_bf16(group: Group) -> str | None:
-    """Say what a device of the run lacks for bf16; None when all have it. Every rank must ask."""
+    """Describe what a device of the run lacks for bf16; None when all have it. Every rank must call this."""
     if min_over_ranks(float(_has_bf16(group.device)), group):
         return None
     what = "GPU" if group.device.type == "cuda" else "CPU"
@@ -210,7 +211,7 @@ def lack_of_bf16(group: Group) -> str | None:
 
 
 class _InPrecision(nn.Module):
-    """Enters autocast inside: DataParallel's threads do not know of the caller's bf16 and would compute in fp16."""
+    """Enters autocast inside: DataParallel's threads do not inherit the caller's bf16 and would compute in fp16."""
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class _InPrecision(nn.Module):
 
 
 def _data_parallel(model: nn.Module, group: Group, precision: str) -> nn.Module:
-    """Share each batch out over all GPUs that this process sees; with one, or on the CPU, there is nothing to share."""
+    """Divide each batch among all GPUs that this process sees; with one GPU, or on the CPU, return `model`."""
     if group.device.type != "cuda" or torch.cuda.device_count() == 1:
         return model
     own = group.device.index
@@ -240,18 +241,13 @@ def _with_sync_bn(model: nn.Module, spec: TrainSpec, group: Group) -> nn.Module:
             f"train.sync_bn: torch's SyncBatchNorm works on GPUs only, and rank {group.rank} is on the CPU",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
         )
-    if spec.model == "fastnet":
-        raise ClusterddpError(
-            "train.sync_bn: fastnet has a batch norm of its own form, which SyncBatchNorm would replace",
-            hint="leave it out, or train resnet18",
-        )
+    assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/train_rules.py refuses it"
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
 
 
 def _has_bf16(device: torch.device) -> bool:
-    """Say whether the device computes in bf16 itself; where it does not, torch emulates it, up to 25 times slower."""
+    """Return whether the device has units for bf16; otherwise torch emulates it, up to 25 times slower."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # torch has no public names for these (2.10 to 2.13); on a CPU of another make they are False.
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return any(cpu_bf16_units())

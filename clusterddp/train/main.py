@@ -90,7 +90,7 @@ def main(environ: Mapping[str, str]) -> None:
             slot=slot,
             stop_requested=looking_at(assignment.stop_file),
         )
-        state = train(setting, after_step=partial(start_up.after_step, reporter))
+        state = train(setting, after_step=partial(start_up.after_step, reporter, group.device))
         if not state.finished(setting.schedule):
             confirm_stopped(state, assignment, setting)
         else:
@@ -139,9 +139,11 @@ class StartUp:
         self._phases[phase] = round(age - self._until, 3)
         self._until = age
 
-    def after_step(self, reporter: Reporter) -> None:
-        """Report the first step that has ended."""
+    def after_step(self, reporter: Reporter, device: torch.device) -> None:
+        """Report the end of the first step, which on a GPU is later than its launch."""
         if self.seconds is None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             self.mark("first_step")
             self.seconds = self._until
             reporter.first_step(self.seconds, self._phases)

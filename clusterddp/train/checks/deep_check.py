@@ -1,9 +1,9 @@
-"""The deep check of a run's places: its ranks meet, and measure what a training will depend on.
+"""The deep check: the ranks of a run join, and measure what a training will depend on.
 
-The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints a line for each probe:
-a Finding of facts/deep_check.py. A probe that fails ends nothing but itself, on every rank where ranks do it together.
+The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints one line per probe, a
+Finding of facts/deep_check.py. A probe that fails ends only itself; where ranks take part together, on every rank.
 
-With the word `hang` the ranks wait for one of them for ever: how long it takes to end such a gang is measured outside.
+With the argument `hang` the ranks wait for one of them for ever; the caller measures how long the end of that takes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from clusterddp.facts.deep_check import (
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
+from clusterddp.train.compute_slots import agree_on_compute_slot
 from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
+from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
@@ -85,35 +87,35 @@ def main(environ: Mapping[str, str], words: list[str]) -> None:
 
 
 class Probe:
-    """Carries probes out, and tells what came of them."""
+    """Runs probes, and prints their findings."""
 
     def __init__(self, variables: RankVariables) -> None:
         self._variables = variables
         self.group: Group | None = None
-        """Set: whether a probe worked is agreed on, so that all ranks go on alike."""
+        """If set, all ranks agree on whether a probe succeeded, so that they continue alike."""
 
     def __call__(self, name: str, measure: Callable[[], Any]) -> None:
         worked = self.alone(name, measure)
         if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
-            self._tell(name, error="failed on another rank")
+            self._print(name, error="failed on another rank")
 
     def alone(self, name: str, measure: Callable[[], Any]) -> bool:
-        """Carry out what other ranks take no part in; False: it failed."""
+        """Run a probe of this rank alone; False: it failed."""
         try:
-            self._tell(name, found=measure())
+            self._print(name, found=measure())
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
-            self._tell(name, error=f"{type(error).__name__}: {first[:500]}")
+            self._print(name, error=f"{type(error).__name__}: {first[:500]}")
             return False
         return True
 
-    def _tell(self, name: str, **what: Any) -> None:
+    def _print(self, name: str, **what: Any) -> None:
         finding = Finding(rank=self._variables.rank, host=socket.gethostname(), probe=name, **what)
         print(finding.to_line(), flush=True)
 
 
 def describe_environment(variables: RankVariables, environ: Mapping[str, str]) -> Environment:
-    """Tell what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
+    """Describe what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
     has_gpus = torch.cuda.is_available()
     nccl = torch.cuda.nccl.version() if has_gpus and dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     own: dict[str, Any] = {}
@@ -187,9 +189,6 @@ def time_compile(device: torch.device) -> Compile:
 
 def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
     """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
-    from clusterddp.train.compute_slots import agree_on_compute_slot
-    from clusterddp.train.host import find_host, load_once
-
     host = find_host(group)
     dataset = load_once(spec, group, host)
     slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)

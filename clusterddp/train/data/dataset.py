@@ -15,7 +15,7 @@ from clusterddp.train.data import cifar10, fashion_mnist
 from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.data.image_cache import demand_memory, read_cached
-from clusterddp.train.data.image_files import Source, find_source
+from clusterddp.train.data.image_files import ImageSource, find_source
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load_dataset(spec: TrainSpec, *, device: torch.device, prepare: bool) -> Dat
         return _read_cifar10(spec, data_dir, device, download=download)
     if spec.dataset == "fashion_mnist":
         return _read_fashion_mnist(spec, data_dir, device, download=download)
-    return _read_pictures(spec, find_source(spec.dataset, data_dir, download=download), device)
+    return _read_image_files(spec, find_source(spec.dataset, data_dir, download=download), device)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -123,11 +123,13 @@ def _read_fashion_mnist(spec: TrainSpec, data_dir: Path, device: torch.device, *
     return _place(spec, device, train, test, label=label, num_classes=10, mean=mean, std=std)
 
 
-def _read_pictures(spec: TrainSpec, source: Source, device: torch.device) -> Dataset:
-    kept = read_cached(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
-    train, test = (kept.train_images, kept.train_labels), (kept.test_images, kept.test_labels)
+def _read_image_files(spec: TrainSpec, source: ImageSource, device: torch.device) -> Dataset:
+    cached = read_cached(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
+    train, test = (cached.train_images, cached.train_labels), (cached.test_images, cached.test_labels)
     label = f"{source.title} ({len(train[1]):,} train, {len(test[1]):,} test images)"
-    return _place(spec, device, train, test, label=label, num_classes=kept.num_classes, mean=kept.mean, std=kept.std)
+    return _place(
+        spec, device, train, test, label=label, num_classes=cached.num_classes, mean=cached.mean, std=cached.std
+    )
 
 
 def _generated_shapes(spec: TrainSpec, device: torch.device) -> Dataset:
