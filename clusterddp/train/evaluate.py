@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -96,15 +96,11 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate the inner (unwrapped) `model`, the test set divided among the ranks; None when `stop` interrupted it.
 
-    `model` must be the same on all ranks: `Exchange.averaged` makes it so.
-
-    Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by
-    one; the forward pass has no collectives. `stop` is called equally often on every rank. With `tta` (mirror,
-    mirror_translate) the answers over several views are counted too, separately. `slot` wraps each batch.
+    `model` must be the same on all ranks: `Exchange.averaged` makes it so. Every rank calls `stop` equally often.
+    With `tta` (mirror, mirror_translate) the answers over several views are counted too, separately. `slot` wraps each
+    batch.
     """
     num_samples = len(dataset.test_labels)
-    batch = _BATCH[group.device.type] * 32 // max(32, dataset.image_size)
-    shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
     counts = torch.zeros(3, dtype=torch.int64, device=group.device)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=group.device)
 
@@ -115,21 +111,13 @@ def evaluate(
 
     model.eval()
     with torch.no_grad():
-        for start in range(0, math.ceil(num_samples / group.world_size), batch):
+        for indices in _own_batches(num_samples, dataset.image_size, group):
             if stop():
                 model.train()
                 return None
-            indices = shard[start : start + batch]
-            if not len(indices):
-                continue
-            with slot():
-                images, labels = _images(dataset, indices), dataset.test_labels[indices]
-                logits = answer(images)
-                counts[0] += (logits.argmax(1) == labels).sum()
-                counts[1] += len(indices)
-                loss_sum += cross_entropy(logits, labels, reduction="sum")
-                if tta != "none":
-                    counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
+            if len(indices):
+                with slot():
+                    _count(answer, _images(dataset, indices), dataset.test_labels[indices], counts, loss_sum, tta=tta)
     model.train()
     correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
     if total != num_samples:
@@ -158,6 +146,30 @@ def mean_logits(answer: Callable[[Tensor], Tensor], images: Tensor, plain: Tenso
     moved = [wider[:, :, corner : corner + height, corner : corner + width] for corner in (0, 2)]
     both = [(answer(view) + answer(view.flip(3))) / 2 for view in moved]
     return mirrored / 2 + (both[0] + both[1]) / 4
+
+
+def _own_batches(num_samples: int, image_size: int, group: Group) -> Iterator[Tensor]:
+    """Yield the indices of this rank's batches, as many on every rank, so that the last one may be empty.
+
+    Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by one;
+    the forward pass has no collectives.
+    """
+    batch = _BATCH[group.device.type] * 32 // max(32, image_size)
+    shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
+    for start in range(0, math.ceil(num_samples / group.world_size), batch):
+        yield shard[start : start + batch]
+
+
+def _count(
+    answer: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, counts: Tensor, loss_sum: Tensor, *, tta: str
+) -> None:
+    """Add a batch to `counts` (correct answers, samples, correct answers with TTA) and its loss to `loss_sum`."""
+    logits = answer(images)
+    counts[0] += (logits.argmax(1) == labels).sum()
+    counts[1] += len(labels)
+    loss_sum += cross_entropy(logits, labels, reduction="sum")
+    if tta != "none":
+        counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
 
 
 def _images(dataset: Dataset, indices: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Muon: weights of convolutions are turned, by as much in every direction; everything else moves by SGD.
+"""Muon: weights of convolutions move by an orthogonalised momentum ("turn"); everything else moves by SGD.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; as airbench94_muon has it, whose
-weights keep their length, since batch norm follows each convolution and makes their length meaningless.
+weights keep their norm, since batch norm follows each convolution and makes their norm meaningless.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _TINY = 1e-7  # a gradient may be zero
 class Muon(torch.optim.SGD):
     """SGD for all parameter groups but those that have `turns`, whose weights are turned.
 
-    A turned weight, as a matrix W [out, in * height * width], is brought to the length sqrt(out) and loses lr * U,
-    where U has the directions of the gradients' momentum, all singular values about 1 and so about the length of W: lr
-    is the share of its length by which W moves. The size of gradients has no part in it.
+    A turned weight, as a matrix W [out, in * height * width], is scaled to the norm sqrt(out) and loses lr * U,
+    where U has the directions of the gradients' momentum, all singular values about 1 and so about the norm of W: lr
+    is the share of its norm by which W moves. The size of gradients has no effect.
     """
 
     def __init__(

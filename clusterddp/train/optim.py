@@ -1,4 +1,4 @@
-"""How weights move: SGD, Muon or Adam, and the learning rate over the steps of the whole run."""
+"""The optimizer (SGD, Muon or Adam) and the learning rate over the steps of the whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How long a run is and how its learning rate goes, all in optimizer steps.
+    """The length of a run and its learning rate, in optimizer steps.
 
     Epochs, and so the samples seen, do not depend on the number of ranks; steps do.
     """
@@ -87,7 +87,7 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
 def build_optimizer(
     model: nn.Module, spec: TrainSpec, schedule: Schedule, *, precision: str = "fp32", compiled: bool = False
 ) -> torch.optim.Optimizer:
-    """Build what moves all that is trained of `model`; biases and batch norm's parameters do not decay.
+    """Build the optimizer of all trained parameters of `model`; biases and batch norm's parameters do not decay.
 
     Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's. Muon takes the
     weights of convolutions, and SGD what is left; `precision`, fp32 or bf16, is that of its matrix products, and where
@@ -118,7 +118,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the schedule's rate; Muon's turns go along with it, at a rate of their own."""
+    """Set the schedule's rate; weights that Muon turns have a fixed share of it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * optimizer.turn_share if isinstance(optimizer, Muon) and "turns" in group else rate
 

@@ -139,7 +139,7 @@ def restore_state(
     own = saved["own"][group.rank] if same_ranks else _mean(saved["own"])
     state.model.load_state_dict(saved["model"])
     state.model.load_state_dict(own["model"], strict=False)
-    if state.ema is not None:  # one that the checkpoint does not know begins at the weights
+    if state.ema is not None:  # without one in the checkpoint it begins at the weights
         state.ema.model.load_state_dict(saved.get("ema") or saved["model"])
         state.ema.model.load_state_dict(own["ema"], strict=False)
     _restore_optimizer(state.optimizer, own["optimizer"] or saved["optimizer"])
@@ -208,7 +208,7 @@ def _tensors(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
 
 
 def _mean(ranks: list[Any]) -> Any:
-    """Average tensors of floating-point numbers over the ranks, however deep they lie; the rest is rank 0's."""
+    """Average floating-point tensors over the ranks, at any depth; everything else is rank 0's."""
     first = ranks[0]
     if isinstance(first, dict):
         return {key: _mean([rank[key] for rank in ranks]) for key in first}
@@ -248,7 +248,7 @@ def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Bring back what is kept for each weight; momentum, decay and the like are what the spec says now."""
+    """Restore what is kept for each weight; momentum, decay and the like are the present spec's."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, now in zip(optimizer.param_groups, options, strict=True):

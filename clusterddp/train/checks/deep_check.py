@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,15 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def main(environ: Mapping[str, str], words: list[str]) -> None:
-    """Measure, and print."""
+def main(environ: Mapping[str, str], arguments: list[str]) -> None:
+    """Measure, and print the findings."""
     assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
     probe = Probe(variables)
     probe("environment", lambda: describe_environment(variables, environ))
     began = time.perf_counter()
     group = join_group(variables)
     probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=variables.backend, device=str(group.device)))
-    if "hang" in words:
+    if "hang" in arguments:
         wait_for_ever(group, probe)
     probe.group = group
     if group.world_size > 1:
@@ -90,7 +91,7 @@ class Probe:
     """Runs probes, and prints their findings."""
 
     def __init__(self, variables: RankVariables) -> None:
-        self._variables = variables
+        self._rank = variables.rank
         self.group: Group | None = None
         """If set, all ranks agree on whether a probe succeeded, so that they continue alike."""
 
@@ -110,8 +111,7 @@ class Probe:
         return True
 
     def _print(self, name: str, **what: Any) -> None:
-        finding = Finding(rank=self._variables.rank, host=socket.gethostname(), probe=name, **what)
-        print(finding.to_line(), flush=True)
+        print(Finding(rank=self._rank, host=socket.gethostname(), probe=name, **what).to_line(), flush=True)
 
 
 def describe_environment(variables: RankVariables, environ: Mapping[str, str]) -> Environment:
@@ -151,7 +151,7 @@ def time_reductions(group: Group) -> Reductions:
     rows: list[Reduction] = []
     for num_bytes in _SIZES:
         numbers = torch.ones(num_bytes // 4, device=group.device)
-        times = [_time_reduction(numbers, group) for _ in range(_ROUNDS)]
+        times = [_time(partial(dist.all_reduce, numbers), group.device) for _ in range(_ROUNDS)]
         seconds = -min_over_ranks(-min(times), group)  # the slowest rank's best
         bus = 2 * (group.world_size - 1) / group.world_size * num_bytes / seconds / 1e9
         rows.append(Reduction(bytes=num_bytes, ms=round(1000 * seconds, 4), bus_gb_per_s=round(bus, 4)))
@@ -221,9 +221,8 @@ def wait_for_ever(group: Group, probe: Probe) -> None:
     """Let all ranks but the first enter an all-reduce that the first one never comes to."""
     probe("hang", lambda: Hang(waits=not group.is_first))
     if not group.is_first:
-        numbers = torch.ones(1 << 20, device=group.device)
-        dist.all_reduce(numbers)
-        _synchronize(group)
+        dist.all_reduce(torch.ones(1 << 20, device=group.device))
+        _synchronize(group.device)
     while True:
         time.sleep(60)
 
@@ -246,14 +245,14 @@ def _spec(assignment: Assignment, group: Group) -> TrainSpec:
 def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[float, int]:
     """Train an epoch, or what is left of one, until `at_least` steps are done; return seconds and steps."""
     first = state.step
-    _synchronize(setting.group)
+    _synchronize(setting.group.device)
     began = time.perf_counter()
     while state.step < first + at_least:
         if state.step_in_epoch == setting.schedule.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
         train_epoch(state, setting, lambda: None)
     setting.stop.settle()
-    _synchronize(setting.group)
+    _synchronize(setting.group.device)
     return time.perf_counter() - began, state.step - first
 
 
@@ -271,32 +270,26 @@ def _count_calls(state: TrainState, setting: Setting) -> dict[str, float]:
     }
 
 
-def _time_reduction(numbers: torch.Tensor, group: Group) -> float:
-    _synchronize(group)
-    began = time.perf_counter()
-    dist.all_reduce(numbers)
-    _synchronize(group)
-    return time.perf_counter() - began
-
-
 def _copy_gb_per_s(one: int, two: int) -> float:
     source = torch.ones(_COPY_BYTES // 4, device=f"cuda:{one}")
     target = torch.empty_like(source, device=f"cuda:{two}")
-    times = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize(one)
-        torch.cuda.synchronize(two)
-        began = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize(two)
-        torch.cuda.synchronize(one)
-        times.append(time.perf_counter() - began)
+    times = [_time(lambda: target.copy_(source), source.device, target.device) for _ in range(_ROUNDS)]
     return round(_COPY_BYTES / min(times) / 1e9, 2)
 
 
-def _synchronize(group: Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
+def _time(action: Callable[[], object], *devices: torch.device) -> float:
+    """Return the seconds from when `devices` are idle until they have done `action`."""
+    _synchronize(*devices)
+    began = time.perf_counter()
+    action()
+    _synchronize(*devices)
+    return time.perf_counter() - began
+
+
+def _synchronize(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _since(began: float) -> float:

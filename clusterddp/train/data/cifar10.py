@@ -63,7 +63,7 @@ def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
     """Return the train split, the test split (uint8 [n, 3, 32, 32], int64 [n]) and what to call figures got on them.
 
     `data_dir` holds the folder cifar-10-batches-py or is it. Other files than the official ones are welcome (pictures
-    encoded anew, a small subset), and the label then says so.
+    encoded anew, a small subset); the label then names them so.
 
     Raises:
         ClusterddpError: a file is missing, damaged, unsafe, or holds something else.

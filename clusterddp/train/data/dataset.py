@@ -33,7 +33,7 @@ class Dataset:
 
     Images are uint8 [n, channel, side, side], as they are kept; the model sees them enlarged to `image_size`. Labels
     are int64 [n]. `mean` and `std` are per channel, of pixels in 0..1. `label` is how to call a figure that was got on
-    it; `warning` says what such a figure does not mean.
+    it; `warning` limits what such a figure means.
     """
 
     name: str
@@ -187,14 +187,9 @@ def _place(
 ) -> Dataset:
     """Bring a set onto the device, its training images cut to `spec.samples` of them.
 
-    They are taken evenly: files often lie class by class.
+    They are evenly spaced: files are often ordered by class.
     """
-    count, there = spec.samples or len(train[1]), len(train[1])
-    if count > there:
-        raise ClusterddpError(
-            f"train.samples is {count:,}, but {label} has {there:,} train images",
-            hint="leave train.samples out to use all of them",
-        )
+    count, there = _count_samples(spec, len(train[1]), label), len(train[1])
     _check_pixels(spec, side=train[0].shape[2])
     if device.type == "cuda":
         demand_memory(label, count * train[0][0].numel() + test[0].numel(), device)
@@ -217,8 +212,19 @@ def _place(
     )
 
 
+def _count_samples(spec: TrainSpec, there: int, label: str) -> int:
+    """Return how many of the training images are used. Raises ClusterddpError: there are fewer."""
+    count = spec.samples or there
+    if count > there:
+        raise ClusterddpError(
+            f"train.samples is {count:,}, but {label} has {there:,} train images",
+            hint="leave train.samples out to use all of them",
+        )
+    return count
+
+
 def _check_pixels(spec: TrainSpec, *, side: int) -> None:
-    """Raise ClusterddpError where images are too small for what shall be done to them; specs tell it for most sets."""
+    """Raise ClusterddpError where images are too small for their augmentation; for most sets the spec's rules do."""
     for name, pixels in (("translate", spec.translate), ("cutout", spec.cutout)):
         if pixels >= side:
             raise ClusterddpError(f"train.{name} is {pixels}, expected less than {side}, the side of the images")

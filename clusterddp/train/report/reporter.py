@@ -140,7 +140,7 @@ class Reporter:
 
 
 def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Return the numbers among `values`, those of a dict as `name_key`, for TensorBoard knows nothing else."""
+    """Return the numbers among `values`, those of a dict as `name_key`, as TensorBoard needs them."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flat_numbers({f"{name}_{key}": each for key, each in value.items()})
@@ -272,7 +272,7 @@ def describe_end(summary: Mapping[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in the unit that says most: 31 s, 12 min, 3 h 10 min."""
+    """Format a time in the unit that fits: 31 s, 12 min, 3 h 10 min."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
