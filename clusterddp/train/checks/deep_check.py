@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterddp.dist.devices import ask_nvidia_smi
 from clusterddp.facts.deep_check import (
     Compile,
     Environment,
@@ -38,6 +37,7 @@ from clusterddp.facts.deep_check import (
     Training,
 )
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.compute_slots import agree_on_compute_slot
