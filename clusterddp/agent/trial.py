@@ -1,4 +1,4 @@
-"""A trial of this host (train/trial.py): a child of the agent, that ends with it."""
+"""A trial of this host (train/checks/host_trial.py): a child of the agent, that ends with it."""
 
 from __future__ import annotations
 
