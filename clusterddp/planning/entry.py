@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 Trial = Literal["smoke test", "deep check", "hang"]
 """What the ranks of a run may do in place of its entry."""
 _TRIALS: dict[Trial, tuple[str, tuple[str, ...]]] = {
-    "smoke test": ("clusterddp.train.checks.smoke_test", ()),
-    "deep check": ("clusterddp.train.checks.deep_check", ()),
-    "hang": ("clusterddp.train.checks.deep_check", ("hang",)),
+    "smoke test": ("clusterddp.train.smoke_test", ()),
+    "deep check": ("clusterddp.train.deep_check", ()),
+    "hang": ("clusterddp.train.deep_check", ("hang",)),
 }
 _SMOKE_BATCH = 8
 """Images of a rank on the CPU: a smoke test there proves that a step can be taken, not how long it takes."""

@@ -48,14 +48,14 @@ class WayTold(TypedDict):
 
 
 class LinkTried(TypedDict):
-    """How fast two hosts talk (train/checks/host_trial.py)."""
+    """How fast two hosts talk (train/host_trial.py)."""
 
     mbyte_per_s: float
     latency_ms: float
 
 
 class TrialWords(TypedDict, total=False):
-    """A line of a trial (train/checks/host_trial.py)."""
+    """A line of a trial (train/host_trial.py)."""
 
     port: int
     compute: dict[str, float]

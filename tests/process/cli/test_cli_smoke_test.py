@@ -12,8 +12,8 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import list_runs, read_json
-from clusterddp.train.checks.smoke_test import check_program
 from clusterddp.train.device import RankVariables
+from clusterddp.train.smoke_test import check_program
 from tests.support.patience import PATIENCE
 
 TRAINER = """\
@@ -117,7 +117,7 @@ def test_ranks_that_torchrun_starts_are_tested_too(tmp_path: Path) -> None:
 def test_the_plan_of_a_smoke_test_can_be_seen(tmp_path: Path) -> None:
     done = smoke_test(tmp_path, TRAINER, "-n", "-o", "json")
     plan = json.loads(done.stdout)
-    assert (plan["launcher"], plan["gang"]["entry"]["target"]) == ("local", "clusterddp.train.checks.smoke_test")
+    assert (plan["launcher"], plan["gang"]["entry"]["target"]) == ("local", "clusterddp.train.smoke_test")
     assert plan["gang"]["on_cpu"]
     assert not (tmp_path / "runs").exists()
 

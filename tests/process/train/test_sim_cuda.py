@@ -162,7 +162,7 @@ from tests.sim_cuda import device
 device.install(gpus=2)
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.train.checks import deep_check
+from clusterddp.train import deep_check
 from clusterddp.train.group import join_group
 from clusterddp.train.device import RankVariables
 from clusterddp.train.main import Assignment

@@ -1,6 +1,6 @@
 """One trial of a host before a run: how fast it multiplies matrices, and all-reduces numbers with one other host.
 
-    python -m clusterddp.train.checks.host_trial        started by the agent, once for each host of a pair
+    python -m clusterddp.train.host_trial        started by the agent, once for each host of a pair
 
 Standard input: one line of JSON, the order; for the second host of a pair then a line `{"port": n}`. Standard output:
 a line for each answer: `{"port": n}`, `{"compute": ..}`, `{"link": ..}`, `{"error": ..}`. When standard

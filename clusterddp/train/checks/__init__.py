@@ -1,1 +1,0 @@
-"""Programs that ranks, or a host, execute before a run: they measure and prove what training depends on."""
