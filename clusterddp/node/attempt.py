@@ -179,9 +179,11 @@ class Attempt:
             return "another job"
         if end.outcome == "STOPPED":
             return "here" if self.stopped_by_time_limit and able and not final else "none"
-        if self.stop_reason is not None:
+        if not self._failures:
             return "none"
         cause = self.cause()
+        if self.stop_reason is not None and (self.stopped_by_people or not cause.job_restartable):
+            return "none"  # a node that is lost after a SIGTERM: srun ends a step that way when a task was killed
         if cause.restartable and able and not final:
             return "here"
         return "another job" if on_slurm and (cause.job_restartable or cause.restartable) and not final else "none"
