@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ from clusterddp.train.loop import train
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.paths import ROOT
-from tests.support.train_gang import TINY, Gang, one_rank, open_gang, outcome, settle
+from tests.support.train_gang import TINY, Gang, one_rank, outcome, settle
 
 GB = 10**9
 RESNET = TrainSpec(dataset="cifar10").to_json()
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["ddp", "shared memory"])
-def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
-    with open_gang(on_one_host=request.param) as gang:
-        yield gang
 
 
 class RecordedSlot(ComputeSlot):
@@ -70,9 +63,11 @@ def train_with_slots(group: Group, path: Path, at_once: int | None) -> dict[str,
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(gang: Gang, tmp_path: Path, at_once: int) -> None:
-    together = gang.run(4, train_with_slots, tmp_path / "together", None)
-    in_slots = gang.run(4, train_with_slots, tmp_path / "slots", at_once)
+def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(
+    either_gang: Gang, tmp_path: Path, at_once: int
+) -> None:
+    together = either_gang.run(4, train_with_slots, tmp_path / "together", None)
+    in_slots = either_gang.run(4, train_with_slots, tmp_path / "slots", at_once)
     for name in ("params", "buffers", "momentum", "accuracy"):
         assert [each[name] for each in in_slots] == [each[name] for each in together]
     assert in_slots[0]["description"].startswith(f"4 ranks share {at_once} core")
@@ -107,10 +102,10 @@ def load_and_hash(group: Group, train: dict[str, Any]) -> tuple[str, bool, str]:
     return tensors_sha256(tensors.items()), shared, repr((dataset.label, dataset.mean, dataset.warning))
 
 
-def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(gang: Gang) -> None:
-    ((digest, shared, facts),) = gang.run(1, load_and_hash, {"dataset": "random"})
+def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang) -> None:
+    ((digest, shared, facts),) = either_gang.run(1, load_and_hash, {"dataset": "random"})
     assert not shared
-    assert gang.run(3, load_and_hash, {"dataset": "random"}) == [(digest, True, facts)] * 3
+    assert either_gang.run(3, load_and_hash, {"dataset": "random"}) == [(digest, True, facts)] * 3
 
 
 def test_a_rank_alone_shares_nothing() -> None:
@@ -129,8 +124,8 @@ def slots_of_bound_ranks(group: Group) -> str:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(gang: Gang) -> None:
-    assert gang.run(2, slots_of_bound_ranks) == ["", ""]
+def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(either_gang: Gang) -> None:
+    assert either_gang.run(2, slots_of_bound_ranks) == ["", ""]
 
 
 @pytest.mark.parametrize(
