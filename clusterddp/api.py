@@ -136,6 +136,7 @@ def plan(
 
     Raises: ClusterddpError: it could not be carried out, with the reason.
     """
+    from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
 
     place = Path.cwd() if working_dir is None else Path(working_dir)
@@ -152,7 +153,7 @@ def plan(
         )
     else:
         resolved = spec
-    return plan_run(resolved, runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
+    return plan_run(resolved, Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ))
 
 
 def submit(

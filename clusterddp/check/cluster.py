@@ -17,6 +17,7 @@ from clusterddp.facts.judge import judge_here, judge_machine
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 from clusterddp.planning.environment import process_environment
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def check_cluster(
 def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, Result]]:
     """Plan the submit of the spec, and ask Slurm about that very plan."""
     try:
-        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
+        plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ))
     except ClusterddpError as error:
         yield "plan", red(error.message, error.hint or "clusterddp submit -n shows the plan")
         return

@@ -19,6 +19,7 @@ from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 from clusterddp.launchers.ssh.sessions import HostSessions, try_host_sessions
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.network.paths import Findings
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
@@ -53,7 +54,7 @@ def check_hosts(
     Returns the checks, and all connections between the hosts that were tried.
     """
     try:
-        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
+        plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ))
     except ClusterddpError as error:
         return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})], []
     ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)

@@ -28,6 +28,7 @@ from clusterddp.facts.deep_check import (
     read_findings,
 )
 from clusterddp.facts.judge import LITTLE_LOCKED
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.submit import submit
@@ -140,10 +141,7 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], tr
     job = resolved.job.model_copy(update={"restarts": 0})
     return plan_run(
         dataclasses.replace(resolved, job=job),
-        runs_dir=runs_dir,
-        working_dir=Path.cwd(),
-        environ=environ,
-        trial=trial,
+        Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, trial=trial),
     )
 
 

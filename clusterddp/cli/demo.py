@@ -25,12 +25,13 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
 
     Ctrl-C ends the run.
     """
+    from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
     from clusterddp.submission.submit import cancel, submit
 
     resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
-    plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))
     submitted = submit(plan)
     run = RunDir(Path(submitted.run_dir))
     try:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,6 +101,7 @@ def submit(
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
+    from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.spec.sweep import load_sweep
 
@@ -129,8 +129,7 @@ def submit(
             raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
         many = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
         return _carry_out_sweep(many, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
-    plan_it = partial(
-        plan_run,
+    request = Request(
         runs_dir=runs_dir,
         working_dir=Path.cwd(),
         environ=terminal.environ,
@@ -138,13 +137,13 @@ def submit(
         trial="smoke test" if smoke_test else None,
     )
     try:
-        plan = plan_it(resolved)
+        plan = plan_run(resolved, request)
     except PreflightError as error:
         # A smoke test of a job for GPUs is for the machine that has none.
         if not smoke_test or resolved.job.launcher != "local" or resolved.job.device == "cpu":
             raise
         say(f"note: {printable(error.message)}: the smoke test is on the CPU")
-        plan = plan_it(_on_cpu(resolved))
+        plan = plan_run(_on_cpu(resolved), request)
     return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow or smoke_test, output=output)
 
 
@@ -176,6 +175,7 @@ def rerun(
 
     It starts where the earlier one was started, with the code that lies there now.
     """
+    from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
 
@@ -188,15 +188,14 @@ def rerun(
         hosts=named_hosts(launcher, hosts, hostfile),
     )
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
-    plan = plan_run(
-        resolved,
+    request = Request(
         runs_dir=runs_dir,
         working_dir=working_dir if working_dir.is_dir() else Path.cwd(),
         environ=terminal.environ,
         parent=parent.name,
         attached=attach,
     )
-    return carry_out(plan, terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
+    return carry_out(plan_run(resolved, request), terminal, dry_run=dry_run, wait=wait, follow=follow, output=output)
 
 
 @command("resume")

@@ -28,30 +28,21 @@ _SMOKE_BATCH = 8
 """Images of a rank on the CPU: a smoke test there proves that a step can be taken, not how long it takes."""
 
 
-def entry_of(
+def plan_entry(
     program: Program, job: JobSpec, *, run_dir: Path, working_dir: Path, spawns: tuple[int, ...] = ()
 ) -> Entry:
-    """Return the program as the ranks of one run execute it: what the snapshot holds is taken from there.
+    """Plan how the ranks of one run execute the program; files that the snapshot holds are taken from it.
 
-    Over SSH the ranks run on hosts that have nothing but the snapshot, so they work in it. `spawns`: how many ranks
-    the program itself starts on each node, if it does.
+    Over SSH the hosts have nothing but the snapshot, so the ranks work in it. `spawns`: how many ranks the program
+    itself starts on each node; empty if it starts none.
     """
-
     if job.entry is None:
         return _trainer_entry(program, job, run_dir)
-
-    def moved(path: str) -> str:
-        root = program.snapshot.root if program.snapshot else None
-        if root is None or not Path(path).is_relative_to(root):
-            return path
-        return str(RunDir(run_dir).code / Path(path).relative_to(root))
-
-    code_dir = working_dir
-    if program.snapshot:
-        code_dir = RunDir(run_dir).code / _place_within(program.snapshot, working_dir)
-    file = moved(str(program.file)) if program.file else None
     if job.network.init == "file":
         _refuse_in_address(run_dir)
+    code = RunDir(run_dir).code
+    code_dir = code / _place_within(program.snapshot, working_dir) if program.snapshot else working_dir
+    file = _path_in_run(str(program.file), program.snapshot, code) if program.file else None
     return Entry(
         kind=program.kind,
         target=with_file(program.kind, program.target, file),
@@ -60,7 +51,7 @@ def entry_of(
         kwargs=dict(job.entry.kwargs),
         shell=job.entry.shell,
         working_dir=str(code_dir if job.launcher == "ssh" else working_dir),
-        import_paths=tuple(moved(path) for path in program.import_paths),
+        import_paths=tuple(_path_in_run(path, program.snapshot, code) for path in program.import_paths),
         init="tcp" if job.network.init == "auto" else job.network.init,
         spawns=spawns,
         counts=job.entry.counts,
@@ -71,6 +62,13 @@ def entry_of(
         output_dir=job.entry.output_dir or str(RunDir(run_dir).output),
         code_dir=str(code_dir),
     )
+
+
+def _path_in_run(path: str, snapshot: SnapshotPlan | None, code: Path) -> str:
+    """Return where a file lies when the ranks run: in `code`, the copy of the code, if the snapshot covers its path."""
+    if snapshot is None or not Path(path).is_relative_to(snapshot.root):
+        return path
+    return str(code / Path(path).relative_to(snapshot.root))
 
 
 def _trainer_entry(program: Program, job: JobSpec, run_dir: Path) -> Entry:
@@ -85,7 +83,7 @@ def _trainer_entry(program: Program, job: JobSpec, run_dir: Path) -> Entry:
     )
 
 
-def trial_of(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
+def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
     """Return the entry of a trial, which takes the place of `entry`, and the spec that its ranks get."""
     program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
     target, args = _TRIALS[trial]

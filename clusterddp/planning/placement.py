@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from clusterddp.errors import UsageError
 from clusterddp.run.gang import Node
 
 if TYPE_CHECKING:
+    from clusterddp.planning.entry import Trial
     from clusterddp.planning.slurm.job import SlurmPlan
     from clusterddp.planning.ssh import SshPlan
 
@@ -38,10 +40,17 @@ class Request:
     runs_dir: Path
     working_dir: Path
     environ: Mapping[str, str]
+    parent: str | None = None
+    """The run that this one repeats."""
     attached: bool = False
-    """The run is to end with the process that starts it."""
+    """True: a run over SSH ends when the process that starts it ends."""
     queued: bool = False
-    """The run waits for its GPUs, so it does not matter who uses them now."""
+    """True: the run waits for its GPUs, so they may be in use now."""
+    trial: Trial | None = None
+    """What the ranks execute in place of the entry."""
+
+    def with_absolute_paths(self) -> Request:
+        return dataclasses.replace(self, runs_dir=self.runs_dir.absolute(), working_dir=self.working_dir.absolute())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

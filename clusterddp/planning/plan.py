@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,14 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
 from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
-from clusterddp.planning.entry import Trial, entry_of, move_entry, trial_of
+from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import Placement, Request
+from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
-from clusterddp.planning.program import plan_program
+from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
@@ -112,66 +111,59 @@ class Plan:
         return build(cls, data, "plan")
 
 
-def plan_run(
-    resolved: ResolvedSpec,
-    *,
-    runs_dir: Path,
-    working_dir: Path,
-    environ: Mapping[str, str],
-    parent: str | None = None,
-    attached: bool = False,
-    queued: bool = False,
-    trial: Trial | None = None,
-) -> Plan:
-    """Compute everything that submitting this spec from here would do; nothing is written or started.
+def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
+    """Compute everything that submitting this spec would do; nothing is written or started.
 
-    `attached`: a run over SSH is to end with the process that starts it. `queued`: the run waits for its GPUs, so it
-    does not matter who uses them now. `trial`: what the ranks do in place
-    of the entry, to prove or to measure what it needs.
-    Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
+    Raises: UsageError, PreflightError, ClusterddpError: the run could not start, with the reason.
     """
-    runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
-    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, attached=attached, queued=queued)
-    job = with_absolute_paths(resolved.job, working_dir)
-    _refuse_what_cannot_be(job, request)
+    request = request.with_absolute_paths()
+    job = with_absolute_paths(resolved.job, request.working_dir)
+    _refuse_unplannable(job, request)
     placed = _PLACE[job.launcher](job, request)
-    slurm, ssh = placed.slurm, placed.ssh
-    placement, spawns = with_one_process_each(job, placed.placement)
-    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
-    run, token = choose_run_name(runs_dir), secrets.token_hex(16)
-    entry = entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
-    spec = filled_in(job)
-    if trial:
-        entry, spec = trial_of(trial, entry, spec, on_cpu=placement.on_cpu)
-    if not (slurm or ssh or queued):
-        spec, placement = fit_memory(job.name, spec, placement)
-    gang = plan_gang(job, placement, entry, run=run, token=token)
-    if not (slurm or ssh):
-        gang = dataclasses.replace(gang, master_addr=MASTER_ADDR)
-    if slurm:  # the allocation's end is the limit
-        gang = dataclasses.replace(gang, time_limit_s=None)
+    program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
+    run = choose_run_name(request.runs_dir)
+    gang, spec, notes = _plan_ranks(job, request, placed, program, run)
     plan = Plan(
         run=run,
-        token=token,
+        token=gang.token,
         name=job.name,
         launcher=job.launcher,
-        runs_dir=runs_dir,
-        working_dir=working_dir,
+        runs_dir=request.runs_dir,
+        working_dir=request.working_dir,
         spec=spec,
         spec_text=spec_text(job),
         gang=gang,
         rank0={},
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-        notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
+        notes=(*notes, *program.notes, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=tuple(job.secrets),
-        parent=parent,
+        parent=request.parent,
         files=(),
         commands=(),
-        slurm=slurm,
-        ssh=ssh,
+        slurm=placed.slurm,
+        ssh=placed.ssh,
     )
-    return move_plan(plan, runs_dir / run)
+    return move_plan(plan, request.runs_dir / run)
+
+
+def _plan_ranks(
+    job: JobSpec, request: Request, placed: Placed, program: Program, run: str
+) -> tuple[Gang, dict[str, Any], tuple[str, ...]]:
+    """Plan the gang; return it, the spec as its ranks get it, and notes on where they run."""
+    placement, spawns = with_one_process_each(job, placed.placement)
+    entry = plan_entry(program, job, run_dir=request.runs_dir / run, working_dir=request.working_dir, spawns=spawns)
+    spec = filled_in(job)
+    if request.trial:
+        entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
+    if not (placed.slurm or placed.ssh or request.queued):
+        spec, placement = fit_memory(job.name, spec, placement)
+    gang = plan_gang(job, placement, entry, run=run, token=secrets.token_hex(16))
+    if placed.slurm:  # the allocation's end is the limit
+        gang = dataclasses.replace(gang, time_limit_s=None)
+    elif not placed.ssh:
+        gang = dataclasses.replace(gang, master_addr=MASTER_ADDR)
+    return gang, spec, placement.notes
 
 
 def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, token: str) -> Gang:
@@ -279,7 +271,7 @@ def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
     return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
 
 
-def _refuse_what_cannot_be(job: JobSpec, request: Request) -> None:
+def _refuse_unplannable(job: JobSpec, request: Request) -> None:
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
     if request.attached and job.launcher != "ssh":

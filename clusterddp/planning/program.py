@@ -20,7 +20,7 @@ TRAINER = "clusterddp.train.main"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What the ranks execute, with paths as they are at submit; `entry_of` says where they lie in a run."""
+    """What the ranks execute, with paths as they are at submit; `plan_entry` says where they lie in a run."""
 
     kind: Literal["module", "script", "function", "command"]
     target: str

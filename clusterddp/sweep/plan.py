@@ -13,6 +13,7 @@ from clusterddp.errors import UsageError
 from clusterddp.planning.command_lines import queue_command
 from clusterddp.planning.job_values import directories_used, filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.sweep_dir import SweepDir
@@ -76,9 +77,10 @@ def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: M
     if spec.variants[0].resolved.job.launcher == "slurm":
         check_array_size(len(spec.variants), environ)
 
+    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True)
+
     def plan_one(resolved: ResolvedSpec) -> Plan:
-        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True)
-        return _beside_others(plan, spec.throttle)
+        return _beside_others(plan_run(resolved, request), spec.throttle)
 
     return _lay_out(spec, plan_one)
 

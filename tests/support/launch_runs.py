@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir
@@ -42,9 +43,8 @@ def plan_text(text: str, directory: Path, *, environ: Mapping[str, str] | None =
     """Plan a spec that is given as text, submitted from `directory`."""
     environ = {"PATH": os.environ["PATH"]} if environ is None else environ
     resolved = load_spec(text, environ={})
-    return plan_run(
-        resolved, **{"runs_dir": directory / "runs", "working_dir": directory, "environ": environ} | changes
-    )
+    request = {"runs_dir": directory / "runs", "working_dir": directory, "environ": environ}
+    return plan_run(resolved, Request(**request | changes))
 
 
 def wait_for_ranks(run: RunDir, num_ranks: int = 4) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.network.interface import Interface, interface_towards, loopback, named_interface
 from clusterddp.network.port import walk_ports
-from clusterddp.planning.entry import entry_of
+from clusterddp.planning.entry import plan_entry
 from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
@@ -49,7 +49,7 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
     placement, spawns = with_one_process_each(resolved.job, placement)
     program = plan_program(here, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
-    entry = entry_of(program, here, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    entry = plan_entry(program, here, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
     plan = Plan(
         run=run,
         token=token,

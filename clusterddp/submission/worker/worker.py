@@ -21,7 +21,7 @@ from clusterddp.network.interface import read_links
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.network.socket_links import names_in
 from clusterddp.planning.command_lines import rank_command
-from clusterddp.planning.entry import entry_of
+from clusterddp.planning.entry import plan_entry
 from clusterddp.planning.environment import python_path
 from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.names import choose_run_name
@@ -244,7 +244,7 @@ class Worker:
         job = with_absolute_paths(self.job, working_dir)
         program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=self.environ)
         run_dir = runs_dir / decided.run
-        entry = entry_of(program, job, run_dir=run_dir, working_dir=working_dir)
+        entry = plan_entry(program, job, run_dir=run_dir, working_dir=working_dir)
         gang = dataclasses.replace(self._gang(decided, entry_working_dir=run_dir), entry=entry)
         variables = gang.variables_of(0, run_dir=str(run_dir), attempt=0, master_port=decided.master_port)
         return Plan(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
 from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
@@ -70,7 +71,7 @@ def test_the_golden_spec_reads(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_golden_spec_plans(name: str, tmp_path: Path) -> None:
     resolved = load_spec(CLUSTERS / name / "job.yaml", environ={})
-    plan = plan_run(resolved, runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={})
+    plan = plan_run(resolved, Request(runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={}))
     assert plan.slurm is not None
     assert f"--partition={resolved.job.slurm['partition']}" in plan.slurm.sbatch
 

@@ -16,6 +16,7 @@ import pytest
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.launchers.slurm.ask import ask_scheduler
 from clusterddp.launchers.slurm.launcher import SlurmLauncher, write_variables
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.slurm.container import _TASK
@@ -56,7 +57,9 @@ def named(arguments: list[str], option: str) -> list[str]:
 @pytest.mark.parametrize("name", ["resnet18_2x8", "slurm_one_node"])
 def test_a_shipped_spec_is_submitted_as_its_golden_file_says(tmp_path: Path, name: str) -> None:
     resolved = load_spec(ROOT / "jobs" / f"{name}.yaml", environ={})
-    planned = plan_run(resolved, runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={"PYTHONPATH": "/checkout"})
+    planned = plan_run(
+        resolved, Request(runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={"PYTHONPATH": "/checkout"})
+    )
     assert planned.slurm is not None
     lines = ["# sbatch", *planned.slurm.sbatch, "# the script and its arguments", "SCRIPT", *planned.slurm.arguments]
     text = "\n".join([*lines, "# srun", *planned.slurm.srun, "# the script", planned.slurm.script])

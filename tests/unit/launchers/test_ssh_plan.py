@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp.cli.plan_text import masked_plan, plan_lines
 from clusterddp.errors import PreflightError, UsageError
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan
 from clusterddp.planning.ssh import SshPlan
 from clusterddp.spec.load import load_spec
@@ -263,7 +264,7 @@ def test_the_dry_run_as_json_has_the_paths_of_the_hosts_and_no_token(repository:
 @pytest.mark.parametrize("name", ["ssh_lab", "ssh_two_hosts"])
 def test_a_shipped_spec_is_planned(name: str, tmp_path: Path) -> None:
     resolved = load_spec(ROOT / "jobs" / f"{name}.yaml", environ={})
-    planned = plan_run(resolved, runs_dir=tmp_path, working_dir=ROOT, environ={})
+    planned = plan_run(resolved, Request(runs_dir=tmp_path, working_dir=ROOT, environ={}))
     assert (planned.gang.world_size, planned.gang.backend) == (8, "nccl")
 
 
@@ -271,7 +272,7 @@ def test_the_2x8_spec_is_planned_on_hosts_that_the_command_line_names(tmp_path: 
     resolved = load_spec(
         ROOT / "jobs" / "resnet18_2x8.yaml", ["ssh.hosts=[a, b]"], environ={}, flags={"launcher": "ssh"}
     )
-    planned = plan_run(resolved, runs_dir=tmp_path, working_dir=ROOT, environ={})
+    planned = plan_run(resolved, Request(runs_dir=tmp_path, working_dir=ROOT, environ={}))
     assert [(node.host, len(node.ranks)) for node in planned.gang.nodes] == [("a", 8), ("b", 8)]
 
 

@@ -14,6 +14,7 @@ import pytest
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.planning.local import Machine, assign_gpus, plan_placement
 from clusterddp.planning.names import ADJECTIVES, ANIMALS, choose_run_name
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run, rename_plan
 from clusterddp.run.gang import Gang
 from clusterddp.spec.load import load_spec
@@ -196,7 +197,7 @@ def test_nodes_of_a_local_run_are_on_this_host(tmp_path: Path) -> None:
 
 def test_what_is_no_default_is_listed_with_its_origin(tmp_path: Path) -> None:
     resolved = load_spec("name: a\ntrain: {epochs: 3}\n", ["train.lr=0.2"], environ={}, flags={"device": "cpu"})
-    plan = plan_run(resolved, runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={})
+    plan = plan_run(resolved, Request(runs_dir=tmp_path / "runs", working_dir=tmp_path, environ={}))
     changes = {change["key"]: change for change in plan.changes}
     assert changes.keys() == {"name", "device", "train.epochs", "train.lr"}
     assert changes["train.lr"]["value"] == 0.2

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.run.directory import RunDir, find_run, list_runs
@@ -59,9 +60,7 @@ def test_a_run_has_the_plan_that_it_would_have_alone(
     planned = plan_one(tmp_path, *swept, text=text).runs[2]
     expected = plan_run(
         load_spec(text, alone, environ={}),
-        runs_dir=tmp_path / "runs",
-        working_dir=tmp_path,
-        environ=fake_scontrol(tmp_path),
+        Request(runs_dir=tmp_path / "runs", working_dir=tmp_path, environ=fake_scontrol(tmp_path)),
     )
     changes = tuple(
         change | {"origin": "sweep"} if change["origin"] == "command line" else change for change in expected.changes
