@@ -85,7 +85,9 @@ def join(
     for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():
         say(f"note: {printable(note)}")
     job_id = read_run(joined.run).job_id
-    submitted = Submitted(run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, tie=joined)
+    submitted = Submitted(
+        run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, connections=joined
+    )
     follow = follow and joined.node_rank == 0
     return stay_with(submitted, terminal, verb="joined", wait=True, follow=follow, output=output)
 

@@ -288,8 +288,8 @@ def _resume_sweep(sweep: SweepDir, terminal: Terminal, *, wait: bool, follow: bo
 
 def stay_with(submitted: Submitted, terminal: Terminal, *, verb: str, wait: bool, follow: bool, output: str) -> int:
     """Tell what was started and stay with it as long as was asked for; return the exit code."""
-    if submitted.tie:
-        with _ending(RunDir(Path(submitted.run_dir)), submitted.tie):
+    if submitted.connections:
+        with _ending(RunDir(Path(submitted.run_dir)), submitted.connections):
             return _tell_and_stay(submitted, terminal, verb=verb, stay=True, follow=follow, output=output)
     return _tell_and_stay(submitted, terminal, verb=verb, stay=wait or follow, follow=follow, output=output)
 
@@ -310,7 +310,7 @@ def _tell_and_stay(
         say(f"  cancel  clusterddp cancel {where}")
         return 0
     with Synchroniser([run], terminal.environ, say=say_note) as sync:
-        with contextlib.nullcontext() if submitted.tie else detaching(run, terminal):
+        with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
             if follow:
                 write_logs(run, "0", sync, follow=True, stream=sys.stderr if output == "json" else sys.stdout)
             view = watch_until_ended(run, terminal, sync)

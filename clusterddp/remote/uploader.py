@@ -78,7 +78,7 @@ class Uploader:
     def at_all(self, hosts: Iterable[str], function: Callable[[str], _Result]) -> dict[str, _Result]:
         """Call a function for hosts, several at a time.
 
-        The caller sends heartbeats to those that wait (launchers/ssh/heartbeat.py).
+        The caller sends heartbeats to those that wait (launchers/ssh/sessions.py).
         Raises: ClusterddpError, SshError, PreflightError: of the hosts for which it failed.
         """
         left = set(hosts)

@@ -22,7 +22,7 @@ from clusterddp.system.storage import retry_outage
 
 
 class Closeable(Protocol):
-    """What is let go by `close`."""
+    """Open connections that `close` ends."""
 
     def close(self) -> object: ...
 
@@ -40,8 +40,8 @@ class Started:
     """What a launcher has started."""
 
     job_id: str
-    tie: Closeable | None = None
-    """What an attached run hangs on: closing it, or the end of this process, ends the run."""
+    connections: Closeable | None = None
+    """The open connections that an attached run depends on: when they are closed, or this process ends, it ends."""
 
 
 def make_attempt(run: RunDir, number: int) -> AttemptDir:

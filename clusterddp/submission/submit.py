@@ -60,8 +60,8 @@ class Submitted:
     launcher: str
     job_id: str | None
     run_dir: Path
-    tie: Closeable | None = None
-    """What an attached run hangs on."""
+    connections: Closeable | None = None
+    """The open connections that an attached run depends on; it ends when they are closed."""
 
 
 def submit(plan: Plan, tell: Tell = silence) -> Submitted:
@@ -150,7 +150,9 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
         if isinstance(error, GpusInUseError) and may_wait:
             raise
         give_up_start(run, error)
-    return Submitted(run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, tie=started.tie)
+    return Submitted(
+        run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, connections=started.connections
+    )
 
 
 def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:

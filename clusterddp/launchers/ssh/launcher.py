@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
-from clusterddp.launchers.ssh.heartbeat import Tie, tied
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
-from clusterddp.launchers.ssh.sessions import HostSessions, each, open_host_sessions
+from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh import directory_name
 from clusterddp.remote.upload import upload_run
@@ -65,10 +64,10 @@ class SshLauncher:
         plan = read_plan(run)
         sessions = open_host_sessions(plan, environ)
         try:
-            with tied(sessions):
+            with Heartbeats(sessions):
                 job_id = _start(run, attempt, sessions, environ, tell)
             if plan.ssh is not None and plan.ssh.attached:
-                return Started(job_id, tie=Tie(sessions))
+                return Started(job_id, connections=Heartbeats(sessions))
             sessions.ask_all("run.release", {"token": plan.token})
         except BaseException as error:
             with contextlib.suppress(ClusterddpError):

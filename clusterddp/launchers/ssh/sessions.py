@@ -1,7 +1,9 @@
-"""Sessions with all hosts of a run: opened together, asked together, closed together."""
+"""Sessions with all hosts of a run: opened, asked, kept alive by heartbeats, and closed together."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,10 @@ from clusterddp.planning.plan import Plan
 from clusterddp.remote.package import package
 from clusterddp.ssh.fan import AT_ONCE, EACH_S, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions, raise_for
+
+HEARTBEAT_INTERVAL_S = 2.0
+_HEARTBEAT_ANSWER_S = 60.0
+"""How long a host may take to answer a heartbeat; a host that receives none meanwhile ends its ranks by itself."""
 
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
@@ -59,6 +65,44 @@ class HostSessions:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Heartbeats:
+    """Heartbeats to all hosts: the run's supervisors end when they miss them, so the run ends with this process.
+
+    A run depends on them while it is being started, an attached run until it ends.
+    """
+
+    def __init__(self, sessions: HostSessions) -> None:
+        self._sessions = sessions
+        self._stopped = threading.Event()
+        for number, session in enumerate(sessions.by_host.values()):
+            first_s = HEARTBEAT_INTERVAL_S * (number + 1) / len(sessions.by_host)
+            threading.Thread(target=self._send, args=(session, first_s), daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop the heartbeats; the connections stay open."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop the heartbeats and close the connections, which ends the run if it still runs."""
+        self.stop()
+        self._sessions.close()
+
+    def __enter__(self) -> Heartbeats:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _send(self, session: Session, first_s: float) -> None:
+        """Send heartbeats to one host, in a thread of its own: a host that hangs delays no other."""
+        wait_s = first_s
+        # A connection that breaks ends the ranks on that host, and therefore everywhere.
+        with contextlib.suppress(SshError):
+            while not self._stopped.wait(wait_s):
+                session.beat(_HEARTBEAT_ANSWER_S)
+                wait_s = HEARTBEAT_INTERVAL_S
 
 
 def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> HostSessions:
