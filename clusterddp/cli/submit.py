@@ -318,7 +318,7 @@ def _tell_and_stay(
 
 
 @contextlib.contextmanager
-def _ending(run: RunDir, tie: Closeable) -> Iterator[None]:
+def _ending(run: RunDir, connections: Closeable) -> Iterator[None]:
     """Let the run end with the watching, however that ends."""
     from clusterddp.submission.submit import cancel
 
@@ -332,7 +332,7 @@ def _ending(run: RunDir, tie: Closeable) -> Iterator[None]:
             say(f"{error.message}; its hosts end it as soon as they miss this command")
         raise
     finally:
-        tie.close()
+        connections.close()
 
 
 def _as_json(submitted: Submitted) -> dict[str, str | None]:

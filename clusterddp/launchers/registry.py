@@ -31,7 +31,7 @@ def launcher_named(name: str) -> Launcher:
 
         return JoinLauncher()
     if name == FOREIGN:
-        from clusterddp.launchers.external.launcher import ExternalLauncher
+        from clusterddp.launchers.external import ExternalLauncher
 
         return ExternalLauncher()
     raise KeyError(name)

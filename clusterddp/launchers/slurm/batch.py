@@ -27,7 +27,7 @@ from types import FrameType
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
 from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
-from clusterddp.launchers.slurm.requeue import go_on
+from clusterddp.launchers.slurm.requeue import start_next_attempt
 from clusterddp.ranks.environment import START_AGAIN, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import sweep
@@ -39,7 +39,7 @@ from clusterddp.run.stop import request_stop
 from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.system.storage import retry_outage, storage_timeout_s
 
-_AGAIN = "clusterddp.launchers.slurm.again"
+_REQUEUE_MODULE = "clusterddp.launchers.slurm.requeue"
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
@@ -156,7 +156,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
             stdout=descriptor,
             stderr=descriptor,
             cwd=carried.run.launcher_dir,
-            env={**carried.environment, START_AGAIN: json.dumps(["-m", _AGAIN, str(carried.run.path)])},
+            env={**carried.environment, START_AGAIN: json.dumps(["-m", _REQUEUE_MODULE, str(carried.run.path)])},
         )
     except OSError as error:
         return f"srun could not be started: {error}"
@@ -258,7 +258,7 @@ def _conclude(carried: Carried, attempt: AttemptDir) -> int:
     end = read_end(last)
     if end is None or not end.will_restart:
         return _finish(run)
-    by = go_on(carried, last)
+    by = start_next_attempt(carried, last)
     print(f"attempt {last.number} ended ({end.reason}); the next one is started by {by}", file=sys.stderr, flush=True)
     if final_end(run) is not None:
         return _finish(run)

@@ -1,14 +1,21 @@
-"""How the next attempt of a Slurm run gets its start of a job: the same job requeued, or a follow-up job."""
+"""The next attempt of a run on Slurm: its job is requeued, or a follow-up job is submitted.
+
+The batch script calls `start_next_attempt`. When its host is lost, a supervisor on another host runs
+`python -m clusterddp.launchers.slurm.requeue RUN_DIR ATTEMPT` instead.
+"""
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launchers.slurm.carried import Carried, JobStart
+from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
 from clusterddp.launchers.slurm.jobs import find_job
+from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled, failed
@@ -24,7 +31,23 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
-def go_on(carried: Carried, attempt: AttemptDir) -> str:
+def main() -> int:
+    """Start the attempt after ATTEMPT from a supervisor's host; print what starts it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    environ = inherited_environment()
+    try:
+        carried = read_carried(run, JobStart.of_environment(environ), environ)
+        by = start_next_attempt(carried, run.attempt(attempt))
+    except (ClusterddpError, OSError) as error:
+        print(f"clusterddp: {error}", file=sys.stderr, flush=True)
+        return 1
+    print(f"attempt {attempt + 1} is started by {by}", file=sys.stderr, flush=True)
+    return 0
+
+
+def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
     """See to it that the attempt after `attempt` gets its start of a job; return in words what does it.
 
     A controller that cannot be asked is asked again for as long as this process lives: whether an order without an
@@ -119,3 +142,7 @@ def _give_up(run: RunDir, error: Exception) -> str:
     reason = f"the job could be neither requeued nor followed up: {words}"
     end_run(run, failed(reason, log="launcher/job.log"))
     return f"nothing: {words}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

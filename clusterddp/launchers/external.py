@@ -1,0 +1,178 @@
+"""Runs that torchrun, mpirun, srun or a person has started with `clusterddp worker`: what can be done about them here.
+
+They are that launcher's to start and to end; here they are looked at, asked to stop, and on this host killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import UsageError
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
+from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.system.files import read_json
+
+if TYPE_CHECKING:
+    from clusterddp.planning.plan import Plan
+    from clusterddp.results.sync import Synchroniser
+    from clusterddp.slurm.queue import Slurm
+
+
+_TRACEBACK_CHARS = 8_000
+
+
+class ExternalLauncher:
+    """Runs that another launcher starts and ends."""
+
+    killed = "cancelled; its ranks here were killed"
+    things = "processes"
+
+    def check(self, plan: Plan) -> None:
+        """Refuse nothing: all that can be checked was checked when the plan was made."""
+
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+        """Refuse: only the launcher that has started the run can start it again."""
+        raise _not_ours(run.name)
+
+    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+        """Say in words what became of a run whose submit was interrupted: nothing was submitted."""
+        return ""
+
+    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+        """Refuse a further start."""
+        raise _not_ours(plan.run)
+
+    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+        """Return what tells the state of a run that is being ended: its files and processes do."""
+        return None
+
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+        """Say that nobody answers a CANCEL file: there is no supervisor.
+
+        Raises: UsageError: none of the ranks is on this host.
+        """
+        if not find_processes(f"{record.token}."):
+            ranks = [rank for rank in read_ranks(run.attempts()[-1]) if rank.ended is None]
+            hosts = ", ".join(sorted({rank.host for rank in ranks})) or "another host"
+            run.cancel_file.unlink(missing_ok=True)
+            raise UsageError(
+                f"{run.name}: {record.job_id} has started it, its ranks are on {hosts}, none on {socket.gethostname()}",
+                hint="end it where it was started: scancel, or Ctrl-C in mpirun or torchrun; or cancel it on that host",
+            )
+        return False
+
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+        """Leave it to the ranks, which look for the STOP file."""
+
+    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+        """Kill the ranks on this host; the launcher then ends the others. False when there are none."""
+        if not find_processes(f"{record.token}."):
+            return False
+        sweep(f"{record.token}.", timeout_s=max(1.0, timeout_s))
+        return True
+
+    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+        """Kill what is left of a run on this host; return how many processes that were."""
+        strays = find_processes(f"{record.token}.")
+        if strays:
+            sweep(f"{record.token}.", timeout_s=5.0)
+        return len(strays)
+
+    def read_state(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
+    ) -> RunView | None:
+        """Read the state of a run that has not ended for good."""
+        return _read_state(run, record, attempt)
+
+
+def _not_ours(run: str) -> UsageError:
+    return UsageError(
+        f"{run}: another launcher has started it, and has to start it again",
+        hint=f"the same command as before with: clusterddp worker SPEC --resume {run}",
+    )
+
+
+def _read_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView:
+    """Tell the state of a run that has no recorded end."""
+    ranks = read_ranks(attempt) if attempt else []
+    if attempt is None or not ranks:
+        return _unstarted(record, attempt)
+    unended = [rank for rank in ranks if rank.ended is None]
+    lives = {rank.rank: _alive(rank) for rank in unended}
+    here = [rank for rank, alive in lives.items() if alive]
+    elsewhere = [rank for rank in unended if lives[rank.rank] is None]
+    gone = [rank for rank in unended if lives[rank.rank] is False]
+    failed = sorted((rank for rank in ranks if rank.exit_code), key=lambda rank: rank.ended or 0.0)
+    if here:
+        words = "" if not failed + gone else f"; {spell_ranks(rank.rank for rank in failed + gone)} ended early"
+        return _view(RunState.RUNNING, attempt, f"{spell_ranks(here)} on this host{words}")
+    if gone:
+        return _final(attempt, _killed(gone[0]), ranks)
+    if failed:
+        return _final(attempt, _failed(attempt, failed[0]), ranks)
+    if elsewhere:
+        hosts = ", ".join(sorted({rank.host for rank in elsewhere}))
+        return _view(RunState.UNKNOWN, attempt, f"runs on {hosts}, which cannot be asked from {socket.gethostname()}")
+    return _completed(run, attempt, ranks)
+
+
+def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
+    alive = ProcessIdentity.from_json(record.submitter).alive() if record.submitter else False
+    number = attempt.number if attempt else None
+    if alive is None:
+        host = record.submitter.get("host", "another host")
+        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"is being started on {host}")
+    if alive:
+        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="is being started")
+    return RunView(state=RunState.LOST, attempt=number, end=None, reason="was never started: rank 0 is gone")
+
+
+def _alive(rank: RankRecord) -> bool | None:
+    return ProcessIdentity.from_json(rank.process).alive() if rank.process else False
+
+
+def _killed(rank: RankRecord) -> RootCause:
+    error = f"rank {rank.rank} on {rank.host} is gone without a word: it was killed, or its host was"
+    return RootCause(rank=rank.rank, host=rank.host, exit_code=None, error=error, log=None)
+
+
+def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
+    traceback = None
+    told = read_json(attempt.error_file(rank.rank))
+    if isinstance(told, dict) and isinstance(told.get("message"), dict):
+        extra = told["message"].get("extraInfo") or {}
+        traceback = str(extra.get("py_callstack") or "")[-_TRACEBACK_CHARS:] or None
+    error = f"rank {rank.rank} on {rank.host}: {rank.error or f'left with exit code {rank.exit_code}'}"
+    return RootCause(
+        rank=rank.rank, host=rank.host, exit_code=rank.exit_code, error=error, log=None, traceback=traceback
+    )
+
+
+def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> RunView:
+    size = read_gang(run).world_size
+    words = f"{spell_ranks(rank.rank for rank in ranks)} left with exit code 0"
+    if len(ranks) < size:
+        words += f"; the other hosts keep the records of the other {size - len(ranks)}"
+    end = AttemptEnd(outcome="COMPLETED", reason=words, ended=_last(ranks))
+    return final_view(attempt, end)
+
+
+def _final(attempt: AttemptDir, cause: RootCause, ranks: list[RankRecord]) -> RunView:
+    end = dataclasses.replace(failed_by(cause), ended=_last(ranks))
+    return final_view(attempt, end)
+
+
+def _last(ranks: list[RankRecord]) -> float:
+    return max((rank.ended or rank.started for rank in ranks), default=0.0)
+
+
+def _view(state: RunState, attempt: AttemptDir, reason: str) -> RunView:
+    return RunView(state=state, attempt=attempt.number, end=None, reason=reason)

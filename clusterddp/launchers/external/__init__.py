@@ -1,1 +1,0 @@
-"""Runs whose ranks another launcher starts: torchrun, srun, mpirun, Kubeflow, a person."""
