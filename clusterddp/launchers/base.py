@@ -1,4 +1,4 @@
-"""The interface of a launcher: what submit, resume, cancel and status ask of whatever starts the processes of a run."""
+"""The interface of a launcher, which starts and ends the processes of a run and reads its state."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Launcher(Protocol):
-    """Starts the processes of runs, ends them, and tells their state; it holds no state of its own.
+    """Starts the processes of runs, ends them, and reads their state; it keeps no state of its own.
 
-    `environ` is the environment of the command that asks. `home` brings files of remote runs up to date.
+    `environ` is the environment of the calling command. `sync` updates the local files of remote runs.
     """
 
     @property
     def killed(self) -> str:
-        """The reason that is recorded when a run is cancelled and `end_by_force` had to end it."""
+        """The reason recorded for a cancelled run that `end_by_force` had to end."""
 
     @property
     def things(self) -> str:
@@ -38,51 +38,52 @@ class Launcher(Protocol):
         """
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Start an attempt whose directory is ready; `tell` hears what takes long.
+        """Start an attempt whose directory is ready; `tell` receives progress messages of slow steps.
 
-        Raises: ClusterddpError: it is not started, and nothing of it is left. SlurmError, `transient`: it may be.
+        Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
+        started.
         """
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """Take back a start that was interrupted; return what became of it in words, or nothing."""
+        """Undo an interrupted start; return a sentence on the result, or an empty string."""
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Return the plan for a further start: what depends on the machines' state is found anew.
+        """Return the plan for the next start; values that depend on the machines' state are read again.
 
-        Raises: UsageError, PreflightError: it cannot be started again, or not now.
+        Raises: UsageError, PreflightError: the run cannot start again, or not now.
         """
 
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
-        """Ask a run to checkpoint and end, by all ways besides its STOP file.
+        """Ask a run to checkpoint and end; its STOP file is written already.
 
-        Raises: ClusterddpError: it cannot be asked.
+        Raises: ClusterddpError: the run cannot be reached.
         """
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
-        """Ask a run to end at once, by all ways besides its CANCEL file; True when it will record the end itself.
+        """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
 
-        Raises: ClusterddpError: it cannot be asked.
+        Raises: ClusterddpError: the run cannot be reached.
         """
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-        """End a run that does not answer; False when nothing of it was there to end.
+        """End a run that does not answer; False when no process or job of it was left.
 
-        Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
+        Raises: ClusterddpError: a process or job cannot be reached or ended.
         """
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-        """End what is left of a run that has ended; return how much that was.
+        """End leftover processes or jobs of a run that has ended; return their number.
 
-        Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
+        Raises: ClusterddpError: one of them cannot be reached or ended.
         """
 
     def observer(self, environ: Mapping[str, str]) -> Slurm | None:
-        """Return the `slurm` that `read_state` asks while a run is being ended; None where Slurm is not asked."""
+        """Return the `slurm` that `read_state` queries while a run is being ended; None where it queries none."""
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
     ) -> RunView | None:
-        """Read the state of a run that has not ended for good; `end` is that of `attempt`, the newest one.
+        """Read the state of a run without a final end; `attempt` is its newest attempt, `end` the end of that.
 
-        None: its files have changed meanwhile, and are to be read again.
+        None: the run's files changed meanwhile; the caller reads them again.
         """

@@ -1,6 +1,8 @@
-"""Runs that torchrun, mpirun, srun or a person has started with `clusterddp worker`: what can be done about them here.
+"""Runs that another launcher (torchrun, srun, mpirun, Kubeflow) or a user starts with `clusterddp worker`.
 
-They are that launcher's to start and to end; here they are looked at, asked to stop, and on this host killed.
+Only that launcher starts and ends them. clusterddp reads their state, asks them to stop, and kills their ranks on this
+host. No process records the end of the whole run: each rank records its own end, and a rank that was killed records
+none. Only a rank's own host can check whether the rank lives.
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ class ExternalLauncher:
     things = "processes"
 
     def check(self, plan: Plan) -> None:
-        """Refuse nothing: all that can be checked was checked when the plan was made."""
+        """Refuse nothing: planning has checked everything already."""
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Refuse: only the launcher that has started the run can start it again."""
+        """Refuse: only the launcher that started the run can start it again."""
         raise _not_ours(run.name)
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """Say in words what became of a run whose submit was interrupted: nothing was submitted."""
+        """Return an empty string: nothing was submitted."""
         return ""
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Refuse a further start."""
+        """Refuse for the same reason."""
         raise _not_ours(plan.run)
 
     def observer(self, environ: Mapping[str, str]) -> Slurm | None:
-        """Return what tells the state of a run that is being ended: its files and processes do."""
+        """Return None: the state follows from files and processes."""
         return None
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
-        """Say that nobody answers a CANCEL file: there is no supervisor.
+        """Return False: the run has no supervisor that would answer its CANCEL file.
 
         Raises: UsageError: none of the ranks is on this host.
         """
@@ -64,23 +66,23 @@ class ExternalLauncher:
             hosts = ", ".join(sorted({rank.host for rank in ranks})) or "another host"
             run.cancel_file.unlink(missing_ok=True)
             raise UsageError(
-                f"{run.name}: {record.job_id} has started it, its ranks are on {hosts}, none on {socket.gethostname()}",
+                f"{run.name}: {record.job_id} started it; its ranks are on {hosts}, none on {socket.gethostname()}",
                 hint="end it where it was started: scancel, or Ctrl-C in mpirun or torchrun; or cancel it on that host",
             )
         return False
 
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
-        """Leave it to the ranks, which look for the STOP file."""
+        """Do nothing: the ranks look for the STOP file."""
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-        """Kill the ranks on this host; the launcher then ends the others. False when there are none."""
+        """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         if not find_processes(f"{record.token}."):
             return False
         sweep(f"{record.token}.", timeout_s=max(1.0, timeout_s))
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-        """Kill what is left of a run on this host; return how many processes that were."""
+        """Kill leftover processes of a run on this host; return their number."""
         strays = find_processes(f"{record.token}.")
         if strays:
             sweep(f"{record.token}.", timeout_s=5.0)
@@ -89,19 +91,19 @@ class ExternalLauncher:
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
     ) -> RunView | None:
-        """Read the state of a run that has not ended for good."""
+        """Read the state of a run without a final end."""
         return _read_state(run, record, attempt)
 
 
 def _not_ours(run: str) -> UsageError:
     return UsageError(
-        f"{run}: another launcher has started it, and has to start it again",
-        hint=f"the same command as before with: clusterddp worker SPEC --resume {run}",
+        f"{run}: another launcher started it and has to start it again",
+        hint=f"run the same command as before, with clusterddp worker SPEC --resume {run}",
     )
 
 
 def _read_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView:
-    """Tell the state of a run that has no recorded end."""
+    """Derive the state from the records of the ranks."""
     ranks = read_ranks(attempt) if attempt else []
     if attempt is None or not ranks:
         return _unstarted(record, attempt)
@@ -112,8 +114,8 @@ def _read_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> R
     gone = [rank for rank in unended if lives[rank.rank] is False]
     failed = sorted((rank for rank in ranks if rank.exit_code), key=lambda rank: rank.ended or 0.0)
     if here:
-        words = "" if not failed + gone else f"; {spell_ranks(rank.rank for rank in failed + gone)} ended early"
-        return _view(RunState.RUNNING, attempt, f"{spell_ranks(here)} on this host{words}")
+        early = "" if not failed + gone else f"; {spell_ranks(rank.rank for rank in failed + gone)} ended early"
+        return _view(RunState.RUNNING, attempt, f"{spell_ranks(here)} on this host{early}")
     if gone:
         return _final(attempt, _killed(gone[0]), ranks)
     if failed:
@@ -140,15 +142,15 @@ def _alive(rank: RankRecord) -> bool | None:
 
 
 def _killed(rank: RankRecord) -> RootCause:
-    error = f"rank {rank.rank} on {rank.host} is gone without a word: it was killed, or its host was"
+    error = f"rank {rank.rank} on {rank.host} is gone and recorded no end: it was killed, or its host failed"
     return RootCause(rank=rank.rank, host=rank.host, exit_code=None, error=error, log=None)
 
 
 def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
     traceback = None
-    told = read_json(attempt.error_file(rank.rank))
-    if isinstance(told, dict) and isinstance(told.get("message"), dict):
-        extra = told["message"].get("extraInfo") or {}
+    report = read_json(attempt.error_file(rank.rank))
+    if isinstance(report, dict) and isinstance(report.get("message"), dict):
+        extra = report["message"].get("extraInfo") or {}
         traceback = str(extra.get("py_callstack") or "")[-_TRACEBACK_CHARS:] or None
     error = f"rank {rank.rank} on {rank.host}: {rank.error or f'left with exit code {rank.exit_code}'}"
     return RootCause(
@@ -158,10 +160,10 @@ def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
 
 def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> RunView:
     size = read_gang(run).world_size
-    words = f"{spell_ranks(rank.rank for rank in ranks)} left with exit code 0"
+    reason = f"{spell_ranks(rank.rank for rank in ranks)} left with exit code 0"
     if len(ranks) < size:
-        words += f"; the other hosts keep the records of the other {size - len(ranks)}"
-    end = AttemptEnd(outcome="COMPLETED", reason=words, ended=_last(ranks))
+        reason += f"; the other hosts keep the records of the other {size - len(ranks)}"
+    end = AttemptEnd(outcome="COMPLETED", reason=reason, ended=_last(ranks))
     return final_view(attempt, end)
 
 

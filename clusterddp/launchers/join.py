@@ -1,4 +1,4 @@
-"""Runs that machines have joined: the `join` command starts them on each machine; they end as local runs do."""
+"""Runs that machines join: `clusterddp join` starts them on each machine; they end as local runs do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.run.directory import RunDir
 
-_AGAIN = "clusterddp join SPEC --resume {run}, on each of them"
+_HINT = "run clusterddp join SPEC --resume {run} on each of them"
 
 
 class JoinLauncher(LocalLauncher):
-    """Runs of several machines that joined."""
+    """Starts no run; ends joined runs on this machine as local runs."""
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Refuse: every machine has to be there."""
-        raise UsageError(f"{run.name}: was joined by several machines", hint=_AGAIN.format(run=run.name))
+        """Refuse: the user runs the join command on every machine."""
+        raise UsageError(f"{run.name}: several machines joined this run", hint=_HINT.format(run=run.name))
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Refuse a further start, likewise."""
-        raise UsageError(f"{plan.run}: was joined by several machines", hint=_AGAIN.format(run=plan.run))
+        """Refuse for the same reason."""
+        raise UsageError(f"{plan.run}: several machines joined this run", hint=_HINT.format(run=plan.run))

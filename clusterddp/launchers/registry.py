@@ -1,4 +1,4 @@
-"""The launchers by name; each is imported when a run of its is first asked for."""
+"""The launchers by name; each is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterddp.run.record import FOREIGN
 def launcher_named(name: str) -> Launcher:
     """Return the launcher that a spec or a record names.
 
-    Raises: KeyError: there is none of that name.
+    Raises: KeyError: no launcher has this name.
     """
     if name == "local":
         from clusterddp.launchers.local.launcher import LocalLauncher

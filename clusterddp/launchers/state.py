@@ -1,7 +1,7 @@
-"""The state of a run: its recorded end, or what its launcher knows of a run that has none.
+"""The state of a run: its recorded end, or, where none is recorded, the state that its launcher reads.
 
-An `end.json` is the truth. A run that waits in the queue of a sweep is answered for by the queue (run/sweep_queue.py),
-any other by its launcher.
+An `end.json` is always right. The queue of a sweep answers for a run that waits in it (run/sweep_queue.py), the
+launcher for any other run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | None = None) -> RunView:
-    """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error.
+    """Read the state of a run; an unreadable file makes it UNKNOWN and raises no error.
 
-    `slurm` None: what this process shares. `record`: that of the run, where it was read already.
-    What a run that has ended has left in the wrong place is put right: values of its secrets, an end in the spool.
+    `slurm` None: the `Slurm` that this process shares. `record`: the run's, if the caller has read it already.
+    For a run that has ended, the values of its secrets are deleted and an end in the spool is moved to the run.
     """
     try:
         view = _read_state(run, record or read_run(run), slurm)
         if view.state is RunState.LOST:
-            os.stat(run.path)  # files that are away are no sign that nobody writes them
+            os.stat(run.path)  # an unreachable directory does not prove that the run is lost
         if view.finished:
             drop_secrets(run)
         return view
@@ -42,7 +42,7 @@ def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | N
 
 
 def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = None) -> None:
-    """Announce that the states of these runs will be read, so that Slurm is asked once for all of them."""
+    """Announce that the states of these runs will be read, so that one query to Slurm covers them all."""
     on_slurm = [(run, record) for run, record in runs if record.launcher == "slurm"]
     if on_slurm:
         from clusterddp.launchers.slurm.state import wanted_jobs
@@ -69,14 +69,14 @@ def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
     from clusterddp.run.sweep_queue import read_queued_state
 
     view, now = read_queued_state(run, attempt), read_run(run)
-    # The queue may have started the run, and ended, while we looked.
+    # The queue may have started the run and exited meanwhile.
     overtaken = view.state is RunState.LOST and (not now.queued or attempt.end.exists())
     return _read_state(run, now) if overtaken else view
 
 
 @functools.cache
 def _slurm_here() -> Slurm:
-    """Return the one `Slurm` that everything in this process shares, so that its answers are shared too."""
+    """Return the one `Slurm` of this process, whose answers all callers share."""
     from clusterddp.slurm.queue import Slurm
 
     return Slurm(inherited_environment())

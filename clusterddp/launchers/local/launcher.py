@@ -1,4 +1,9 @@
-"""The local launcher: starts a run on this machine, detached from whoever submits it."""
+"""The local launcher: starts a run on this machine, detached from the submitting process, and reads its state.
+
+A run without a recorded end is PENDING or RUNNING while one process lives that will record its end: the submitter
+before the start, then the task, the supervisors and their guards. Without such a process the run is LOST. No clock
+decides it, so a run on a slow machine is never taken for lost.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
 _START_GRACE_S = 3.0
-"""How long after an attempt's directory was made a missing starter is no news: it may be between two system calls."""
+"""How long a new attempt may have no process that answers for it: its starter may be between two system calls."""
 
 
 class LocalLauncher:
@@ -44,14 +49,14 @@ class LocalLauncher:
     things = "processes"
 
     def check(self, plan: Plan) -> None:
-        """Refuse nothing: all that can be checked was checked when the plan was made."""
+        """Refuse nothing: planning has checked everything already."""
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
         """Start the attempt; return when submitit has taken it over.
 
-        The record names the job and its keeper by then: submitit's controller, whose death ends the run.
-        Raises: PreflightError: others hold GPUs that it needs. ClusterddpError: it could not be started;
-        no process of it is left.
+        By then the record names the job and its keeper, submitit's controller; the run ends when the controller dies.
+        Raises: PreflightError: other runs hold GPUs that it needs. ClusterddpError: the run could not start and left no
+        process.
         """
         token = read_run(run).token
         log = run.launcher_dir / "submit.log"
@@ -61,7 +66,7 @@ class LocalLauncher:
                 exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log, leases)
             job_id = read_run(run).job_id
             if exit_code != 0 or job_id is None:
-                last_line = read_tail(log).rpartition("\n")[2].strip()  # of a traceback: what happened
+                last_line = read_tail(log).rpartition("\n")[2].strip()  # the last line of a traceback is its message
                 raise ClusterddpError(f"{run.name} could not be started: {last_line or f'exit code {exit_code}'}")
             return Started(job_id)
         except subprocess.TimeoutExpired as error:
@@ -70,37 +75,37 @@ class LocalLauncher:
                 f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
             ) from error
         except BaseException:
-            # An interrupt may have come at any point from the first process on; the cookie finds whatever there is.
+            # An interrupt may arrive after any process has started; the cookie finds all of them.
             sweep(f"{token}.", timeout_s=5.0)
             raise
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """Say in words what became of a run whose submit was interrupted; `start` leaves nothing of it to speak of."""
+        """Return an empty string: an interrupted `start` leaves no process."""
         return ""
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Return the plan for a further start, with the GPUs and the host that there are now.
+        """Return the plan for the next start, with the GPUs and the host name of now.
 
-        Raises: PreflightError: there are fewer GPUs than it had, or fewer are free.
+        Raises: PreflightError: this machine has fewer GPUs than the run had, or fewer are free.
         """
         nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), environ)
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
 
     def observer(self, environ: Mapping[str, str]) -> Slurm | None:
-        """Return what tells the state of a run that is being ended: files and processes do, nobody has to be asked."""
+        """Return None: the state follows from files and processes."""
         return None
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
-        """Leave it to the supervisors, which look for the CANCEL file four times a second and do answer."""
+        """Do nothing: the supervisors look for the CANCEL file four times a second and record the end."""
         return True
 
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
-        """Leave it to the supervisors, which look for the STOP file likewise."""
+        """Do nothing: the supervisors look for the STOP file four times a second."""
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-        """End a run whose supervisors do not answer (they hang, or are stopped); False when there is nothing to end.
+        """Kill a run whose supervisors hang or are stopped; False when it has no process.
 
-        Raises: ClusterddpError: some of its processes cannot be killed.
+        Raises: ClusterddpError: a process cannot be killed.
         """
         if not find_processes(f"{record.token}."):
             return False
@@ -108,11 +113,11 @@ class LocalLauncher:
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-        """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
+        """Wait for the last processes of a run that has ended, then kill those that are left; return their number.
 
-        Its supervisors and its task may just be on their way out, putting things in order. They take everything that
-        carries the run's cookie for theirs, so the next attempt must not begin before they are gone.
-        Raises: ClusterddpError: some cannot be killed.
+        Its supervisors and its task may still clean up. They kill every process with the run's cookie, so the next
+        attempt must not start before they have exited.
+        Raises: ClusterddpError: a process cannot be killed.
         """
         family = f"{record.token}."
         deadline = time.monotonic() + CLEAR_TIMEOUT_S
@@ -126,7 +131,7 @@ class LocalLauncher:
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
     ) -> RunView | None:
-        """Read the state of a run that has not ended for good."""
+        """Read the state of a run without a final end."""
         return _read_state(run, record, attempt, end)
 
 
@@ -137,9 +142,9 @@ def _sweep(run: RunDir, record: RunRecord, timeout_s: float) -> None:
 
 
 def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path, leases: socket.socket | None) -> int:
-    """Have submitit take the attempt over; return the exit code of the process that asks it to.
+    """Start the process that submits the attempt to submitit; return its exit code.
 
-    What has no standard input of its own inherits the leases: submitit's controller, and the task from it.
+    submitit's controller and the task inherit its standard input, and with it the leases.
     """
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
@@ -147,7 +152,7 @@ def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path
             stdin=leases.fileno() if leases else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # No file of the user's lies there that could take the place of one of Python's modules.
+            # This directory has no file of the user's that could shadow one of Python's modules.
             cwd=run.launcher_dir,
             env=environment,
             start_new_session=True,
@@ -161,7 +166,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_state(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: AttemptEnd | None) -> RunView | None:
-    """Read the state of a run of this machine that has not ended for good; None: its files have changed meanwhile."""
+    """Read the state of a run without a final end; None: its files changed meanwhile."""
     if newest and end:
         return _restarting(run, record, newest, end)
     start = read_start(newest) if newest else None
@@ -179,7 +184,7 @@ def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: Attemp
     newest = run.newest_attempt()
     if newest.number != attempt.number or _final(read_end(newest)):
         return None
-    return _lost(run, record, attempt, f"was to restart after: {end.reason}; what carried it is gone", end)
+    return _lost(run, record, attempt, f"should have restarted after: {end.reason}; its task is gone", end)
 
 
 def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: Start) -> RunView | None:
@@ -191,10 +196,10 @@ def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: Start) 
         return _unknown(attempt, head.host)
     if alive or _answered_for(run, record):
         return RunView(state=RunState.RUNNING, attempt=attempt.number, end=None, reason="its supervisor is alive")
-    # Whoever was left may have written the end and gone while we looked at the processes.
+    # The last process may have recorded the end and exited after the search for processes.
     if attempt.end.exists():
         return None
-    return _lost(run, record, attempt, "ended without a word: its processes are gone and no end is recorded", None)
+    return _lost(run, record, attempt, "its processes are gone and recorded no end", None)
 
 
 def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView | None:
@@ -208,17 +213,16 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
         return RunView(state=state, attempt=number, end=None, reason="is being started")
     if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
         return None
-    return _lost(run, record, attempt, "was never started: what submitted it is gone", None)
+    return _lost(run, record, attempt, "was never started: the process that submitted it is gone", None)
 
 
 def _answered_for(run: RunDir, record: RunRecord) -> bool:
-    """Say whether a process lives on this machine that will still write how the run ended."""
-    # The submitter answers until the launcher has named a keeper; later it may live on for days in a notebook.
+    """Say whether a process on this machine will still record the end of the run."""
+    # The submitter answers until the record names a keeper; a submitter in a notebook may live for days after that.
     identity = record.keeper or record.submitter
     if identity and ProcessIdentity.from_json(identity).alive():
         return True
-    # Between the start of the launcher and the record of it, and while a guard or the task puts things in order, only
-    # the cookie tells.
+    # Before the record names a keeper, and while a guard or the task cleans up, only the cookie finds the process.
     return any(answers_for_its_run(process) for process in _processes(run, record))
 
 
@@ -239,12 +243,12 @@ def _unknown(attempt: AttemptDir | None, host: str) -> RunView:
 
 
 def _processes(run: RunDir, record: RunRecord) -> list[Any]:
-    # The owner of the run, not of this process: root may look at a run of somebody else.
+    # The owner of the run, not of this process: root may read the state of another user's run.
     return find_processes(f"{record.token}.", uid=os.stat(run.path).st_uid)
 
 
 def _foreign_host(record: RunRecord) -> str | None:
-    """Name the machine that carries the run when it is not this one."""
+    """Name the machine of the run if it is not this one."""
     identity = record.keeper or record.submitter
     host = str(identity.get("host", "")) if identity else ""
     return host if host and host != socket.gethostname() else None

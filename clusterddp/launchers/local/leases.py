@@ -1,8 +1,8 @@
-"""The leases on the GPUs of a local run: taken by whoever submits it, handed down to the task that carries it.
+"""The leases on the GPUs of a local run: the submitter takes them and passes them to the task.
 
-Between the two is submitit, which passes no descriptors on but standard input. So the leases travel as a message that
-nobody has read yet, in a socket that becomes the task's standard input: they are held all the way, and end with the
-processes of the run should these not get that far.
+submitit starts the task and passes only standard input on. So the leases travel as an unread message in a socket that
+becomes the task's standard input. The socket keeps the descriptors open; when all processes that hold it exit, the
+leases end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import Lease, take_leases
 
 _TRIES = 5
-"""How often others may take what was free a moment before."""
+"""How often another run may take a GPU between our look and our lease."""
 _MAX_DESCRIPTORS = 253
-"""What the kernel carries in one message."""
+"""How many descriptors the kernel passes in one message."""
 
 
 def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
-    """Lease the GPUs of a run's plan and return the socket that they travel in; None for a run without GPUs.
+    """Lease the GPUs of a run's plan and return the socket that holds the leases; None for a run without GPUs.
 
-    Others are chosen, and written into the plan, when somebody has taken one of them since it was made.
-    Raises: PreflightError: too few are free, with their holders.
+    If another run has taken one of them since, other GPUs are chosen and written into the plan.
+    Raises: PreflightError: too few are free; the message names their holders.
     """
     plan = read_plan(run)
     nodes = plan.gang.nodes
@@ -46,23 +46,23 @@ def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
             if len(taken) == len(leases):
                 if nodes != plan.gang.nodes:
                     _change_plan(run, plan, nodes)
-                return _packed(taken)
+                return _pack(taken)
         finally:
             for lease in taken.values():
                 lease.close()
         nodes = place_here(functools.partial(assign_gpus, run.name, nodes), environ)
-    raise GpusInUseError(f"{run.name}: the GPUs that are free are taken by others again and again")
+    raise GpusInUseError(f"{run.name}: other runs took its GPUs {_TRIES} times before it could lease them")
 
 
 def receive_leases(nodes: Sequence[Node], descriptor: int) -> dict[int, tuple[int, ...]]:
-    """Receive the leases that lie in a socket: node rank -> descriptors.
+    """Receive the leases from a socket: node rank -> descriptors.
 
-    Raises: OSError, ValueError: they do not.
+    Raises: OSError, ValueError: the socket holds no leases.
     """
     if not any(node.gpus for node in nodes):
         return {}
-    with socket.socket(fileno=os.dup(descriptor)) as parcel:
-        message, descriptors, _, _ = socket.recv_fds(parcel, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    with socket.socket(fileno=os.dup(descriptor)) as socket_of_task:
+        message, descriptors, _, _ = socket.recv_fds(socket_of_task, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     held = iter(descriptors)
     return {node: tuple(next(held) for _ in range(count)) for node, count in json.loads(message)}
 
@@ -72,10 +72,10 @@ def _change_plan(run: RunDir, plan: Plan, nodes: tuple[Node, ...]) -> None:
     write_json(run.plan, move_plan(changed, run.path).to_json())
 
 
-def _packed(leases: Mapping[int, Lease]) -> socket.socket:
+def _pack(leases: Mapping[int, Lease]) -> socket.socket:
     contents = [(node_rank, len(lease.descriptors)) for node_rank, lease in leases.items()]
     descriptors = [descriptor for lease in leases.values() for descriptor in lease.descriptors]
-    sender, parcel = socket.socketpair()
+    sender, socket_of_task = socket.socketpair()
     with sender:
         socket.send_fds(sender, [json.dumps(contents).encode()], descriptors)
-    return parcel
+    return socket_of_task

@@ -1,7 +1,7 @@
-"""`python -m clusterddp.launchers.local.submit RUN_DIR ATTEMPT`: hand a run to submitit, record its keeper, leave.
+"""`python -m clusterddp.launchers.local.submit RUN_DIR ATTEMPT`: submit a run to submitit and record its keeper.
 
-The keeper in the record is submitit's controller. It and the task that it starts live and die together: the controller
-ends when its task has ended, and the task has the kernel kill it when the controller ends.
+The keeper is submitit's controller process. The controller exits when the task that it started has exited; the kernel
+kills the task when the controller exits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 
 _TIMEOUT_MIN = 10 * 365 * 24 * 60
-"""submitit's own limit, two minutes by default, must never be the one that ends a run: the supervisors keep time."""
+"""submitit's own limit (2 minutes by default) must never end a run: the supervisors enforce the time limit."""
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
     executor = submitit.LocalExecutor(run.launcher_dir / "submitit")
     executor.update_parameters(timeout_min=_TIMEOUT_MIN)
-    # By reference: the task imports `carry` from this package. Arguments are a path and a number, nothing to unpickle.
+    # The pickle names `carry` by its module, which the task imports; the arguments are a path and a number.
     job = executor.submit(carry, str(run.path), attempt)
     try:
         keeper = dataclasses.asdict(ProcessIdentity.of(int(job.job_id)))

@@ -1,7 +1,7 @@
-"""The task that carries a local run: starts one supervisor for each of its nodes and stays until all have ended.
+"""The task of a local run: starts one supervisor for each node and waits until all have exited.
 
-submitit runs `carry` in a process of its own, detached from whoever submitted. The supervisors do the work; the task
-is what they are tied to. It looks after the one thing that they cannot: to say that they were killed themselves.
+submitit runs `carry` in a process of its own, detached from the submitting process. The supervisors do the work and
+exit when the task does. The task records the end when all supervisors and guards were killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from clusterddp.system.files import read_tail
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5
-"""How long a guard may take to record the end when all supervisors are gone: it sweeps first."""
+"""How long a guard may take to record the end after all supervisors have exited: it cleans up first."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,9 +47,9 @@ class _Supervisor:
 
 
 def carry(run_dir: str, attempt: int) -> str:
-    """Carry a run through, from this attempt to its last; return how it ended.
+    """Run all attempts from this one to the last; return the outcome of the run.
 
-    Raises: RunFailedError: it failed, so that submitit's record and exit code say so too.
+    Raises: RunFailedError: the run failed; submitit's record and exit code then show it too.
     """
     import submitit
 
@@ -58,7 +58,7 @@ def carry(run_dir: str, attempt: int) -> str:
     gang = read_gang(run)
     _stop_on_signal(run)
     if final_end(run) is not None:
-        pass  # who submitted it was interrupted, and wanted nothing of it
+        pass  # the submit was interrupted, which ended the run
     elif run.cancel_file.exists():
         end_run(run, cancelled("cancelled before it was started"))
     else:
@@ -73,13 +73,13 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
     set_storage_timeout(gang.host_silence_s)
     supervisors: list[_Supervisor] = []
     ended: list[_Supervisor] = []
-    complaint = None
+    error_text = None
     try:
-        complaint = _start_supervisors(run, gang, attempt, supervisors)
-        if complaint is None:
+        error_text = _start_supervisors(run, gang, attempt, supervisors)
+        if error_text is None:
             _wait_for(supervisors, ended)
     except Exception as error:
-        complaint = f"the task that carries the run failed: {type(error).__name__}: {error}"
+        error_text = f"the task that carries the run failed: {type(error).__name__}: {error}"
         raise
     finally:
         for supervisor in supervisors:
@@ -87,15 +87,15 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
                 supervisor.process.kill()
         _wait_for(supervisors, ended)
         retry_outage(lambda: _await_end(run))
-        # The guards have done this; should they have been killed too, it is done here.
+        # The guards have done this, unless they were killed too.
         for node in gang.nodes:
             sweep(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
         if final_end(run) is None:
-            end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, complaint))
+            end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, error_text))
 
 
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
-    """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
+    """Start the head, read its address, start the others; return an error message, or None."""
     link: Link | None = None
     environment = process_environment("", inherited_environment())
     holds = receive_leases(gang.nodes, sys.stdin.fileno())
@@ -117,23 +117,23 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
         if order.is_head:
             link = read_link(process, gang.start_timeout_s)
             if link is None and process.poll() is None:
-                return f"the supervisor of node 0 did not say where it listens within {gang.start_timeout_s:g} s"
+                return f"the supervisor of node 0 did not report its address within {gang.start_timeout_s:g} s"
             if link is None:
                 return None
     return None
 
 
 def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
-    """Wait until all have ended; `ended` lists them in the order in which they did.
+    """Wait until all supervisors have exited; append them to `ended` in that order.
 
-    The head is told of the others' ends: one that dies before it has joined would be waited for.
+    The head receives each exit of another one, so it does not wait for a supervisor that died before it connected.
     """
     while len(ended) < len(supervisors):
-        news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
-        for each in news:
+        exited = [each for each in supervisors if each not in ended and each.process.poll() is not None]
+        for each in exited:
             if each.node.node_rank != 0:
                 send(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
-        ended += news
+        ended += exited
         time.sleep(0.05)
 
 
@@ -143,11 +143,11 @@ def _await_end(run: RunDir) -> None:
         time.sleep(0.1)
 
 
-def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> AttemptEnd:
-    """Say why the run ended when no supervisor and no guard could."""
+def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> AttemptEnd:
+    """Explain the end of a run whose supervisors and guards recorded none."""
     started = run.newest_attempt().start.exists()
-    if complaint is not None or not ended:
-        return failed(complaint or "no supervisor was started")
+    if error_text is not None or not ended:
+        return failed(error_text or "no supervisor was started")
     first = next((each for each in ended if each.process.returncode), ended[0])
     node, code = first.node, first.process.returncode
     who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
@@ -165,10 +165,10 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
 
 
 def _stop_on_signal(run: RunDir) -> None:
-    """Make TERM and USR2 ask for a stop, in place of what submitit would do: ignore the one, requeue at the other."""
+    """Make SIGTERM and SIGUSR2 ask for a stop; submitit would ignore SIGTERM and requeue at SIGUSR2."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        # A full disk must not become an exception just anywhere.
+        # A full disk must not raise an exception at a random place.
         with contextlib.suppress(OSError):
             request_stop(run.newest_attempt().stop_file, f"{signal_name(number)} to the task that carries the run")
 
@@ -180,6 +180,6 @@ def _die_with(controller: int) -> None:
     """Have the kernel kill this process when submitit's controller ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have ended before the call; that is never reported.
+    # If it exited before the call, the kernel sends no signal.
     if os.getppid() != controller:
         sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")
