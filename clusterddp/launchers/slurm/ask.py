@@ -1,4 +1,4 @@
-"""What the scheduler says of a job that is not submitted: accepted or not, and when it would start."""
+"""The scheduler's verdict on a job before it is submitted (`sbatch --test-only`): accepted, and its estimated start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusterddp.slurm.commands import call_slurm
 _START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
 """Slurm 26.05 has an `a` before `using`."""
 _NO_ANSWER = ("no such command", "could not establish a configuration source", "cannot be run")
-"""Words of an error that is no answer of the scheduler's."""
+"""Parts of error messages that do not come from the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,18 +21,18 @@ class Verdict:
     """The scheduler's answer to `sbatch --test-only`."""
 
     accepted: bool | None
-    """None: it could not be asked."""
+    """None: the scheduler could not be asked."""
     words: str
     start: str | None = None
-    """When the job would start, in the cluster's local time, were it submitted now."""
+    """When the job would start if it were submitted now, in the cluster's local time."""
     nodes: str | None = None
     """Where it would start, as a host list."""
 
 
 def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
-    """Ask the scheduler about the job, with the very argv of the submit; never an error."""
+    """Ask the scheduler about the job with the argv of the submit; an error becomes a verdict."""
     try:
-        # Without a file: nothing is written for a plan that is only shown.
+        # The script goes over standard input: a dry run writes no file.
         done = call_slurm([*plan.sbatch, "--test-only"], environ=environ, stdin=plan.script)
     except SlurmError as error:
         unasked = error.transient or any(words in error.message.lower() for words in _NO_ANSWER)

@@ -1,4 +1,4 @@
-"""The run that a start of a Slurm job carries, and the environment that its tasks get."""
+"""The run that a start of a Slurm job runs, and the environment of its tasks."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ from clusterddp.system.storage import set_storage_timeout
 
 _KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SPANK_", "_SLURM_SPANK_")
 _KEPT = frozenset({"TMPDIR", "HOME", "USER", "LOGNAME", "SHELL", "KRB5CCNAME"})
-"""What belongs to the host, or to this start of the job, not to the shell that submitted it."""
+"""Variables of the host or of this start of the job, which win over those of the submitting shell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStart:
-    """One start of one job: what its batch script is."""
+    """One start of one job, as its batch script sees it."""
 
     job_id: str
     """As Slurm's commands take it: `123`, or `123_7` for the task of an array."""
     name: str
     restart_count: int
-    """0 for a job's first start; one more each time that Slurm starts it again."""
+    """0 for a job's first start; Slurm adds 1 for each further start."""
     host: str
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> JobStart:
-        """Read which job's batch script this is.
+        """Read the start from the variables of a batch script.
 
-        Raises: ClusterddpError: none's.
+        Raises: ClusterddpError: this is no batch script of a Slurm job.
         """
         job_id = environ.get("SLURM_JOB_ID")
         if not job_id:
-            raise ClusterddpError(
-                "SLURM_JOB_ID is not set: this is the batch script of a Slurm job, and not for people"
-            )
+            raise ClusterddpError("SLURM_JOB_ID is not set: only Slurm runs this command, as the batch script of a job")
         task = environ.get("SLURM_ARRAY_TASK_ID")
         return cls(
             job_id=f"{environ.get('SLURM_ARRAY_JOB_ID', job_id)}_{task}" if task else job_id,
@@ -54,38 +52,38 @@ class JobStart:
         )
 
     def carries(self, record: RunRecord) -> bool:
-        """Say whether this is the job that the run was last handed to, not one that was given up since."""
+        """Say whether this job is the newest that the run was submitted as."""
         return tag_of(self.name) == record.job_tag or self.job_id == record.job_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried:
-    """The run that is carried, and by which start of which job."""
+    """A run, and the start of a job that runs it."""
 
     run: RunDir
     record: RunRecord
     start: JobStart
     restarts: int
-    """Of the spec: how many further attempts there may be."""
+    """How many further attempts the spec allows."""
     srun: tuple[str, ...]
-    """argv; the attempt's number follows."""
+    """argv without its last word, the number of the attempt."""
     environment: Mapping[str, str] = field(repr=False)
-    """For srun, the tasks and a follow-up job: the submitting shell's variables, the secrets, this job's own."""
+    """For srun, the tasks and a follow-up job: the submitting shell's variables, the secrets, this job's variables."""
 
     def may_begin(self, attempt: int) -> bool:
-        """Say whether `restarts` allows this attempt; it bounds all further attempts, whatever they are for."""
+        """Say whether `restarts` allows this attempt; it limits all further attempts, whatever their cause."""
         return attempt - self.record.base_attempt <= self.restarts
 
 
 def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str, str]:
-    """Put the environment of srun and the tasks together; what is this job's own beats what was submitted.
+    """Return the environment of srun and the tasks; this job's own variables win over submitted ones.
 
-    Raises: ClusterddpError: a file of it is damaged.
+    Raises: ClusterddpError: a file with submitted variables is damaged.
     """
     submitted: dict[str, str] = {}
     for path in (run.job_environment, run.job_secrets):
         submitted |= read_json(path) or {}
-    # Of the batch step, not of the job: srun would take it for what its tasks are to inherit.
+    # SLURM_EXPORT_ENV is about the batch step; srun would apply it to its tasks.
     ours = {
         name: value
         for name, value in own.items()
@@ -95,14 +93,14 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
 
 
 def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
-    """Read what this start of a job carries.
+    """Read the run that this start of a job runs.
 
     Raises: ClusterddpError: the run has no plan for Slurm.
     """
     record = read_run(run)
     plan = read_json(run.plan)
     if not plan or not plan.get("slurm"):
-        raise ClusterddpError(f"{run.plan}: is gone, or is no plan for Slurm")
+        raise ClusterddpError(f"{run.plan}: found no plan for Slurm")
     set_storage_timeout(plan["gang"].get("host_silence_s"))
     environment = job_environment(run, environ, record.token)
     if plan["slurm"].get("container"):
@@ -118,7 +116,7 @@ def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Ca
 
 
 def job_end(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return when the job ends, as Slurm 23.02 and newer tell tasks: inside a container there is no scontrol."""
+    """Return the variable by which Slurm 23.02 and newer give tasks the job's end: containers have no scontrol."""
     try:
         left_s = read_time_left_s(run_slurm(["scontrol", "show", "job", "-o", job_id], environ=environ))
     except SlurmError:

@@ -1,4 +1,4 @@
-"""Which attempt a start of a Slurm job carries: it claims one, after it has closed a stale attempt."""
+"""Each start of a Slurm job claims one attempt of the run; before that it closes a stale attempt."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_ROUNDS = 100
 
 
 def claim_attempt(carried: Carried) -> AttemptDir | None:
-    """Claim the attempt that this start of the job carries; None when the run has ended, which is then recorded.
+    """Claim the attempt that this start of the job runs; None when the run has ended, which is then recorded.
 
-    Only the attempt that the job was submitted for can be there unclaimed. Any other was made by an earlier start of
-    the job, which may have been cut off and not have noticed yet: its number is not used again.
+    Only the attempt that the job was submitted for may exist unclaimed. An earlier start of the job made any other; it
+    may be cut off from the network and still run, so the number of its attempt is not used again.
     Raises: ClusterddpError, OSError: the run directory cannot be written.
     """
     run = carried.run
@@ -46,7 +46,7 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
             attempt = _claim_next(run, last.number + 1, carried.start)
             if attempt is not None:
                 return attempt
-    raise ClusterddpError(f"{run.path}: no attempt could be claimed: others are at it")
+    raise ClusterddpError(f"{run.path}: other starts of the job claimed the attempt {_MAX_ROUNDS} times")
 
 
 def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
@@ -55,7 +55,7 @@ def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
 
 
 def _last_attempt(carried: Carried) -> AttemptDir:
-    """Return the last attempt; a follow-up job makes the one that it was submitted for itself."""
+    """Return the last attempt; a follow-up job makes the attempt that it was submitted for."""
     attempts = retry_outage(carried.run.attempts)
     return attempts[-1] if attempts else make_attempt(carried.run, carried.record.job_attempt)
 
@@ -76,23 +76,23 @@ def _write_claim(attempt: AttemptDir, start: JobStart) -> bool:
 
 
 def _close_stale(carried: Carried, attempt: AttemptDir) -> None:
-    """Record an end for an attempt whose start of the job is no more, unless somebody does so now."""
+    """Record the end of an attempt whose start of the job has ended, unless another process has just recorded one."""
     run, restarts = carried.run, carried.restarts
     host = str(_claim_for(run, attempt).get("host") or "an unknown host")
-    reason = f"attempt {attempt.number} on {host} ended without a word, and Slurm has started the job again"
+    reason = f"attempt {attempt.number} on {host} recorded no end, and Slurm has started the job again"
     state = _accounted_state(carried)
     if state:
-        reason += f"; Slurm's accounting calls it {state}"
-    goes_on = carried.may_begin(attempt.number + 1)
-    if not goes_on:
+        reason += f"; Slurm's accounting reports {state}"
+    will_restart = carried.may_begin(attempt.number + 1)
+    if not will_restart:
         reason += f"; {_used_up(restarts)}"
-    end = failed(reason, host=host, log="launcher/tasks.log", goes_on=goes_on)
+    end = failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart)
     if write_end(attempt, end):
         log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
 
 
 def _claim_for(run: RunDir, attempt: AttemptDir) -> dict[str, Any]:
-    """Read the claim under which an attempt ran: its own, or that of the one which it restarted in place."""
+    """Read the claim of an attempt; an attempt that restarted in place has the claim of an earlier one."""
     for earlier in reversed(run.attempts()):
         claim = read_json(earlier.claim) if earlier.number <= attempt.number else None
         if claim is not None:
@@ -101,8 +101,8 @@ def _claim_for(run: RunDir, attempt: AttemptDir) -> dict[str, Any]:
 
 
 def _refuse(carried: Carried, last: AttemptEnd) -> None:
-    """End a run that Slurm has started once more than it may be."""
-    reason = f"{_used_up(carried.restarts)}; the last attempt ended so: {last.reason}"
+    """End a run that Slurm has started although its restarts are used up."""
+    reason = f"{_used_up(carried.restarts)}; its last attempt: {last.reason}"
     end_run(carried.run, AttemptEnd(outcome="FAILED", reason=reason, root_cause=last.root_cause))
 
 
@@ -111,7 +111,7 @@ def _used_up(restarts: int) -> str:
 
 
 def _accounted_state(carried: Carried) -> str:
-    """Ask what became of the job's last start; empty where no accounting can say."""
+    """Ask accounting for the state of the job's last start; empty where it has none."""
     # -D: with the earlier starts of the same job, oldest first.
     argv = ["sacct", "-D", "-X", "-n", "-P", "-j", carried.start.job_id, "-o", "State"]
     try:

@@ -1,4 +1,4 @@
-"""The job of a run in Slurm's queue: found, ended and signalled by its tag; its number alone is never trusted."""
+"""The job of a run in Slurm's queue: found, cancelled and signalled by the tag in its name, never by its id alone."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from clusterddp.slurm.jobs import Job, Phase
 from clusterddp.slurm.queue import Slurm
 
 _PATIENCE_S = 45.0
-"""For how long a controller that does not answer is asked again."""
+"""How long to retry when the controller does not answer."""
 _LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.25
 _NO_SUCH_JOB = "Invalid job id"
 
 
 def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
-    """Ask queue and accounting, now, for the job of a run.
+    """Query queue and accounting now for the job of a run.
 
-    Raises: SlurmError: they could not be asked.
+    Raises: SlurmError: Slurm could not be asked.
     """
     wanted = wanted_job(run, record)
     return Slurm(environ, max_age_s=0.0).find(wanted) if wanted else None
 
 
 def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
-    """Look for a job that may be in the queue; None when it is not there in so many looks, which are a while apart.
+    """Look up to `num_looks` times for a job that may be in the queue, with growing pauses; None if it never appears.
 
-    Raises: SlurmError: the controller did not answer for most of a minute.
+    Raises: SlurmError: the controller did not answer for 45 s.
     """
     give_up = time.monotonic() + _PATIENCE_S
     looks, pause_s = 0, 0.5
@@ -53,12 +53,12 @@ def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_lo
 
 
 def is_over(job: Job | None) -> bool:
-    """Say whether a job, as it was found or not, will start nothing any more."""
+    """Say whether a job has ended or was not found, so that it starts nothing more."""
     return job is None or job.phase is Phase.ENDED
 
 
 def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
-    """Wait until a job is over; return it as it is then, or when the time is up.
+    """Wait until a job is over or `timeout_s` has passed; return its last state.
 
     Raises: SlurmError: Slurm could not be asked.
     """
@@ -69,11 +69,11 @@ def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeou
 
 
 def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
-    """Cancel a job if it still has this name: Slurm may have given its number to somebody else's meanwhile.
+    """Cancel a job if it still has this name: Slurm may have reused its id for another user's job.
 
-    A job that has gone since it was found needs no cancelling; a busy controller can say so of one that is there, which
-    is found out by waiting for its end.
-    Raises: SlurmError: it could not be asked.
+    "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
+    that exists; the caller waits for the end of the job and so detects it.
+    Raises: SlurmError: Slurm could not be asked.
     """
     try:
         run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
@@ -83,9 +83,9 @@ def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str
 
 
 def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
-    """Send USR2 to a job's batch process alone, which takes it for the request to stop at a checkpoint.
+    """Send SIGUSR2 to a job's batch process only, which asks the run to checkpoint and stop.
 
-    Raises: SlurmError: it could not be asked.
+    Raises: SlurmError: Slurm could not be asked.
     """
     run_slurm(["scancel", *_only(name, record), "--batch", "--signal=USR2", job.job_id], environ=environ)
 

@@ -1,4 +1,4 @@
-"""The slurm launcher: submits a run as one job, and finds the job by its tag whenever sbatch's answer is in doubt."""
+"""The slurm launcher: submits a run as one job; when sbatch's answer is unclear, it finds the job by its tag."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
 
 _END_TIMEOUT_S = 60.0
-"""How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""
+"""How long a job may take to end after scancel: Slurm's KillWait (30 s by default) and a reserve."""
 
 
 class SlurmLauncher:
@@ -55,10 +55,10 @@ class SlurmLauncher:
     things = "jobs"
 
     def check(self, plan: Plan) -> None:
-        """Say before a job on Slurm takes its GPUs that its data are not there: nodes often have no internet.
+        """Check that the data set is there before the job takes its GPUs: nodes often have no internet.
 
-        A directory that is not to be seen here may be one of the nodes' own; the plan has a note of it.
-        Raises: PreflightError: the directory is one that is seen here, and lacks them.
+        A directory that does not exist here may exist on the nodes only; then the plan has a note on it.
+        Raises: PreflightError: the directory exists here and lacks the data set.
         """
         train = plan.spec.get("train")
         if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
@@ -67,20 +67,20 @@ class SlurmLauncher:
         if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
             return
         if can_download(name):
-            words = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
+            argv = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
             path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
-            hint = f"{path}{shlex.join(words)}  # downloads it here; train.data_dir names a directory that has it"
+            hint = f"{path}{shlex.join(argv)}  # downloads it here; train.data_dir names a directory that has it"
         else:
             hint = "train.data_dir names the directory that has it; docs/trainer.md lists what belongs there"
         raise PreflightError(
-            f"{plan.name}: {name} is not in {data_dir}, and nodes would look for it when they are taken already",
+            f"{plan.name}: {name} is not in {data_dir}, and the nodes would look for it only after the job has started",
             hint=hint,
         )
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Return the plan for a further submit: what is left to wait for is asked anew, Slurm chooses hosts and GPUs.
+        """Return the plan for the next submit, with the dependencies that are left.
 
-        Raises: UsageError: a run that it is to follow has ended otherwise.
+        Raises: UsageError: a run that it depends on ended with another outcome.
         """
         assert plan.slurm is not None
         if not plan.spec.get("after"):
@@ -92,11 +92,11 @@ class SlurmLauncher:
         return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
 
     def observer(self, environ: Mapping[str, str]) -> Slurm | None:
-        """Return what tells the state of a run that is being ended: Slurm, asked often."""
+        """Return a `Slurm` whose answers are at most 0.5 s old."""
         return Slurm(environ, max_age_s=0.5)
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
-        """Have Slurm cancel the run's job; True when it may be running, so that it records the end itself.
+        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself.
 
         Raises: SlurmError: Slurm refuses.
         """
@@ -108,11 +108,11 @@ class SlurmLauncher:
         except SlurmError as error:
             if not error.transient:
                 raise
-            return True  # supervisors look for the CANCEL file, whatever has become of the controller
+            return True  # the supervisors see the CANCEL file without the controller
         return job.phase is not Phase.WAITING
 
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
-        """Tell the job's batch process of the stop file, which it may see late over a slow file system.
+        """Signal the job's batch process: over a slow file system it may see the STOP file late.
 
         Raises: SlurmError: Slurm could not be asked.
         """
@@ -121,7 +121,7 @@ class SlurmLauncher:
             signal_batch(record.name, record, job, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-        """See to it that a run has ended whose supervisors do not say so; False when it goes on.
+        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.
 
         Raises: SlurmError: Slurm could not be asked.
         """
@@ -131,46 +131,45 @@ class SlurmLauncher:
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-        """End what is left of a run that has ended; return how many jobs that were.
+        """Cancel a leftover job of a run that has ended; return the number of cancelled jobs.
 
         Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
         """
         job = find_job(run, record, environ)
         if job is None or is_over(job):
             return 0
-        # It may be putting things in order.
+        # The job may still clean up.
         job = await_end(run, record, environ, 5.0)
         if job is None or is_over(job):
             return 0
         cancel_job(record.name, record, job, environ)
         job = await_end(run, record, environ, _END_TIMEOUT_S)
         if job is not None and not is_over(job):
-            raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: Slurm says {job.state}")
+            raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
         return 1
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Submit the job that begins with this attempt, as `submit_attempt` does."""
+        """Submit the job that starts with this attempt; see `submit_attempt`."""
         return submit_attempt(run, attempt, environ)
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """Cancel a job whose submit was interrupted, as `withdraw_job` does."""
+        """Cancel a job whose submit was interrupted; see `withdraw_job`."""
         return withdraw_job(run, environ)
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
     ) -> RunView | None:
-        """Read the state of a run that has not ended for good."""
+        """Read the state of a run without a final end."""
         return read_job_state(run, record, attempt, end, slurm)
 
 
 def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> Started:
-    """Submit the job that begins with this attempt.
+    """Submit the job that starts with this attempt; sbatch runs once.
 
-    The record names the job's tag before sbatch is asked; the job's number is written beside it afterwards, for the
-    job may have a follow-up in the record by then. sbatch is asked once. With `keep_variables` a job submits its own
-    successor: the variables and secrets that an earlier submit wrote stay, and what that job waited for is not waited
-    for again.
-    Raises: SlurmError: Slurm has refused the job; or `transient`: it cannot be told whether Slurm has it.
+    The job's tag is written into the record before sbatch runs. The job's id goes into a file of its own afterwards,
+    because the record may name a follow-up job by then. `keep_variables`: a job submits its follow-up job, which keeps
+    the variables and secrets of the earlier submit and waits for none of its dependencies.
+    Raises: SlurmError: Slurm refused the job. `transient`: it is unknown whether Slurm has the job.
     """
     plan = _plan_from(run, attempt, waits=not keep_variables)
     if not keep_variables:
@@ -186,41 +185,41 @@ def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, kee
         array_index=None,
     )
     write_run(run, record)
-    answer, said = submit_job(run, plan, record, environ)
+    answer, warnings = submit_job(run, plan, record, environ)
     job_id, _, cluster = answer.partition(";")
     try:
         write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
-    except ClusterddpError:  # the disk is full: nobody would learn of the job
+    except ClusterddpError:  # the disk is full: the job's id would be lost
         withdraw_job(run, environ)
         raise
-    log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": said} if said else {}))
+    log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": warnings} if warnings else {}))
     return Started(job_id)
 
 
 def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
-    """Cancel a job whose submit was interrupted; say in words what became of it."""
+    """Cancel a job whose submit was interrupted; return a sentence on the result."""
     record = read_run(run)
     try:
         job = settle(run, record, environ, num_looks=3)
         if job is None:
-            return "Slurm has no job of it"
+            return "Slurm has no job of this run"
         cancel_job(record.name, record, job, environ)
     except SlurmError as error:
-        return f"whether Slurm has a job of it is not known ({error.message}); such a job would start nothing"
+        return f"Slurm may have a job of this run ({error.message}); that job would start nothing"
     finally:
         drop_secrets(run)
     return f"its job {job.job_id} was cancelled"
 
 
 def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
-    """Write what goes along from this shell to the ranks; secrets lie apart, until the run has ended."""
+    """Write the variables that the ranks get from this shell; secrets go into a file that is deleted at the end."""
     write_json(run.job_environment, variables_for(plan, environ))
     if plan.secrets:
         write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
 
 
 def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go along from this shell to the ranks."""
+    """Return the variables that the ranks get from this shell."""
     assert plan.slurm is not None
     variables = travelling_variables(environ)
     if plan.slurm.container:
@@ -231,9 +230,9 @@ def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
 def submit_job(
     run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str], *, sweep: SweepDir | None = None
 ) -> tuple[str, str]:
-    """Ask sbatch once; return the job's number and what sbatch said besides.
+    """Run sbatch once; return the job's id and sbatch's warnings.
 
-    For the array of a sweep, `run` is the first of its runs: where that has a job, all have.
+    For the job array of a sweep, `run` is the first of its runs; all have a job if the first has one.
     """
     from clusterddp.launchers.slurm.executor import JobExecutor
 
@@ -241,28 +240,28 @@ def submit_job(
     place = sweep or run
     executor = JobExecutor(place.launcher_dir, plan.slurm, environ)
     try:
-        return executor.submit_job(), executor.said
+        return executor.submit_job(), executor.warnings
     except SlurmError as error:
         return _adopt(run, record, environ, error, name=place.name), ""
 
 
 def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError, *, name: str) -> str:
-    """Find the job although sbatch has failed.
+    """Find the job although sbatch has failed; return its id.
 
-    Raises: SlurmError: the one of sbatch, when the job is not there; a transient one, when that cannot be told.
+    Raises: SlurmError: Slurm has no job; the error is sbatch's. `transient`: it is unknown whether Slurm has one.
     """
     job = None
     try:
         job = settle(run, record, environ, num_looks=4 if error.transient else 2)
-    except SlurmError as silence:
-        if error.transient or silence.transient:
+    except SlurmError as unanswered:
+        if error.transient or unanswered.transient:
             raise SlurmError(
-                f"{name}: it is not known whether Slurm has taken the job: {error.message}; then {silence.message}",
-                hint=f"clusterddp status {name} settles it as soon as Slurm answers",
+                f"{name}: it is not known whether Slurm has taken the job: {error.message}; then {unanswered.message}",
+                hint=f"clusterddp status {name} shows it once Slurm answers",
                 transient=True,
-            ) from silence
+            ) from unanswered
     if job is None or (is_over(job) and not error.transient):
-        # Slurm keeps a job that it has refused on second thoughts: it shows up, and has failed.
+        # Slurm keeps a job that it refuses after accepting it: the job is in the queue and has failed.
         hint = error.hint or advise_refusal(error.message)
         raise SlurmError(f"{name} was not submitted: {error.message}", hint=hint, transient=False) from error
     log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
@@ -279,7 +278,7 @@ def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
 
 
 def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
-    """Say whether the data may lie where only the nodes, or only a container, see them."""
+    """Say whether the data may be in a directory that exists on the nodes or in the container only."""
     named = any(change["key"] == "train.data_dir" for change in plan.changes)
     assert plan.slurm is not None
     mounts = (plan.slurm.container or {}).get("mounts", ())

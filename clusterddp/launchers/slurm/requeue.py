@@ -26,7 +26,7 @@ from clusterddp.system.files import is_file, write_json
 from clusterddp.system.storage import retry_outage
 
 _OTHERS_S = 30.0
-"""How long another process that has taken it upon itself to requeue the job has for it, before we do it too."""
+"""How long another process that has claimed the requeue may take before this process requeues the job too."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -48,10 +48,10 @@ def main() -> int:
 
 
 def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
-    """See to it that the attempt after `attempt` gets its start of a job; return in words what does it.
+    """Requeue the job, or submit a follow-up job, for the attempt after `attempt`; return what starts it.
 
-    A controller that cannot be asked is asked again for as long as this process lives: whether an order without an
-    answer was heard, the number of the job's restarts tells.
+    Retries for as long as this process lives when the controller does not answer. The job's number of restarts shows
+    whether a requeue without an answer took effect.
     """
     run = carried.run
     others_until = time.monotonic() + (0.0 if _claim_requeue(attempt, carried.start) else _OTHERS_S)
@@ -61,13 +61,13 @@ def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
             return "another start of the job"
         if is_file(run.cancel_file):
             end_run(run, cancelled("cancelled before it was started again"))
-            return "nothing: it was cancelled"
+            return "nothing: the run was cancelled"
         try:
             done = _try(carried, attempt, may_act=time.monotonic() >= others_until)
         except SlurmError as error:
             if not error.transient:
                 return _give_up(run, error)
-            print(f"{error.message}; asking again in {pause_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"{error.message}; retrying in {pause_s:.0f} s", file=sys.stderr, flush=True)
         except (ClusterddpError, OSError) as error:
             return _give_up(run, error)
         else:
@@ -89,7 +89,7 @@ def _claim_requeue(attempt: AttemptDir, start: JobStart) -> bool:
 
 
 def _try(carried: Carried, attempt: AttemptDir, *, may_act: bool) -> str:
-    """Do what is to be done now; empty when it has to be tried again.
+    """Try once; return what starts the next attempt, or an empty string when the caller has to retry.
 
     Raises: SlurmError.
     """
@@ -100,7 +100,7 @@ def _try(carried: Carried, attempt: AttemptDir, *, may_act: bool) -> str:
     if not may_act:
         return ""
     if job is None:
-        return _follow_up(carried, attempt, "Slurm does not know the job any more")
+        return _follow_up(carried, attempt, "Slurm no longer knows the job")
     try:
         requeue_job(start.job_id, environ)
     except SlurmError as error:
@@ -112,9 +112,9 @@ def _try(carried: Carried, attempt: AttemptDir, *, may_act: bool) -> str:
 
 
 def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
-    """Submit another job for the next attempt; one that an earlier try may have submitted is looked for first.
+    """Submit another job for the next attempt, unless an earlier try has submitted it.
 
-    Raises: SlurmError: it is refused; or `transient`: it has to be tried again.
+    Raises: SlurmError: Slurm refuses it. `transient`: the caller has to retry.
     """
     from clusterddp.launchers.slurm.launcher import submit_attempt
 
@@ -138,10 +138,10 @@ def _find_follow_up(carried: Carried, number: int) -> str | None:
 
 
 def _give_up(run: RunDir, error: Exception) -> str:
-    words = error.message if isinstance(error, ClusterddpError) else str(error)
-    reason = f"the job could be neither requeued nor followed up: {words}"
+    message = error.message if isinstance(error, ClusterddpError) else str(error)
+    reason = f"could neither requeue the job nor submit a follow-up job: {message}"
     end_run(run, failed(reason, log="launcher/job.log"))
-    return f"nothing: {words}"
+    return f"nothing: {message}"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_a_requeue_waits_for_a_controller_that_is_down():
         rack.run(HEAD, ["sleep", "12"])  # by then the controller has written its state
         rack.run(HEAD, ["pkill", "-KILL", "-x", "slurmctld"])
         (run.path / "go").touch()
-        wait_until(lambda: "asking again" in (run.launcher_dir / "job.log").read_text(), 40)
+        wait_until(lambda: "retrying in" in (run.launcher_dir / "job.log").read_text(), 40)
         rack.run(HEAD, ["slurmctld"])
         assert await_final_end(run, 90).outcome == "COMPLETED"
         assert claims(run) == [(job, 0), (job, 1)]
@@ -58,4 +58,4 @@ def test_a_buried_attempt_says_what_the_accounting_calls_it(needs_rack_accountin
         await_up(run)
         rack.run(HEAD, ["scontrol", "requeue", job])
         assert await_final_end(run, 90).outcome == "COMPLETED"
-        assert "accounting calls it REQUEUED" in read_end(run.attempt(0)).reason
+        assert "accounting reports REQUEUED" in read_end(run.attempt(0)).reason

@@ -113,7 +113,7 @@ def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_pe
     done = own_person.clusterddp("submit", "job.yaml", environ=own_person.wrap_sbatch(kill))
     assert done.returncode == 3
     assert "it is not known whether Slurm has taken the job" in done.stderr
-    assert f"clusterddp status {own_person.run().name} settles it" in done.stderr
+    assert f"clusterddp status {own_person.run().name} shows it once Slurm answers" in done.stderr
     assert own_person.end() is None
     assert own_person.status()["state"] == "UNKNOWN"
     own_person.slurm("slurmctld")

@@ -213,7 +213,7 @@ def test_a_script_that_failed_and_left_no_word_here_may_not_have_seen_the_run_s_
     job = submit_job(rack, run, "--output=/dev/null", script="exit 1")
     await_state(rack, job, "FAILED")
     view = read_at_rest(run, slurm)
-    assert (view.state, "usually its nodes do not see the run's directory" in view.reason) == (RunState.FAILED, True)
+    assert (view.state, "usually its nodes do not share the run's directory" in view.reason) == (RunState.FAILED, True)
 
 
 def test_the_end_of_a_job_is_no_end_of_the_run_while_the_record_may_be_on_its_way(
@@ -352,7 +352,7 @@ def test_of_two_jobs_of_one_run_the_newest_counts_and_a_word_says_so(
     run = make()
     first, second = submit_job(rack, run, "--hold"), submit_job(rack, run, "--hold")
     assert read_state(run, slurm).reason.endswith(
-        f"(JobHeldUser); job {first} carries the tag of this run too: the newest one is shown"
+        f"(JobHeldUser); job {first} has the tag of this run too: the newest job is shown"
     )
     assert int(second) > int(first)
 

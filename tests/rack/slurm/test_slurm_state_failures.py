@@ -181,7 +181,7 @@ def test_a_job_that_a_killed_controller_forgot_is_lost_and_its_number_anothers(
     assert submit_job(forgetful, other, "--hold") == lost
     age(run)
     view = read_state(run, slurm)
-    assert (view.state, f"Slurm no longer knows job {lost}, which it had acknowledged" in view.reason) == (
+    assert (view.state, f"Slurm no longer knows job {lost}, which Slurm had accepted" in view.reason) == (
         RunState.LOST,
         True,
     )

@@ -135,5 +135,5 @@ def test_the_task_of_an_array_is_named_by_array_and_index():
 
 
 def test_who_runs_the_batch_script_by_hand_is_told_so():
-    with pytest.raises(ClusterddpError, match="not for people"):
+    with pytest.raises(ClusterddpError, match="only Slurm runs this command"):
         JobStart.of_environment({})
