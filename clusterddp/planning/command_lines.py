@@ -1,4 +1,4 @@
-"""The command lines of a run's processes: all that the submitting side knows of the programs on the machines."""
+"""The command lines of a run's processes: the submitting side starts programs by these and imports none of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
 
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:
-    """Return the command that starts the runs of a sweep, where Slurm does not."""
+    """Return the command of a sweep's queue, which starts its runs where Slurm does not."""
     return (sys.executable, "-m", "clusterddp.sweep.queue", str(sweep_dir))
 
 
 def rank_command(run_dir: Path) -> tuple[str, ...]:
-    """Return the command that becomes one rank; which rank, its environment says."""
+    """Return the command of a rank; the environment names which rank it is."""
     return (sys.executable, "-m", "clusterddp.node.rank", str(run_dir))

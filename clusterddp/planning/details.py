@@ -1,4 +1,4 @@
-"""What follows from a plan, and is shown before it is carried out: rank 0's variables, the files, the commands."""
+"""The details that a plan shows: rank 0's variables, the files, the commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 
 ENTRYS = "the entry: how it is started"
-"""The origin of what the start-up of a rank sets for its entry."""
+"""The origin of variables that the start-up of a rank sets for its entry."""
 _PORT = "a free port, chosen at the start"
 
 
 def rank0_variables(
     gang: Gang, run_dir: str, slurm: SlurmPlan | None, ssh: SshPlan | None
 ) -> dict[str, dict[str, str]]:
-    """Compute the variables of rank 0, each with its origin; `run_dir` is the run's directory where the ranks are."""
+    """Compute the variables of rank 0, each with its origin; `run_dir`: the run's directory on the ranks' hosts."""
     if not gang.master_addr:
         head = ssh.hosts[0].host if ssh else "the first node"
         gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
@@ -45,7 +45,7 @@ def rank0_variables(
 
 
 def files_written(run: RunDir, *, with_code: bool, with_job: bool) -> tuple[str, ...]:
-    """List what the submit writes here."""
+    """List the paths that the submit writes on this machine."""
     attempt = run.attempt(0)
     paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if with_code else [])]
     paths += [attempt.path, run.checkpoints, run.tensorboard, run.launcher_dir]
@@ -55,7 +55,7 @@ def files_written(run: RunDir, *, with_code: bool, with_job: bool) -> tuple[str,
 
 
 def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str, ...]:
-    """List what the submit writes on every host, besides what the spec has it send."""
+    """List the paths that the submit writes on every host, besides the files of `ssh.send`."""
     kept = [f"{ssh.root}/packages/<sha256 of this package>", run_dir]
     code = [f"{ssh.root}/code/<sha256 of the code>"] if with_code else []
     return (*kept, *code)
@@ -64,9 +64,9 @@ def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str,
 def commands_started(
     gang: Gang, run_dir: Path, slurm: SlurmPlan | None, ssh: SshPlan | None, on_host: str
 ) -> tuple[tuple[str, ...], ...]:
-    """List what is started, in this order: the launcher, each node's supervisor, its torchrun, what each rank runs.
+    """List the argv of all processes, in the order of their start: the launcher, supervisors, torchrun agents, a rank.
 
-    `on_host`: the run's directory where the ranks are.
+    `on_host`: the run's directory on the ranks' hosts.
     """
     if ssh:
         from clusterddp.remote.package import constant_command
@@ -84,7 +84,7 @@ def commands_started(
 
 
 def _agents(gang: Gang) -> list[tuple[str, ...]]:
-    """Return the command of torchrun on each node, where it starts the ranks; what is found at the start in words."""
+    """Return the command of torchrun on each node if it starts the ranks; words stand for values of the start."""
     if gang.start != "torchrun":
         return []
     return [

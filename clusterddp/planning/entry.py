@@ -1,4 +1,4 @@
-"""The entry of a run: its program as the ranks execute it, from the snapshot of the code or in place; or a trial."""
+"""The entry of a run: how the ranks execute its program, from the snapshot of the code or in place; or a trial."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 Trial = Literal["smoke test", "deep check", "hang"]
-"""What the ranks of a run may do in place of its entry."""
+"""What the ranks of a run may execute in place of its entry."""
 _TRIALS: dict[Trial, tuple[str, tuple[str, ...]]] = {
     "smoke test": ("clusterddp.train.smoke_test", ()),
     "deep check": ("clusterddp.train.deep_check", ()),
     "hang": ("clusterddp.train.deep_check", ("hang",)),
 }
 _SMOKE_BATCH = 8
-"""Images of a rank on the CPU: a smoke test there proves that a step can be taken, not how long it takes."""
+"""Images per rank on the CPU: a smoke test there proves that a step works and measures no speed."""
 
 
 def plan_entry(
@@ -72,8 +72,8 @@ def _path_in_run(path: str, snapshot: SnapshotPlan | None, code: Path) -> str:
 
 
 def _trainer_entry(program: Program, job: JobSpec, run_dir: Path) -> Entry:
-    # The working directory is on a module's path. The trainer needs nothing from there, and a `random.py` in the
-    # directory of the submit must not take the place of Python's own; so it works where no code lies.
+    # Python imports from the working directory first, so a `random.py` of the user's would hide Python's own. The
+    # trainer needs no file of the user's: it works in a directory without code.
     return Entry(
         kind=program.kind,
         target=program.target,
@@ -84,7 +84,7 @@ def _trainer_entry(program: Program, job: JobSpec, run_dir: Path) -> Entry:
 
 
 def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
-    """Return the entry of a trial, which takes the place of `entry`, and the spec that its ranks get."""
+    """Return the entry of a trial, which replaces `entry`, and the spec for its ranks."""
     program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
     target, args = _TRIALS[trial]
     tried = dataclasses.replace(
@@ -112,17 +112,17 @@ def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu
 
 
 def _refuse_in_address(run_dir: Path) -> None:
-    """Refuse a directory that torch would not find behind file://."""
+    """Refuse a directory that torch cannot read in a file:// address."""
     odd = next((char for char in str(run_dir) if char in "?#"), None)
     if odd:
         raise UsageError(
-            f"network.init file: {run_dir} has {odd!r}, which ends a path in an address",
+            f"network.init file: {run_dir} has {odd!r}, which ends a path in a file:// address",
             hint="--runs DIR or CLUSTERDDP_RUNS takes another directory; or network.init=tcp",
         )
 
 
 def move_entry(entry: Entry, moved: Callable[[str], str]) -> Entry:
-    """Return the entry of a run whose directory is elsewhere; `moved` says where a path is then."""
+    """Return the entry of a run whose directory has moved; `moved` returns the new path of a file."""
 
     def moved_if_any(path: str | None) -> str | None:
         return None if path is None else moved(path)
@@ -139,6 +139,6 @@ def move_entry(entry: Entry, moved: Callable[[str], str]) -> Entry:
 
 
 def _place_within(snapshot: SnapshotPlan, directory: Path) -> Path:
-    """Return where the directory is in the snapshot; the top of it where it has nothing of the directory."""
+    """Return the directory's path in the snapshot; `.` if the snapshot has no file of the directory."""
     within = os.path.relpath(directory.resolve(), snapshot.root)
     return Path(within if any(name.startswith(f"{within}/") for name in snapshot.files) else ".")

@@ -1,4 +1,4 @@
-"""What a run inherits from the environment of whoever submits it."""
+"""The variables that a run inherits from the environment of its submit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAVELLING_PREFIXES = (
     "MLX4_", "MLX5_", "PSM2_", "PSM3_", "HFI_", "SHARP_", "NVSHMEM_", "CUBLAS_", "CUDNN_", "NVTE_", "TOKENIZERS_",
     "TENSORBOARD_", "EBROOT", "EBVERSION", "EBDEVEL",
 )  # fmt: skip
-"""Variables that go from the submitting shell to a job: what programs find their parts and settings by."""
+"""Variables that a job gets from the submitting shell: programs find their parts and settings by them."""
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY"})
 _OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "XDG_RUNTIME_DIR",
                            "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
@@ -37,7 +37,7 @@ _SECRET_URL = re.compile(r"://[^/@\s:]*:[^/@\s]*@")
 _SECRET_VALUE = re.compile(
     r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
 )
-"""How the tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS begin, and private keys."""
+"""The first characters of tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS, and of private keys."""
 _RANK_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
@@ -49,8 +49,8 @@ _RANK_VARIABLES = frozenset(
 def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for one of a run's own processes.
 
-    What another launcher left there would lie to the ranks: somebody submits from within a Slurm job, or from a rank.
-    A relative PYTHONPATH would mean another directory, for the processes start elsewhere.
+    Variables of another launcher are removed: a submit from within a Slurm job or from a rank would give the ranks
+    wrong values. A relative PYTHONPATH becomes absolute, because the processes start in another directory.
     """
     kept = {
         name: value
@@ -61,7 +61,7 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def python_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return PYTHONPATH, unless it is empty, so that it means the same, and finds this package, wherever it is used."""
+    """Return PYTHONPATH, unless it is empty, with absolute paths and with this package if that is not installed."""
     paths = [str(Path(path).absolute()) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not _is_installed():
         paths.append(str(Path(__file__).absolute().parents[2]))
@@ -69,9 +69,10 @@ def python_path(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what goes along to the ranks of a job on other machines: known kinds of variables, no secret among them.
+    """Return the variables for the ranks of a job on other machines: known kinds of variables without secrets.
 
-    A secret goes along only when the spec names it. What belongs to this host (its GPUs, its run-time directory) stays.
+    The ranks get a secret only if the spec names it. Variables about this host (its GPUs, its run-time directory) are
+    left out.
     """
     chosen = process_environment("", environ)
     chosen.pop(COOKIE)
@@ -85,12 +86,12 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Say whether a variable looks like one that nobody else should read."""
+    """Say whether a variable looks like a secret."""
     return bool(_SECRET.search(name) or _SECRET_URL.search(value) or _SECRET_VALUE.match(value))
 
 
 def _is_installed() -> bool:
-    """Say whether a new process finds this package wherever it starts; from a bare checkout it does not."""
+    """Say whether Python finds this package from any directory, which it does not for a bare checkout."""
     try:
         importlib.metadata.distribution("clusterddp")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Where each variable of a rank comes from under each launcher: what `clusterddp explain` shows.
+"""The origin of each variable of a rank under each launcher, as `clusterddp explain` shows it.
 
-Under another launcher this is about variables that are not set: those that are stay as they are.
+Variables that another launcher has set stay as they are; the table is about those that it has not set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_TORCHRUN = frozenset(
     | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", ERROR_FILE}
     | {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"}
 )
-"""What torchrun itself sets for its workers. Source: torch 2.13, local_elastic_agent.py, _start_workers."""
+"""The variables that torchrun sets for its workers. Source: torch 2.13, local_elastic_agent.py, _start_workers."""
 _COUNTED = "counted when all ranks have met"
 _WALK = "the first free port of a walk from"
 _MASTER: dict[str, tuple[str, str]] = {
@@ -67,7 +67,7 @@ COLUMNS: tuple[tuple[str, Launcher | None], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a variable comes from under one launcher."""
+    """The origin of a variable under one launcher."""
 
     launcher: str
     variable: str
@@ -75,7 +75,7 @@ class Origin:
 
 
 def explain(job: JobSpec) -> list[Origin]:
-    """Say for each launcher where each variable of a rank comes from."""
+    """Return the origin of each variable of a rank, for each launcher."""
     place = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, num_nodes=2)
     settings = RankSettings(
         place=place,

@@ -1,6 +1,6 @@
-"""From a Python function to the entry of a spec: by its name and its arguments, never as a pickle.
+"""The entry of a spec for a Python function: its name and its arguments, never a pickle.
 
-Ranks import the function where they run, so it has to lie in a file, under a name; its arguments are data.
+Ranks import the function, so it must have a name in a file; its arguments must be data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clusterddp.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A key of a dictionary that is no text."""
+    """A key of a dictionary that is not a string."""
 
     key: object
 
@@ -32,9 +32,8 @@ def describe_function(
 ) -> dict[str, Any]:
     """Return the `entry` section that calls `function` with these arguments; those of a functools.partial come first.
 
-    `working_dir`, `python_path`: where ranks will look for modules.
-    Raises: UsageError: it has no name that ranks could import it by, it does not take these arguments, or they are no
-    data.
+    `working_dir`, `python_path`: where ranks look for modules.
+    Raises: UsageError: ranks cannot import the function, it does not accept these arguments, or they are no data.
     """
     while isinstance(function, functools.partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
@@ -47,7 +46,7 @@ def describe_function(
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the function's own name as the name of a job: without what that must not have."""
+    """Return the function's name as the name of a job, without characters that a job's name must not have."""
     while isinstance(function, functools.partial):
         function = function.func
     return re.sub(r"[^A-Za-z0-9._-]", "", getattr(function, "__name__", "")).lstrip("._-")[:64] or "function"
@@ -71,7 +70,7 @@ def _place_of(function: Callable[..., Any], working_dir: Path, python_path: str)
     file = getattr(loaded, "__file__", None)
     if file is None:
         raise UsageError(
-            f"{name} was defined in a notebook or at a prompt: no file has it that ranks could import",
+            f"{name} was defined in a notebook or at a prompt: no file has it, so ranks cannot import it",
             hint=f"write it to a file (in a notebook: %%writefile {name.lower()}_job.py as the cell's first line), "
             "import it from there and submit that",
         )
@@ -84,14 +83,14 @@ def _place_of(function: Callable[..., Any], working_dir: Path, python_path: str)
     root = package.parents[depth]
     if not _is_found(root, working_dir, python_path):
         raise UsageError(
-            f"{module}:{name} lies in {root}, where ranks would not look",
-            hint=f"submit from there, or PYTHONPATH={root}",
+            f"{module}:{name} is in {root}, where ranks do not look for modules",
+            hint=f"submit from there, or set PYTHONPATH={root}",
         )
     return f"{module}:{name}"
 
 
 def _is_found(root: Path, working_dir: Path, python_path: str) -> bool:
-    """Say whether ranks find modules in a directory: they start in the working directory, with the same Python."""
+    """Say whether ranks find modules in a directory; they start in the working directory with the same Python."""
     known = [working_dir, *(working_dir / path for path in python_path.split(os.pathsep) if path)]
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     editable = [Path(path) for path in sys.path if path and _from_pth(Path(path), installed)]
@@ -99,7 +98,7 @@ def _is_found(root: Path, working_dir: Path, python_path: str) -> bool:
 
 
 def _from_pth(path: Path, installed: Sequence[Path]) -> bool:
-    """Say whether a directory is on `sys.path` because of a .pth file, as an editable install has it."""
+    """Say whether a .pth file, as of an editable install, puts a directory on `sys.path`."""
     return any(str(path) in file.read_text(errors="replace") for site in installed[:2] for file in site.glob("*.pth"))
 
 
@@ -107,7 +106,7 @@ def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a built-in one that does not say
+        return  # a built-in function without a signature
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -132,7 +131,7 @@ def _check_data(name: str, value: Any) -> None:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """List what lies within lists and dictionaries, the keys of these included."""
+    """Yield all values within lists and dictionaries, and keys that are not strings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from (key,) if isinstance(key, str) else (_Key(key),)

@@ -1,4 +1,4 @@
-"""What a plan takes from a spec's values: paths that mean the same everywhere, every default filled in, the text."""
+"""The spec's values in a plan: absolute paths, every default filled in, timeouts, the spec as text."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 _START_S = 60.0
 _START_ON_SLURM_S = 600.0
-"""In it nodes boot and container images are pulled."""
+"""Long, because nodes may boot and pull container images."""
 _START_S_PER_NODE = 1.0
+"""Supervisors start some tens at a time, and many share a network or, as virtual machines, a processor."""
 _STOP_S = 120.0
 _STOP_LEAD_S = 60.0
-"""Supervisors are started some tens at a time, and many share a network or, as virtual machines, a processor."""
+"""The default of stop.lead for a spec without a time limit."""
 
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
-    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`; those on hosts stay."""
+    """Make local paths absolute, because ranks and `rerun` read the spec in other directories; paths on hosts stay."""
     if job.ssh.send:
         send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
         job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})
@@ -40,7 +41,7 @@ def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
 
 
 def _entry_paths(entry: EntrySpec, working_dir: Path, *, on_hosts: bool) -> dict[str, str]:
-    """Make the paths of an entry absolute; `on_hosts`: those of its data and results are paths on hosts."""
+    """Make the paths of an entry absolute; `on_hosts`: paths of its data and results are on hosts and stay."""
     here = ("script",) if on_hosts else ("script", "data_dir", "output_dir")
     named = {name: getattr(entry, name) for name in here if getattr(entry, name)}
     paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
@@ -51,7 +52,7 @@ def _entry_paths(entry: EntrySpec, working_dir: Path, *, on_hosts: bool) -> dict
 
 
 def filled_in(job: JobSpec) -> dict[str, Any]:
-    """Return the spec as JSON for the ranks, which choose nothing themselves."""
+    """Return the spec as JSON with every default filled in, for the ranks."""
     data: dict[str, Any] = job.model_dump(mode="json")
     if data["train"] is not None and data["train"]["data_dir"] is None:
         here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
@@ -60,7 +61,7 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
 
 
 def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
-    """Return how long a gang's nodes may take to start, may be silent and may take to stop, by the gang's own names."""
+    """Return the timeouts of a gang, by the names of its fields."""
     network, stop = job.network, job.stop
     limit_s = float(job.resources.time.seconds) if job.resources.time else None
     lead_s = min(_STOP_S, limit_s / 3) if limit_s else _STOP_LEAD_S
@@ -77,7 +78,7 @@ def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
 
 
 def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
-    """Return the directories that a spec, as `filled_in` gave it, makes use of: a container has to have them."""
+    """Return the directories that a spec uses, which a container has to mount; `filled`: from `filled_in`."""
     section = filled["train"] or filled["entry"] or {}
     data_dir = None if section.get("dataset") in GENERATED else section.get("data_dir")
     named = (data_dir, section.get("output_dir"))

@@ -1,4 +1,4 @@
-"""The plan of a run on this machine: which GPUs and how many threads its ranks get, and over which backend."""
+"""The plan of a run on this machine: GPUs and threads of its ranks, and the backend."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 ENDING_S = 3.0
-"""How long a run that has ended may take until its last process, and with it the lease on its GPUs, is gone."""
+"""How long the last process of an ended run may take to exit, and so to free its GPUs."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
 
 
 class GpusInUseError(PreflightError):
-    """There are enough GPUs, and too few that are free."""
+    """Too few of the GPUs are free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,24 +36,24 @@ class Machine:
 
     host: str
     num_cores: int
-    """Cores that this process may use, which in a container is fewer than there are."""
+    """Cores that this process may use; a container may have fewer than the machine."""
     gpus: tuple[str, ...]
     interfaces: tuple[str, ...]
     loopback: str
     busy: Mapping[str, str] = field(default_factory=dict)
-    """Those of `gpus` that are in use -> by whom, in words."""
+    """Those of `gpus` that are in use -> a text that names the user."""
     cards: Mapping[str, str] = field(default_factory=dict)
-    """Those of `gpus` that are slices (MIG) -> the GPU that they are of."""
+    """Those of `gpus` that are slices (MIG) -> the GPU that they belong to."""
 
     def idle(self) -> Machine:
-        """Return what the machine offers when nobody else uses it."""
+        """Return the machine with all of its GPUs free."""
         return dataclasses.replace(self, busy={})
 
 
 def read_machine(environ: Mapping[str, str]) -> Machine:
-    """Ask this machine what it offers to a process with this environment.
+    """Read what this machine offers to a process with this environment.
 
-    GPUs that CUDA_VISIBLE_DEVICES names are meant, whatever else computes on them; only another run's are busy then.
+    GPUs that CUDA_VISIBLE_DEVICES names are busy only if another run leases them; other programs on them do not count.
     """
     listed = list_gpus(environ)
     gpus = visible_gpus(environ, listed)
@@ -70,9 +70,9 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T:
-    """Place something on this machine; when too few GPUs are free, look again for as long as runs take to end.
+    """Call `place` with this machine; while too few GPUs are free, retry for 3 s, in which runs may end.
 
-    Raises: PreflightError: what `place` raises.
+    Raises: PreflightError: as `place`.
     """
     deadline = time.monotonic() + ENDING_S
     while True:
@@ -85,7 +85,7 @@ def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T
 
 
 def place(job: JobSpec, request: Request) -> Placed:
-    """Lay the ranks out on this machine; those of a queued run as if nobody used its GPUs.
+    """Place the ranks on this machine; for a queued run all GPUs count as free.
 
     Raises: PreflightError: see `plan_placement`.
     """
@@ -99,9 +99,9 @@ def place(job: JobSpec, request: Request) -> Placed:
 
 
 def plan_placement(job: JobSpec, machine: Machine) -> Placement:
-    """Place all nodes of the spec on one machine, each with GPUs of its own.
+    """Place all nodes of the spec on one machine, each with its own GPUs.
 
-    Raises: PreflightError: the machine has too few GPUs, or too few that are free, or not the interface.
+    Raises: PreflightError: the machine has too few GPUs, too few are free, or it lacks the interface.
     """
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
@@ -130,9 +130,9 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
 
 
 def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[Node, ...]:
-    """Give nodes that were placed before the GPUs that this machine has now; they stay where they are if they can.
+    """Assign the GPUs of now to planned nodes; they keep their GPUs if those are free.
 
-    Raises: PreflightError: there are too few, or too few that are free.
+    Raises: PreflightError: the machine has too few GPUs, or too few are free.
     """
     wanted: Sequence[str] = [gpu for node in nodes for gpu in node.gpus]
     if not set(wanted) <= set(machine.gpus) - set(machine.busy):
@@ -157,7 +157,7 @@ def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[N
 def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     """Decide how many GPUs each node gets; 0 means that the run stays on the CPU.
 
-    A spec that names gpus_per_node, or device cuda, means it. One that names neither takes GPUs if they suffice.
+    A spec with gpus_per_node or device cuda requires GPUs. A spec with neither uses GPUs if there are enough.
     """
     resources = job.resources
     if job.device == "cpu" or resources.gpus_per_node == 0:
@@ -177,7 +177,7 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
 
 
 def _free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
-    """Choose GPUs that nobody uses."""
+    """Choose free GPUs."""
     free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)
     if len(free) < wanted:
         raise GpusInUseError(
@@ -194,19 +194,19 @@ def _free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
 
 
 def _refuse_shared_cards(name: str, gpus: Sequence[str], machine: Machine) -> None:
-    """Refuse slices of one GPU to ranks that exchange by NCCL, which takes one rank on each GPU."""
+    """Refuse several slices of one GPU to ranks with NCCL, which allows one rank on each GPU."""
     first: dict[str, str] = {}
     for gpu in gpus:
         other = first.setdefault(machine.cards.get(gpu, gpu), gpu)
         if other != gpu:
             raise PreflightError(
-                f"{name}: {other} and {gpu} are slices of one GPU, and NCCL takes one rank on each",
-                hint="network.backend=gloo carries the gradients of slices, too; resources.gpus_per_node=1 takes one",
+                f"{name}: {other} and {gpu} are slices of one GPU, and NCCL allows one rank on each GPU",
+                hint="network.backend=gloo works on slices too; resources.gpus_per_node=1 takes one",
             )
 
 
 def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
-    """Share the cores out: more threads than cores make every rank slower."""
+    """Distribute the cores: more threads than cores make every rank slower."""
     world_size = job.resources.world_size
     share = max(1, machine.num_cores // world_size)
     asked = job.resources.cpus_per_task
@@ -232,7 +232,7 @@ def _backend(job: JobSpec, gpus_per_node: int, num_visible: int) -> Literal["glo
 
 
 def _interface(job: JobSpec, machine: Machine) -> str:
-    """All nodes are on this machine, so the loopback carries the gang, unless the spec names another interface."""
+    """Choose the interface: all nodes are on this machine, so loopback, unless the spec names another one."""
     if job.network.interface == "auto":
         return machine.loopback
     if job.network.interface not in machine.interfaces:

@@ -1,4 +1,4 @@
-"""The memory that a run of the trainer on this machine's CPU needs, beside what is free when it is planned."""
+"""The memory that a run of the trainer on this machine's CPU needs, compared with the free memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from clusterddp.system.byte_sizes import format_bytes
 def fit_memory(
     name: str, spec: dict[str, Any], placement: Placement, *, free: int | None = None
 ) -> tuple[dict[str, Any], Placement]:
-    """Return the spec as the ranks of a run get it, and its placement, with a note on the memory that they need.
+    """Return the spec for the ranks and the placement with a note on the memory that they need.
 
-    Where the memory of this machine holds all ranks, but no step of even one of them, the ranks take each batch in
-    micro-batches. `spec`: filled in; `free`: bytes, None: what is free here.
-    Raises: PreflightError: the ranks themselves do not fit, or a step of a single image.
+    If the memory holds all ranks but no step of one rank, the ranks split each batch into micro-batches. `spec`: with
+    all defaults; `free`: bytes, None: the free memory of this machine.
+    Raises: PreflightError: the memory does not hold the ranks, or a step of one image.
     """
     train = spec["train"]
     side = train and (train["image_size"] or _side(train["dataset"]))
@@ -38,11 +38,11 @@ def fit_memory(
         return spec, placement
     notes = [
         f"about {format_bytes(num_ranks * need.resident)} of memory for {num_ranks} rank{'s' * (num_ranks > 1)}, and "
-        f"{format_bytes(need.step)} for each that computes; {format_bytes(free)} are free"
+        f"{format_bytes(need.step)} for each rank in a step; {format_bytes(free)} are free"
     ]
     if parts > 1:
         notes.append(
-            f"too little for a step of {train['batch_size']} images: each rank takes them as {parts} micro-batches of "
+            f"too little for a batch of {train['batch_size']} images: each rank splits it into {parts} micro-batches of "
             f"{micro['batch_size']} (train.accumulate {micro['accumulate']}). The step has the same samples; batch "
             "norm sees them in smaller batches"
         )
@@ -51,5 +51,5 @@ def fit_memory(
 
 
 def _side(dataset: str) -> int | None:
-    """Return the side of a set's images in pixels, where it is known before a file is seen."""
+    """Return the side of a set's images in pixels; None if only its files show it."""
     return BUILT_IN.get(dataset) or (IMAGE_SETS[dataset].side if dataset in IMAGE_SETS else None)

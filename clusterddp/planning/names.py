@@ -1,4 +1,4 @@
-"""Names of runs: `brisk-otter-3`, easy to say and to type, and distinct in a runs directory."""
+"""Names of runs: `brisk-otter-3`, easy to say and to type, and unique in a runs directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# 64 words each: short, plain, told apart by their first letters.
+# 64 words each: short, plain, distinct in their first letters.
 ADJECTIVES = _words(
     "agile amber ample ashen balmy blithe bold brave brisk bright calm candid clever cosmic crisp curly "
     "dapper daring deft dewy eager early fabled fair fancy fleet fond frank gentle giddy glad golden "
@@ -29,7 +29,7 @@ ANIMALS = _words(
 def choose_run_name(
     runs_dir: Path, *, adjectives: tuple[str, ...] = ADJECTIVES, animals: tuple[str, ...] = ANIMALS
 ) -> str:
-    """Choose a name that nothing in `runs_dir` has; another submit may still take it before it is used."""
+    """Choose a name that is free in `runs_dir`; another submit may still take it before it is used."""
     try:
         taken = set(os.listdir(runs_dir))
     except OSError:

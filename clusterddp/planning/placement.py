@@ -1,4 +1,4 @@
-"""The placement: which ranks sit on which node, with which GPUs, how many threads, and over which backend."""
+"""The placement: each rank's node and GPUs, the threads per rank, and the backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the ranks go."""
+    """Where and on which devices the ranks run."""
 
     nodes: tuple[Node, ...]
     threads_per_rank: int
@@ -29,7 +29,7 @@ class Placement:
     on_cpu: bool
     """True: no rank has a GPU."""
     interface: str | None
-    """None: each node finds its own at the start."""
+    """None: each node chooses its own at the start."""
     notes: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """What a launcher's part of the planning gives."""
+    """The placement by one launcher, with its own part of the plan."""
 
     placement: Placement
     slurm: SlurmPlan | None = None
@@ -63,10 +63,10 @@ class Placed:
 
 
 def refuse_submitit_tags(runs_dir: Path) -> None:
-    """Refuse a path that submitit, which starts local runs and jobs on Slurm, would not take as it is written.
+    """Refuse a path in which submitit, which starts local runs and jobs on Slurm, would replace tags.
 
     Raises: UsageError.
     """
     tags = [tag for tag in _UNSUPPORTED_BY_SUBMITIT if tag in str(runs_dir)]
     if tags:
-        raise UsageError(f"{runs_dir}: submitit, which starts the run, takes {tags[0]} in a path for a job's number")
+        raise UsageError(f"{runs_dir}: submitit, which starts the run, replaces {tags[0]} in a path by the job's id")

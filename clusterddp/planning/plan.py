@@ -1,4 +1,4 @@
-"""The plan: everything that a submit would do, as a value that is printed, carried out, and asserted by tests."""
+"""The plan: everything that a submit would do, as a value that is printed, executed, and asserted by tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MASTER_ADDR = "127.0.0.1"
 _SEALED = "the hosts of a plan"
 _PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
-"""What lays the ranks out, by launcher."""
+"""The functions that place the ranks, by launcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +50,26 @@ class Plan:
     runs_dir: Path
     working_dir: Path
     spec: dict[str, Any]
-    """The spec as resolved, every default filled in."""
+    """The resolved spec with every default filled in."""
     spec_text: str
     """The spec as YAML; reading it gives the same spec again."""
     gang: Gang
     rank0: dict[str, dict[str, str]]
     """The variables of rank 0: name -> {value, origin}."""
     changes: tuple[dict[str, Any], ...]
-    """What is no default: {key, value, default, origin}."""
+    """The values that differ from their defaults: {key, value, default, origin}."""
     notes: tuple[str, ...]
-    """What people should know before they submit this."""
+    """Notes for the user before the submit."""
     snapshot: dict[str, Any] | None
-    """Which code is kept: {source, root, files, bytes}; `source` is `git`, or the path of a script outside of git."""
+    """The copied code: {source, root, files, bytes}; `source` is `git`, or the path of a script outside git."""
     secrets: tuple[str, ...]
-    """Names of variables that must be set when the run starts; their values are nowhere in the run."""
+    """Names of variables that must be set when the run starts; the plan holds no values of them."""
     parent: str | None
     """The run that this one repeats."""
     files: tuple[str, ...]
-    """What the submit writes."""
+    """Paths that the submit writes."""
     commands: tuple[tuple[str, ...], ...]
-    """What is started, in this order, as argv: the launcher, each node's supervisor, and what each rank runs."""
+    """The argv of all processes, in the order of their start: the launcher, each node's supervisor, each rank."""
     slurm: SlurmPlan | None = None
     """The job, for the slurm launcher."""
     ssh: SshPlan | None = None
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether ranks run where this machine cannot look: on hosts over SSH, or in a container."""
+        """Whether this machine cannot check the ranks' environment: they run on hosts over SSH or in a container."""
         return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
 
     def to_json(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan from what `to_json` gave.
+        """Rebuild a plan from the output of `to_json`.
 
-        Raises: ValueError: it is no plan; see `build`.
+        Raises: ValueError: the data is no plan; see `build`.
         """
         return build(cls, data, "plan")
 
@@ -167,7 +167,7 @@ def _plan_ranks(
 
 
 def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, token: str) -> Gang:
-    """Plan the gang of a run; the address of its head is found at the start."""
+    """Plan the gang of a run; its launcher finds the address of the head at the start."""
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
     return Gang(
         run=run,
@@ -189,7 +189,7 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as it lies in a run's directory: with the user's seal, where it names hosts.
+    """Return the content of a run's plan.json; a plan that names hosts has the user's seal.
 
     Raises: ClusterddpError: the key of the seal cannot be read or written.
     """
@@ -197,30 +197,32 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a plan with the user's seal of what makes us connect to hosts, if it names any."""
+    """Return the JSON of a plan; if it names hosts, seal the part that makes clusterddp connect to them."""
     return data | {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else data
 
 
 def read_plan(run: RunDir) -> Plan:
     """Read the plan of a run.
 
-    Raises: ClusterddpError: what `read_plan_json` raises.
+    Raises: ClusterddpError: as `read_plan_json`.
     """
     return Plan.from_json(read_plan_json(run))
 
 
 def read_plan_json(run: RunDir) -> dict[str, Any]:
-    """Read the plan of a run as it lies there.
+    """Read the plan.json of a run.
 
-    Raises: ClusterddpError: it is gone; it names hosts, and this user has not written it.
+    Raises: ClusterddpError: the file is missing or is no plan; or it names hosts and another user wrote it.
     """
     data = read_json(run.plan)
     if data is None:
-        raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
+        raise ClusterddpError(f"{run.plan}: is missing, and the run cannot continue without it")
     if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
-        raise ClusterddpError(f"{run.plan}: is no plan")
+        raise ClusterddpError(f"{run.plan}: found no plan in it")
     if data.get("ssh") and not is_sealed(_SEALED, _granted(data), data.get("seal")):
-        raise ClusterddpError(f"{run.plan}: names hosts, and does not come from you: they are not asked", hint=hint())
+        raise ClusterddpError(
+            f"{run.plan}: names hosts, and does not come from you: no connection is made", hint=hint()
+        )
     return data
 
 
@@ -229,15 +231,15 @@ def _granted(data: dict[str, Any]) -> list[Any]:
 
 
 def rename_plan(plan: Plan) -> Plan:
-    """Return the same plan under a fresh name, for the name of this one was taken meanwhile."""
+    """Return the same plan under a new name, after another run took its name."""
     return move_plan(plan, plan.runs_dir / choose_run_name(plan.runs_dir))
 
 
 def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None = None) -> Plan:
-    """Return the same plan for another run directory: fill in everything that follows from where it is.
+    """Return the same plan for another run directory, with all paths and commands that depend on the directory.
 
-    `attempt` is the one that a job on Slurm begins with. `home`: the directory is on a host, with that home directory;
-    the run keeps its name there, though `directory_name` names its directory.
+    `attempt`: the first attempt of a job on Slurm. `home`: the directory is on a host with this home directory; there
+    `directory_name` names the directory, and the run keeps its name.
     """
 
     def moved(path: str) -> str:
@@ -261,7 +263,7 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
 
 
 def plan_on_hosts(plan: Plan) -> Plan:
-    """Return the plan of a run over SSH with its paths as they are on the hosts, for people to read."""
+    """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
 
@@ -273,9 +275,10 @@ def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
 
 def _refuse_unplannable(job: JobSpec, request: Request) -> None:
     if job.sweep:
-        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+        raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
     if request.attached and job.launcher != "ssh":
         raise UsageError(
-            f"--attach is for launcher ssh, and this spec's is {job.launcher}", hint="--follow stays with any run"
+            f"--attach is for launcher ssh, and this spec has {job.launcher}",
+            hint="--follow stays with any run",
         )
     check_secrets(tuple(job.secrets), request.environ)

@@ -1,4 +1,4 @@
-"""What must be there before a run is made and can be seen from here: secrets, the trainer's packages, its data."""
+"""Checks on this machine before a run is made: secrets, the trainer's packages, its data."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
 
 _HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNORECASE)
-"""A switch, a number (MAX_TOKENS: 512) or a path (SSH_AUTH_SOCK: /run/...) is no secret, whatever its name."""
+"""Values that are no secrets under any name: switches, numbers (MAX_TOKENS: 512), paths (SSH_AUTH_SOCK: /run/...)."""
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    """Raise a UsageError unless every secret is set where the run is started from."""
+    """Raise a UsageError unless `environ` has every secret."""
     missing = [name for name in names if name not in environ]
     if missing:
         raise UsageError(
@@ -37,19 +37,19 @@ def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:
 
 
 def secret_notes(resolved: ResolvedSpec) -> tuple[str, ...]:
-    """Warn of values under `env` that look like secrets: spec, plan and record of a run hold them for good."""
+    """Warn of values under `env` that look like secrets: the files of the run keep them forever."""
     return tuple(
-        f"{resolved.origins.get(f'env.{name}', 'env')}: env.{name} looks like a secret, and the run's files hold its "
-        f"value for good; secrets: [{name}] takes it from your environment and stores only its name"
+        f"{resolved.origins.get(f'env.{name}', 'env')}: env.{name} looks like a secret, and the run's files keep its "
+        f"value forever; secrets: [{name}] takes it from your environment and stores only its name"
         for name, value in resolved.job.env.items()
         if is_secret(name, value) and not _HARMLESS.fullmatch(value)
     )
 
 
 def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
-    """Raise a PreflightError where the trainer lacks torch, or a torch for GPUs: one error in place of one per rank.
+    """Raise a PreflightError if the trainer lacks torch, or a torch for GPUs: one error instead of one per rank.
 
-    On Slurm ranks have the Python that submits. `elsewhere`: the ranks run where that cannot be seen from here.
+    On Slurm the ranks use the Python of the submit. `elsewhere`: they use another Python, so nothing is checked.
     """
     if elsewhere or gang.entry.target != TRAINER:
         return
@@ -63,9 +63,9 @@ def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
 
 
 def storage_notes() -> tuple[str, ...]:
-    """Name what a job's processes start with and its nodes may lack: a Python, or this package, on a disk of our own.
+    """Warn if a job's nodes may lack Python or this package, because they are on a disk of this machine.
 
-    What lies under /usr is thought to be installed on every node.
+    Files under /usr are assumed to be on every node.
     """
     places = dict.fromkeys(
         Path(place)
@@ -81,7 +81,7 @@ def storage_notes() -> tuple[str, ...]:
 
 
 def data_notes(train: Mapping[str, object] | None) -> tuple[str, ...]:
-    """Name a directory of the data that is not to be seen from here."""
+    """Warn of a data directory that does not exist on this machine."""
     if not train or is_there(str(train["dataset"]), Path(str(train["data_dir"]))):
         return ()
     data_dir = Path(str(train["data_dir"]))

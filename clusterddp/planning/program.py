@@ -1,4 +1,4 @@
-"""The program of a run: what the spec's entry names, which file that is, and which code is kept for it."""
+"""The program of a run: the target of the spec's entry, its file, and the code that the run copies."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TRAINER = "clusterddp.train.main"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What the ranks execute, with paths as they are at submit; `plan_entry` says where they lie in a run."""
+    """What the ranks execute, with paths at the submit; `plan_entry` returns the paths in the run."""
 
     kind: Literal["module", "script", "function", "command"]
     target: str
     words: tuple[str, ...] = ()
     file: Path | None = None
-    """The file that `target` is or names, where it is one."""
+    """The file that `target` is or names; None if it names no file."""
     import_paths: tuple[str, ...]
     snapshot: SnapshotPlan | None
     notes: tuple[str, ...]
 
     @property
     def snapshot_summary(self) -> dict[str, Any] | None:
-        """Say in the plan which code is kept, in a form from which `choose_snapshot` finds it again."""
+        """The copied code as the plan shows it; `choose_snapshot` takes this value."""
         if self.snapshot is None:
             return None
         return {
@@ -47,7 +47,7 @@ class Program:
 def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]) -> Program:
     """Find what the ranks execute, and choose the files of its snapshot.
 
-    Raises: UsageError: the script is not there. ClusterddpError: no snapshot can be made of the code.
+    Raises: UsageError: the script does not exist. ClusterddpError: the code has no snapshot.
     """
     if job.entry is None:
         snapshot, notes = _trainer_snapshot(job, working_dir, runs_dir, environ)
@@ -60,11 +60,11 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
     snapshot, notes = _code_snapshot(job, home, file, runs_dir=runs_dir, environ=environ)
     if job.launcher == "ssh" and snapshot is None:
         raise UsageError(
-            f"{home} is in no git repository: there is no telling which code the hosts need",
-            hint="git init there; or snapshot: false, where the hosts have the same code at the same path",
+            f"{home} is in no git repository, so clusterddp cannot choose the code for the hosts",
+            hint="run git init there; or set snapshot: false if the hosts have the same code at the same path",
         )
     if kind == "command" and file and snapshot and not _holds(snapshot, file):
-        file = None  # git ignores it: it runs in place
+        file = None  # git ignores the file, so it runs in place
     # Python puts the script's directory first, and for a module the working directory; PYTHONPATH follows.
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
@@ -81,7 +81,7 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
 
 
 def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function", "command"], str, tuple[str, ...]]:
-    """Return the kind of an entry, what it runs, and, of a command, the words that follow its program."""
+    """Return the kind of an entry, its target, and, for a command, the words after its program."""
     if entry.script is not None:
         return "script", entry.script, ()
     if entry.module is not None:
@@ -98,15 +98,15 @@ def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function",
 
 
 def choose_snapshot(summary: dict[str, Any], *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan:
-    """Choose the files of the code that a plan says is kept, as they are now.
+    """Choose the files of a planned snapshot again, as they are now.
 
-    Raises: ClusterddpError: the code is gone, or has grown too large.
+    Raises: ClusterddpError: the code is gone or too large.
     """
     if summary["source"] != "git":
         return plan_script_snapshot(Path(summary["source"]), runs_dir=runs_dir)
     snapshot = plan_snapshot(Path(summary["root"]), runs_dir=runs_dir, environ=environ)
     if snapshot is None:
-        raise ClusterddpError(f"{summary['root']}: is no git repository any more, as it was when this was planned")
+        raise ClusterddpError(f"{summary['root']}: was a git repository when the run was planned, and is none now")
     return snapshot
 
 
@@ -117,7 +117,7 @@ def _holds(snapshot: SnapshotPlan, file: Path) -> bool:
 def _program_on_hosts(
     kind: Literal["module", "script", "function", "command"], target: str, words: tuple[str, ...], working_dir: Path
 ) -> Program:
-    """Take the code to be where the spec says, on the hosts: nobody here can look."""
+    """Plan a program whose code is on the hosts at the paths of the spec; this machine cannot check them."""
     named = _file_named(kind, target)
     file = Path(named if named.startswith("~/") else working_dir / named) if named else None
     home = str(file.parent if file else working_dir)
@@ -128,12 +128,12 @@ def _program_on_hosts(
         file=None if kind == "command" else file,
         import_paths=() if kind == "command" else (home,),
         snapshot=None,
-        notes=("snapshot is false: each host runs the code that lies there, at the same path as here",),
+        notes=("snapshot is false: each host runs its own code at the same path as here",),
     )
 
 
 def _file_named(kind: str, target: str) -> str | None:
-    """Return the path that the target is or begins with, if it names a file."""
+    """Return the path that the target is or starts with; None if it names no file."""
     if kind == "script":
         return target
     if kind == "function":
@@ -143,7 +143,7 @@ def _file_named(kind: str, target: str) -> str | None:
 
 
 def with_file(kind: str, target: str, file: Path | str | None) -> str:
-    """Return the target with another path of its file."""
+    """Return the target with the path of its file replaced."""
     if file is None:
         return target
     return f"{file}:{target.rpartition(':')[2]}" if kind == "function" else str(file)
@@ -152,20 +152,20 @@ def with_file(kind: str, target: str, file: Path | str | None) -> str:
 def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
     """Find the file that the target names.
 
-    Raises: UsageError: it is not there.
+    Raises: UsageError: the file does not exist.
     """
     named = _file_named(kind, target)
     if named is None:
         return None
     file = working_dir / Path(named).expanduser()
     if kind == "command" and not (file.is_file() and file.resolve().is_relative_to(working_dir.resolve())):
-        return None  # no code of this project; it may be there where the ranks run
+        return None  # a program outside this project; it may exist where the ranks run
     if file.is_file():
         return file.resolve()
     found = "is a directory" if file.is_dir() else "no such file"
     raise UsageError(
         f"entry.{kind}: {file}: {found}",
-        hint="the path is taken from where you submit; entry.module names a module instead",
+        hint="the path is relative to the directory of the submit; entry.module names a module instead",
     )
 
 
@@ -173,8 +173,8 @@ def _command_notes(entry: EntrySpec, snapshot: SnapshotPlan | None, working_dir:
     if entry.command is None or snapshot is None:
         return ()
     return (
-        f"the command works in {working_dir}: files that it names there are read when it runs; "
-        "{code_dir} is the same place in the copy of the code",
+        f"the command works in {working_dir} and reads files there when it runs; "
+        "{code_dir} is the same directory in the copy of the code",
     )
 
 
@@ -182,17 +182,17 @@ def _code_snapshot(
     job: JobSpec, home: Path, file: Path | None, *, runs_dir: Path, environ: Mapping[str, str]
 ) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
     if not job.snapshot:
-        return None, ("snapshot is false: the code runs in place, later edits reach ranks that start after them",)
+        return None, ("snapshot is false: the code runs in place, and ranks that start after an edit run the new code",)
     snapshot = plan_snapshot(home, runs_dir=runs_dir, environ=environ)
     if file and (snapshot is None or not (_holds(snapshot, file) or job.entry is None or job.entry.command)):
-        # In no repository, or git ignores it.
+        # The file is in no repository, or git ignores it.
         snapshot = plan_script_snapshot(file, runs_dir=runs_dir)
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
     notes = snapshot.notes
     if job.launcher == "ssh" and snapshot.source != "git":
-        note = f"{snapshot.root} is in no git repository: the hosts get its *.py files alone; after git init there, all"
+        note = f"{snapshot.root} is in no git repository: the hosts get only its *.py files; after git init all files"
         notes = (note, *notes)
     return snapshot, notes
 
@@ -200,7 +200,7 @@ def _code_snapshot(
 def _trainer_snapshot(
     job: JobSpec, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]
 ) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
-    """The trainer executes none of it, so code that cannot be kept is worth a note and no more."""
+    """Choose the code beside a run of the trainer; the trainer executes none of it, so a failure is only a note."""
     if not job.snapshot:
         return None, ()
     try:

@@ -1,8 +1,8 @@
-"""The user's seal: what a directory says is done only if this user's clusterddp has written it.
+"""The user's seal: a keyed hash that proves that this user's clusterddp wrote a record.
 
-A runs directory travels: in a repository, on a shared disk. What it names may be read by anybody, but not obeyed: a
-record that makes us connect to a host, start something there, or hand out a value carries a keyed hash of what it says.
-The key is in the user's own state directory, which does not travel.
+Other users can write a runs directory, in a repository or on a shared disk. A record that makes clusterddp connect to a
+host, start a process there, or send out a value has a seal; clusterddp acts on it only if the seal is right. The key is
+in the user's own state directory, outside of runs directories.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.system.files import write_bytes
 
 _KEY_BYTES = 32
-HINT = "where you submitted it from another machine, copy {key} from there; otherwise somebody else wrote it"
+HINT = "if you submitted it from another machine, copy {key} from there; otherwise another user wrote it"
 
 
 def seal(what: str, value: Any) -> str:
-    """Return the user's seal of a JSON value; `what` tells kinds of values apart.
+    """Return the user's seal of a JSON value; `what` names its kind, so that a seal of another kind is not valid.
 
-    Raises: ClusterddpError: there is no key, and none can be written.
+    Raises: ClusterddpError: no key exists, and none can be written.
     """
     return _hash(_read_key() or _make_key(), what, value)
 
@@ -46,7 +46,7 @@ def is_sealed(what: str, value: Any, found: Any) -> bool:
 
 
 def key_path() -> Path:
-    """Return where the key is; XDG_STATE_HOME may name another directory than ~/.local/state."""
+    """Return the path of the key, in XDG_STATE_HOME or ~/.local/state."""
     return platformdirs.user_state_path("clusterddp") / "key"
 
 
@@ -88,5 +88,5 @@ def _make_key() -> bytes:
     with contextlib.suppress(FileExistsError):
         write_bytes(path, secrets.token_bytes(_KEY_BYTES), exclusive=True)
     key = _read_key()
-    assert key is not None, "it was written a moment ago"
+    assert key is not None, "the key was written just before"
     return key

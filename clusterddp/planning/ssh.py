@@ -1,4 +1,4 @@
-"""The plan of a run over SSH: its hosts with the Python of each, what is uploaded, what is downloaded."""
+"""The plan of a run over SSH: its hosts and their Pythons, the uploads, the downloads."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class SshNode:
     """One host of the run."""
 
     host: str
-    """As `ssh` knows it."""
+    """The name that `ssh` takes."""
     node_rank: int
     gpus: int
-    """How many it leases; 0: its ranks compute on the CPU."""
+    """How many GPUs it leases; 0: its ranks compute on the CPU."""
     python: str | None = None
     venv: str | None = None
     conda: str | None = None
     modules: tuple[str, ...] = ()
     host_key: str | None = None
-    """The key that it must show."""
+    """The host key that it must present."""
 
     @property
     def python_words(self) -> str:
-        """Name its Python as far as can be told from here."""
+        """Return its Python's path, or the command if only the host knows the path."""
         if self.python:
             return self.python
         home = self.venv or (self.conda if self.conda and self.conda.startswith(("/", "~/")) else None)
@@ -49,7 +49,7 @@ class SshNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Send:
-    """A file or directory that is sent to every host before the start."""
+    """A file or directory that is uploaded to every host before the start."""
 
     source: str
     target: str
@@ -60,23 +60,23 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshPlan:
-    """What of a run's plan is about hosts over SSH."""
+    """The part of a run's plan about hosts over SSH."""
 
     hosts: tuple[SshNode, ...]
     """In the order of the node ranks."""
     root: str
-    """Directory of everything that is ours on a host, from / or ~/."""
+    """The directory of all of clusterddp's files on a host, from / or ~/."""
     send: tuple[Send, ...] = ()
     fetch: tuple[str, ...] = ()
-    """What is downloaded at the end, of logs, metrics and checkpoints."""
+    """Which of logs, metrics and checkpoints are downloaded at the end."""
     when_busy: Literal["refuse", "wait"] = "refuse"
     attached: bool = False
     """True: the run ends with the process that started it."""
     home: str | None = None
-    """In the plan as it lies on a host: the home directory there; the paths are absolute then."""
+    """In a host's copy of the plan: the home directory there; all paths are then absolute."""
 
     def accesses(self) -> list[HostAccess]:
-        """Say how each host is reached, in the order of the nodes."""
+        """Return how to reach each host, in the order of the nodes."""
         from clusterddp.ssh.session import HostAccess
 
         names = ("host", "python", "venv", "conda", "modules", "host_key")
@@ -89,13 +89,13 @@ class SshPlan:
     def from_json(cls, data: dict[str, Any]) -> SshPlan:
         """Rebuild a plan from JSON.
 
-        Raises: ValueError: it is none; see `build`.
+        Raises: ValueError: the data is no plan; see `build`.
         """
         return build(cls, data, "ssh")
 
 
 def place(job: JobSpec, request: Request) -> Placed:
-    """Share the ranks out over the hosts of the spec.
+    """Distribute the ranks over the hosts of the spec.
 
     Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
     """
@@ -107,11 +107,11 @@ def place(job: JobSpec, request: Request) -> Placed:
 
 
 def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
-    """Lay out the nodes over hosts, whose GPUs are leased and whose interfaces are chosen at the start.
+    """Place the nodes on hosts; the start leases their GPUs and chooses their interfaces.
 
-    `unused`: the hosts that the spec names besides.
+    `unused`: further hosts of the spec.
 
-    Raises: PreflightError: nccl is asked for, and no GPUs.
+    Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
     firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
     nodes = tuple(
@@ -135,9 +135,9 @@ def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[s
 
 
 def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
-    """Plan what is about the hosts; local paths of the spec are absolute by now.
+    """Plan the hosts and uploads; local paths of the spec are absolute already.
 
-    Raises: UsageError: what is to be sent is not there.
+    Raises: UsageError: a file of `ssh.send` does not exist.
     """
     return SshPlan(
         hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(shares)),
@@ -149,7 +149,7 @@ def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
 
 
 def place_ssh(plan: SshPlan, home: str | None) -> SshPlan:
-    """Return the plan as it is on a host whose home directory is `home`."""
+    """Return the plan with its paths on a host whose home directory is `home`."""
     if home is None:
         return plan
     send = tuple(dataclasses.replace(one, target=at_home(one.target, home)) for one in plan.send)
@@ -162,7 +162,7 @@ def at_home(path: str, home: str) -> str:
 
 
 def directory_name(run: str, token: str) -> str:
-    """Name a run's directory on hosts, which several submitting machines may share."""
+    """Name a run's directory on hosts; the token keeps runs of several submitting machines apart."""
     return f"{run}.{token[:8]}"
 
 
@@ -179,11 +179,11 @@ def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[s
         yield "resources.memory_gb is not enforced on hosts over SSH"
     for name in ("container", "after"):
         if getattr(job, name):
-            yield f"{name} is for the slurm launcher: it does nothing here"
+            yield f"{name} is for the slurm launcher and has no effect here"
 
 
 def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
-    """A host that names an environment of its own, or a Python, does not get the one of all hosts in addition."""
+    """Plan one host; if it names a Python or an environment, that replaces the one for all hosts."""
     host = share.host
     own = host.python or host.venv or host.conda
     chosen = host if own else of_all
@@ -206,7 +206,7 @@ def _send(source: str, target: str) -> Send:
     if not path.is_dir():
         raise UsageError(
             f"ssh.send: {source}: no such file or directory",
-            hint="the path is taken from where you submit; ssh: {send: {LOCAL: ON_HOST}}",
+            hint="the path is relative to the directory of the submit; ssh: {send: {LOCAL: ON_HOST}}",
         )
     files = size = 0
     for directory, _, names in os.walk(path):

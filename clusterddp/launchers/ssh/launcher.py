@@ -1,7 +1,7 @@
-"""The ssh launcher: starts one supervisor per node on hosts that are reached by SSH, all of them or none, and lets go.
+"""The ssh launcher: starts one supervisor per node on hosts that SSH reaches, on all of them or on none.
 
-Until everything is there the supervisors hang on our connections: should this process die in the middle, they end.
-Then they are released, and nothing of the run depends on this machine any more, unless it was to be attached.
+Until all supervisors run they depend on our heartbeats: they exit if this process dies. Then they are released, and the
+run no longer depends on this machine, unless it is attached.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
 _ANSWER_S = 30.0
-"""How much longer than the supervisors a host may take to say that they are there."""
+"""How much longer than `start_timeout_s` a host may take to answer that its supervisor has started."""
 _NODES_PER_S = 16
-"""A host may hear nothing of this process for as much longer, for it speaks to many."""
-_WORTH_TELLING_BYTES = 5_000_000
-_TELL_EVERY_S = 5.0
+"""The heartbeat timeout grows by 1 s for this many nodes: this process serves all of them."""
+_MIN_REPORTED_BYTES = 5_000_000
+_REPORT_INTERVAL_S = 5.0
 _END_PATIENCE_S = 8.0
-"""How long those that answer for a run may take to put things in order when it is ended."""
+"""How long supervisors and guards may take to clean up when a run is ended."""
 
 
 class SshLauncher:
@@ -53,13 +53,13 @@ class SshLauncher:
     things = "processes"
 
     def check(self, plan: Plan) -> None:
-        """Refuse nothing: all that can be checked was checked when the plan was made."""
+        """Refuse nothing: `start` runs the preflight on the hosts."""
 
     def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Start the attempt on its hosts; the job id is the head's pid and host. `tell` is told what takes long.
+        """Start the attempt on its hosts; the job id is the head's pid and host. `tell` receives progress messages.
 
-        Raises: SshError, PreflightError, ClusterddpError: it could not be started. Nothing of it is left on hosts that
-        answer; on one that does not, it ends by itself when our connection to it ends.
+        Raises: SshError, PreflightError, ClusterddpError: the attempt could not start. Hosts that answer have no
+        process of it left; on a host that does not answer, its processes exit when our connection ends.
         """
         plan = read_plan(run)
         sessions = open_host_sessions(plan, environ)
@@ -71,29 +71,29 @@ class SshLauncher:
             sessions.ask_all("run.release", {"token": plan.token})
         except BaseException as error:
             with contextlib.suppress(ClusterddpError):
-                _take_back(sessions, interrupted=isinstance(error, KeyboardInterrupt))
+                _undo_start(sessions, interrupted=isinstance(error, KeyboardInterrupt))
             sessions.close()
             raise
         sessions.close()
         return Started(job_id)
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
-        """Say in words what became of a run whose submit was interrupted; `start` leaves nothing of it to speak of."""
+        """Return an empty string: an interrupted `start` leaves no process."""
         return ""
 
     def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
-        """Return the plan for a further start: interfaces, addresses and GPUs are found anew."""
+        """Return the plan for the next start, which chooses interfaces, addresses and GPUs again."""
         nodes = tuple(
             dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
         )
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
 
     def observer(self, environ: Mapping[str, str]) -> Slurm | None:
-        """Return what tells the state of a run that is being ended: its hosts do, Slurm is not asked."""
+        """Return None: the state comes from the hosts."""
         return None
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
-        """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
+        """Ask the supervisors on all hosts that answer to end the run at once; True when a host has the run.
 
         Raises: SshError: no host can be reached.
         """
@@ -107,23 +107,23 @@ class SshLauncher:
         _ask(run, "stop", environ, sync)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-        """End what is left of a run on the hosts that answer; False when there is nothing.
+        """Kill the run's processes on the hosts that answer; False when there are none.
 
-        Raises: SshError: no host can be reached. ClusterddpError: some of its processes cannot be killed.
+        Raises: SshError: no host can be reached. ClusterddpError: a process cannot be killed.
         """
         return _end(run, environ, patience_s=0.0, all_needed=False) > 0
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-        """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
+        """Kill leftover processes of a run that has ended, on all hosts; return their number.
 
-        Raises: SshError: a host cannot be reached. ClusterddpError: some of its processes cannot be killed.
+        Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
         """
         return _end(run, environ, patience_s=_END_PATIENCE_S, all_needed=True)
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
     ) -> RunView | None:
-        """Read the state of a run that has not ended for good."""
+        """Read the state of a run without a final end."""
         return read_host_state(run, record, attempt, end)
 
 
@@ -135,9 +135,9 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         code=run.code.resolve() if run.code.is_symlink() else None,
         run_name=directory_name(sessions.plan.run, sessions.plan.token),
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
-        watch=_Telling(tell),
+        watch=_UploadReport(tell),
     )
-    plan, grants = _settle(sessions, tell)
+    plan, grants = _choose_resources(sessions, tell)
     for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
         tell(f"note: {note}")
     write_json(run.plan, plan_json(plan))
@@ -156,45 +156,46 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
     try:
         each(list(range(1, len(orders))), supervise)
     except PreflightError as error:
-        raise _name_the_cause(error, sessions, attempt) from error
+        raise _explain_failed_start(error, sessions, attempt) from error
     job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"
     write_run(run, dataclasses.replace(record, job_id=job_id))
     log_event(run, "submitted", attempt=attempt, job_id=job_id)
     return job_id
 
 
-def _name_the_cause(error: PreflightError, sessions: HostSessions, attempt: int) -> PreflightError:
-    """Say why node 0 has ended the start, if it has: that it cannot be reached is all that the others know of it."""
+def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt: int) -> PreflightError:
+    """Add the reason why node 0 ended the start, if it did; the other nodes report only that they cannot reach it."""
     plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
         facts = sessions.of_node(0).ask("results.list", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
-    told = facts["runs"].get(name)
-    if told is None or told["end"] is None or told["end_attempt"] != attempt:
+    listed = facts["runs"].get(name)
+    if listed is None or listed["end"] is None or listed["end_attempt"] != attempt:
         return error
-    return PreflightError(f"{head}: node 0 has ended the start: {told['end'].get('reason')}\n  {error.message}")
+    return PreflightError(f"{head}: node 0 has ended the start: {listed['end'].get('reason')}\n  {error.message}")
 
 
-class _Telling:
-    """Tells how far the sending is: once, and again when it takes long."""
+class _UploadReport:
+    """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._told_at: float | None = None
+        self._reported_at: float | None = None
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
-        if progress.total_bytes < _WORTH_TELLING_BYTES or (self._told_at and now - self._told_at < _TELL_EVERY_S):
+        too_soon = self._reported_at and now - self._reported_at < _REPORT_INTERVAL_S
+        if progress.total_bytes < _MIN_REPORTED_BYTES or too_soon:
             return
-        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._told_at else ""
-        self._told_at = now
+        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
+        self._reported_at = now
         self._tell(f"{progress}{done}")
 
 
-def _take_back(sessions: HostSessions, *, interrupted: bool) -> None:
-    """End what was started; when somebody has interrupted it, the hosts' own record says so, too."""
+def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
+    """End all that was started; `interrupted`: the hosts record that the user pressed Ctrl-C."""
     plan = sessions.plan
     if interrupted:
         name = directory_name(plan.run, plan.token)
@@ -202,8 +203,8 @@ def _take_back(sessions: HostSessions, *, interrupted: bool) -> None:
     sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
-def _settle(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
-    """Fill in what only the hosts can tell: which GPUs are free, which interfaces and addresses carry the gang."""
+def _choose_resources(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
+    """Lease GPUs and choose interfaces and addresses on the hosts; return the plan with them."""
     plan = sessions.plan
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
@@ -221,7 +222,7 @@ def _settle(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]
 def _prepare(
     plan: Plan, sessions: HostSessions, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
 ) -> list[SupervisorOrder]:
-    """Make the run's directory on every host; return the order of each node's supervisor."""
+    """Make the run's directory on every host; return each supervisor's order."""
     there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
 
     def facts(host: str) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def _prepare(
 
 
 def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
-    """Return the plan as it is on a host, where everything lies elsewhere."""
+    """Return the plan with its paths on a host."""
     return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
 
 
@@ -272,6 +273,6 @@ def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_need
         replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
     left = {host: reply.facts["left"] for host, reply in replies.items() if reply.facts["left"]}
     if left:
-        words = "; ".join(f"{', '.join(map(str, pids))} on {host}" for host, pids in left.items())
-        raise ClusterddpError(f"{run.name}: processes that cannot be killed: {words}")
+        listing = "; ".join(f"{', '.join(map(str, pids))} on {host}" for host, pids in left.items())
+        raise ClusterddpError(f"{run.name}: processes that cannot be killed: {listing}")
     return sum(reply.facts["ended"] for reply in replies.values())

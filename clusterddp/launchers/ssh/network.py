@@ -18,13 +18,13 @@ from clusterddp.run.gang import Gang
 from clusterddp.ssh.session import Reply, Session, ask_all, raise_for
 
 PROBE_S = 2.0
-"""How long a host tries to reach others: enough for one packet that is lost."""
+"""How long a host tries to reach others: enough to resend one lost packet."""
 PROBE_AGAIN_S = 4.0
-"""The same before a run is refused: hosts may be very busy."""
+"""How long a second probe takes before the run is refused: hosts may be very busy."""
 
 
 class NodeNetwork(NamedTuple):
-    """The interface and the address of a node, and why they were chosen."""
+    """The interface and the address of a node, and the reason for the choice."""
 
     interface: str
     address: str
@@ -39,15 +39,15 @@ class ChosenNetwork:
     nodes: dict[int, NodeNetwork]
     """By node rank."""
     notes: tuple[str, ...] = ()
-    """What people may want to mend."""
+    """Warnings for the user."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangNetwork:
-    """What probing the network between hosts has found, and the choice that follows, or why there is none."""
+    """The findings of the network probes, and the chosen network or the error that prevents a choice."""
 
     findings: Findings | None
-    """None: a host could not be asked, or the master's port is taken."""
+    """None: a host does not answer, or the master port is in use."""
     chosen: ChosenNetwork | None = None
     error: PreflightError | None = None
 
@@ -55,8 +55,8 @@ class GangNetwork:
 def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> ChosenNetwork:
     """Find the network by which all nodes reach each other; `sessions` by host.
 
-    Raises: NetworkError: there is none, or the user's interface or port is not one, with what was tried and what
-    mends it. SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
+    Raises: NetworkError: no network, or not the user's interface or port, connects all nodes; with the probes and a
+    remedy. SshError, PreflightError: a host does not answer, or the master port is in use there.
     """
     network = examine_network(gang, sessions)
     if network.chosen is None:
@@ -66,7 +66,7 @@ def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> ChosenNetwork
 
 
 def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
-    """Probe the network between the hosts of a gang, again and for longer before no network is chosen."""
+    """Probe the network between the hosts of a gang; if no network is found, probe once more for longer."""
     findings = None
     for within_s in (PROBE_S, PROBE_AGAIN_S):
         try:
@@ -80,7 +80,7 @@ def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
 
 
 def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
-    """Choose the network for a gang from what was found.
+    """Choose the network for a gang from the findings.
 
     Raises: NetworkError.
     """
@@ -105,9 +105,9 @@ def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
 
 
 def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:
-    """Have every host list its interfaces, and probe the others; `Findings.rows` shows the whole matrix.
+    """Have every host list its interfaces and probe the others; `Findings.rows` is the matrix of results.
 
-    Raises: SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
+    Raises: SshError, PreflightError: a host does not answer, or the master port is in use there.
     """
     hosts = list(dict.fromkeys(node.host for node in sorted(gang.nodes, key=lambda node: node.node_rank)))
     by_host = {host: sessions[host] for host in hosts}

@@ -1,4 +1,4 @@
-"""What a run over SSH asks its hosts before anything is sent: the facts that decide whether it can start."""
+"""The preflight of a run over SSH: reads facts from its hosts and checks before the upload that the run can start."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
 
 _GPU_TIMEOUT_S = 60.0
-"""nvidia-smi may have to wake every GPU first."""
+"""Long, because nvidia-smi may have to wake every GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """The facts of hosts; a host that has failed to give some of them is in `failed`."""
+    """The facts of hosts; `failed` has the errors of hosts that reported some facts or none."""
 
     machines: dict[str, Machine] = field(default_factory=dict)
     failed: dict[str, SshError] = field(default_factory=dict)
 
 
 def preflight(plan: Plan, sessions: HostSessions) -> None:
-    """Look whether the run can start on its hosts; nothing is imported or written there.
+    """Check that the run can start on its hosts; nothing is imported or written there.
 
-    Raises: PreflightError: it cannot, with everything that is in the way and what mends it. SshError: a host does not
-    answer.
+    Raises: PreflightError: it cannot start; the message has all red checks with their remedies. SshError: a host does
+    not answer.
     """
     facts = ask_hosts(plan, sessions.by_host)
     for error in facts.failed.values():
         raise error
-    # Who has the GPUs is settled when they are leased: one that is just ending may be waited for.
+    # The lease decides whether GPUs are free: it waits for a run that is ending.
     machines = {host: dataclasses.replace(machine, busy_gpus={}) for host, machine in facts.machines.items()}
     raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
 
 
 def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
-    """Raise one error for everything that keeps a run from starting, if anything does."""
+    """Raise one error for all red checks, if there are any."""
     if len(reds) == 1:
         host, check, result = reds[0]
         raise PreflightError(f"{host}: {check}: {result.found}", hint=result.fix)
@@ -56,7 +56,7 @@ def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
 
 
 def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> HostFacts:
-    """Ask hosts for their facts, all at once; `thorough`: also for those that never keep a run from starting."""
+    """Read the facts of all hosts at once; `thorough`: also those that never prevent a start."""
     needs = needs_of(plan)
     data_dir = data_dir_of(plan)
 
@@ -82,7 +82,7 @@ def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = F
 
 
 def needs_of(plan: Plan) -> dict[str, Needs]:
-    """Return what the run asks of each of its hosts."""
+    """Return what the run needs on each of its hosts."""
     assert plan.ssh is not None
     train = plan.spec.get("train") or {}
     counts: dict[str, int] = {}
@@ -103,7 +103,7 @@ def needs_of(plan: Plan) -> dict[str, Needs]:
 
 
 def data_dir_of(plan: Plan) -> str | None:
-    """Return the directory on the hosts that the trainer reads its data from, unless it is sent there."""
+    """Return the trainer's data directory on the hosts; None if `ssh.send` fills it."""
     train = plan.spec.get("train")
     if plan.gang.entry.target != TRAINER or not train or train["dataset"] in GENERATED or plan.ssh is None:
         return None

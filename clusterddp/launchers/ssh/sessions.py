@@ -23,13 +23,13 @@ Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
 @dataclass(kw_only=True)
 class HostSessions:
-    """A session with each host of one run, in the order of the nodes; the caller that opened them closes them."""
+    """A session with each host of one run, in the order of the nodes; the caller who opens them closes them."""
 
     plan: Plan
     by_host: dict[str, Session]
-    """By the host's name in the spec; a host that carries several nodes is there once."""
+    """By the host's name in the spec; a host with several nodes has one session."""
     failed: dict[str, SshError] = field(default_factory=dict)
-    """Hosts that could not be asked."""
+    """The errors of hosts that did not answer."""
 
     def of_node(self, node_rank: int) -> Session:
         return self.by_host[self.plan.gang.nodes[node_rank].host]
@@ -41,14 +41,14 @@ class HostSessions:
     def ask_all(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host.
 
-        Raises: SshError, PreflightError: the answers of hosts that refuse, or why they cannot be asked any more.
+        Raises: SshError, PreflightError: a host refuses or does not answer.
         """
         replies = self._ask(do, facts, timeout_s)
         raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
-        """Ask those hosts that answer; the others are then in `failed`."""
+        """Ask every host; return the replies and put the errors into `failed`."""
         replies = self._ask(do, facts, timeout_s)
         self.failed |= errors_of(replies)
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
@@ -108,7 +108,7 @@ class Heartbeats:
 def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> HostSessions:
     """Open a session with every host of a run.
 
-    Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False only when none can.
+    Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False, no host can be used.
     """
     sessions = try_host_sessions(plan, environ)
     if sessions.failed and (all_needed or not sessions.by_host):
@@ -118,7 +118,7 @@ def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bo
 
 
 def try_host_sessions(plan: Plan, environ: Mapping[str, str]) -> HostSessions:
-    """Open a session with every host of a run that can be used; the others are then in `failed`."""
+    """Open a session with every host of a run; put the errors of the others into `failed`."""
     assert plan.ssh is not None
     results = open_sessions(plan.ssh.accesses(), environ=environ, package=package())
     return HostSessions(
@@ -133,9 +133,9 @@ def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:
 
 
 def each(items: list[int], function: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Call a function for all items at once.
+    """Call a function for all items concurrently.
 
-    Raises: SshError, PreflightError: of those that failed.
+    Raises: SshError, PreflightError: the function failed for an item.
     """
 
     def call(item: int) -> dict[str, Any] | ClusterddpError:

@@ -1,1 +1,1 @@
-"""What the plan of a run on Slurm has besides: the options of sbatch, the job, the container."""
+"""The Slurm part of a plan: the options of sbatch, the job, its dependencies, the container."""

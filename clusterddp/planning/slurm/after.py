@@ -1,4 +1,4 @@
-"""What a job waits for: runs and jobs that have to end first, as Slurm's --dependency."""
+"""The dependencies of a job: runs and jobs that have to end first, as Slurm's --dependency."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _UNMET = {"afterok": ("FAILED", "CANCELLED", "STOPPED"), "afternotok": ("COMPLET
 
 
 def find_dependency(after: Sequence[str], runs_dir: Path) -> tuple[str | None, tuple[str, ...]]:
-    """Return the value of --dependency and notes on what has ended already; None: there is nothing left to wait for.
+    """Return the value of --dependency and notes on runs that have ended; None: no dependency is left.
 
-    Raises: RunNotFoundError, UsageError: a run that cannot be waited for, or whose end makes waiting pointless.
+    Raises: RunNotFoundError, UsageError: Slurm cannot wait for a run, or a run has ended with the wrong outcome.
     """
-    words: list[str] = []
+    dependencies: list[str] = []
     notes: list[str] = []
     for text in after:
         kind, _, name = text.rpartition(":")
         kind = kind or "afterok"
         if re.fullmatch(r"[0-9]+(_[0-9]+)?", name):
-            words.append(f"{kind}:{name}")
+            dependencies.append(f"{kind}:{name}")
             continue
         sweep = find_sweep(runs_dir, name)
         if sweep:
-            words += _wait_for_sweep(text, kind, sweep)
+            dependencies += _dependencies_on_sweep(text, kind, sweep)
             continue
         run = find_run(runs_dir, name)
         end = _final_end(run)
         if end is None:
-            words.append(f"{kind}:{_job_of(run)}")
+            dependencies.append(f"{kind}:{_job_of(run)}")
         elif end.outcome in _UNMET[kind]:
             raise UsageError(f"after: {text}: {run.name} has ended: {end.outcome} ({end.reason})")
         else:
-            notes.append(f"after: {run.name} has ended already ({end.outcome}), so nothing waits for it")
-    return ",".join(words) or None, tuple(notes)
+            notes.append(f"after: {run.name} has ended already ({end.outcome}), so the job does not wait for it")
+    return ",".join(dependencies) or None, tuple(notes)
 
 
-def _wait_for_sweep(text: str, kind: str, sweep: SweepDir) -> list[str]:
-    """Return what waits for all runs of a sweep: for their array, and for those that go on in a job of their own."""
+def _dependencies_on_sweep(text: str, kind: str, sweep: SweepDir) -> list[str]:
+    """Return the dependencies on all runs of a sweep: its job array, and follow-up jobs of single runs."""
     if kind == "afternotok":
         raise UsageError(f"after: {text}: {sweep.name} is a sweep; afternotok takes one run", hint=f"{sweep.name}.0")
     jobs: dict[str, None] = {}
@@ -72,6 +72,6 @@ def _job_of(run: RunDir) -> str:
         )
     if record.job_id is None:
         raise UsageError(
-            f"after: the job of {run.name} is not known", hint=f"clusterddp status {run.name} asks Slurm for it"
+            f"after: the job id of {run.name} is not known", hint=f"clusterddp status {run.name} asks Slurm for it"
         )
     return record.job_id

@@ -1,4 +1,4 @@
-"""What a submit to Slurm does, as a value: the argv of sbatch and srun, the script, the variables that go along."""
+"""A submit to Slurm as a value: the argv of sbatch and srun, the script, the variables of the ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TASK_MODULE = "clusterddp.node.task"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmPlan:
-    """One job, before it is submitted; what is rendered is what is submitted."""
+    """One job before its submit; sbatch gets exactly these values."""
 
     sbatch_options: dict[str, str | bool]
     """sbatch's options that follow from the spec and the user's environment, by their long names."""
     srun_options: dict[str, str | bool]
     container: dict[str, Any] | None
     mounts: tuple[str, ...]
-    """Directories that the container needs besides its own and the run's."""
+    """Directories that the container needs in addition to the run's and the user's own mounts."""
     variables: tuple[str, ...]
-    """Names of the submitting shell's variables that go along to the ranks, in launcher/environment.json."""
+    """Names of the submitting shell's variables that the ranks get, from launcher/environment.json."""
     script: str
     """Text of the batch script, the same for every run."""
     arguments: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class SlurmPlan:
 def plan_slurm(
     options: JobOptions, *, container: dict[str, Any] | None, mounts: tuple[str, ...], environ: Mapping[str, str]
 ) -> SlurmPlan:
-    """Plan the job of one run but for what follows from the run's place; `place_slurm` adds that."""
+    """Plan the job of one run; `place_slurm` adds what depends on the run's directory."""
     return SlurmPlan(
         sbatch_options=options.sbatch,
         srun_options=options.srun,
@@ -62,7 +62,7 @@ def plan_slurm(
 
 
 def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int) -> SlurmPlan:
-    """Fill in what follows from where the run lies, and from the attempt that the job begins with."""
+    """Fill in what depends on the run's directory and on the first attempt of the job."""
     tag = job_tag(token, attempt)
     python, _, *paths = plan.arguments
     return dataclasses.replace(
@@ -81,7 +81,7 @@ def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attemp
 def sbatch_argv(
     options: Mapping[str, str | bool], *, name: str, comment: str, directory: Path, log: str = "job.log"
 ) -> tuple[str, ...]:
-    """Return sbatch's argv before the script; the spec's own comment comes before ours."""
+    """Return sbatch's argv before the script; the comment of the spec comes before ours."""
     users = options.get("comment")
     ours: Options = {
         "parsable": True,
@@ -103,14 +103,14 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "nodes": options["nodes"],
         "ntasks": options["ntasks"],
         "ntasks_per_node": options["ntasks_per_node"],
-        # srun of 22.05 to 23.02 does not take it from the job.
+        # srun of 22.05 to 23.02 does not inherit it from the job.
         "cpus_per_task": options["cpus_per_task"],
-        # Neighbours share a socket, and so do, as a rule, their GPUs; Slurm's own default deals them out in turn.
+        # Ranks with neighbouring numbers then share a socket, and usually their GPUs; Slurm's default is cyclic.
         "distribution": options.get("distribution") or "block:block",
         "unbuffered": True,
         "label": True,
         "open_mode": "append",
-        # The batch step's environment says NONE, which srun would inherit.
+        # srun would inherit NONE from the environment of the batch step.
         "export": "ALL",
         "output": str(RunDir(run_dir).launcher_dir / "tasks.log"),
     }
@@ -121,11 +121,10 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
 
 
 def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
-    """Return what goes before srun so that every rank sees all GPUs of its node, unless the user binds them.
+    """Return the words before srun with which every rank sees all GPUs of its node, unless the user binds them.
 
-    From a number of GPUs for each task, which sbatch leaves in the job's environment, srun concludes that each task
-    sees only its own. `--gpu-bind=none` does not mend that: srun 20.11 refuses it, and with 22.05 no task learns of any
-    GPU.
+    sbatch sets variables for GPUs per task, from which srun gives each task only its own GPUs. `--gpu-bind=none` does
+    not help: srun 20.11 refuses it, and with 22.05 no task sees any GPU.
     """
     by_task = {"gpus_per_task": "SLURM_GPUS_PER_TASK", "tres_per_task": "SLURM_TRES_PER_TASK"}
     if by_task.keys().isdisjoint(options) or not BIND_OPTIONS.isdisjoint(options):
@@ -134,7 +133,7 @@ def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
 
 
 def _start_paths(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what Python needs to find this package, and its own libraries, in a job's bare environment."""
+    """Return PYTHONPATH and LD_LIBRARY_PATH for a job's empty environment, without empty values at the end."""
     environment = process_environment("", environ)
     paths = [environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")]
     while paths and not paths[-1]:

@@ -1,4 +1,4 @@
-"""sbatch's options for one run: what follows from the spec, what the user exported, and what each of them yields to."""
+"""sbatch's options for one run: from the spec, our defaults and the user's SBATCH_* variables, in this order."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _ODD_NAMES = {
     "WAIT4SWITCH": None,
     "NO_WAIT": None,
 }
-"""Where sbatch's variables have other names than its options; None: part of another option."""
+"""Variables of sbatch whose names differ from the option's; None: part of another option."""
 _SWITCHES = FLAGS | {"exclusive", "no_kill", "wait_all_nodes"}
 
 _BOUND = (
-    "a rank sees only the GPUs that are bound to it. Where Slurm confines tasks to their devices, NCCL copies from GPU "
-    "to GPU by way of the host's memory, and a script that takes LOCAL_RANK for its device ends with invalid device "
-    "ordinal: CLUSTERDDP_GPU names the device"
+    "a rank sees only the GPUs that are bound to it. If Slurm confines tasks to their devices, NCCL copies from GPU to "
+    "GPU through the host's memory, and a script that uses LOCAL_RANK as its device fails with invalid device "
+    "ordinal; CLUSTERDDP_GPU names the device"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What sbatch and srun are told about one job, whatever its name and place."""
+    """The options of sbatch and srun for one job that do not depend on its name and directory."""
 
     sbatch: Options
     srun: Options
@@ -58,7 +58,7 @@ class JobOptions:
 
 
 def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | None = None) -> JobOptions:
-    """Choose the options: the spec's own replace our defaults, both replace what the user's shell exports."""
+    """Choose the options: those of the spec replace our defaults; both replace the user's SBATCH_* variables."""
     wanted = dict(job.slurm)
     options = _required(job) | {
         name: value for name, value in _defaults(job, dependency).items() if not _replaced(name, wanted)
@@ -74,12 +74,12 @@ def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | N
 
 
 def option_argv(options: Mapping[str, str | bool]) -> tuple[str, ...]:
-    """Spell options as arguments, one each: a value is never a word of its own, nor read by a shell."""
+    """Return each option as one argument, `--name=value`; no shell reads it."""
     return tuple(_argument(name, value) for name, value in options.items() if value is not False)
 
 
 def without_waiting(options: Options) -> Options:
-    """Return the options of a job that goes on where one with these options was: what that one waited for is over."""
+    """Return the options of a follow-up job: without start times and dependencies that are over."""
     past = {"begin", "hold", "kill_on_invalid_dep"} | (
         {"dependency"} if options.get("dependency") != "singleton" else set()
     )
@@ -87,7 +87,7 @@ def without_waiting(options: Options) -> Options:
 
 
 def memory_text(gigabytes: float) -> str:
-    """Spell gigabytes as Slurm does (1G is 1024M), in whole megabytes when they are no whole gigabytes."""
+    """Format gigabytes for Slurm (1G is 1024M), in megabytes if they are no whole gigabytes."""
     return f"{int(gigabytes)}G" if float(gigabytes).is_integer() else f"{math.ceil(gigabytes * 1024)}M"
 
 
@@ -111,7 +111,7 @@ def _defaults(job: JobSpec, dependency: str | None) -> Options:
     gpus = resources.gpus_per_node or (resources.ranks_per_node if job.device == "cuda" else 0)
     if gpus and job.device != "cpu":
         options["gpus_per_node"] = str(gpus)
-    # A job that may go on is put back into the queue; another one must not be started a second time by Slurm itself.
+    # Slurm may requeue a job only if the spec allows restarts.
     options["requeue" if job.restarts else "no_requeue"] = True
     if dependency:
         options["dependency"] = dependency
@@ -121,7 +121,7 @@ def _defaults(job: JobSpec, dependency: str | None) -> Options:
 
 
 def _replaced(name: str, wanted: Mapping[str, str | bool]) -> bool:
-    """Say whether the spec's own options take the place of this default, or remove it."""
+    """Say whether the spec's own options replace or remove this default."""
     if name in wanted:
         return True
     if name in GPU_OPTIONS:
@@ -130,7 +130,7 @@ def _replaced(name: str, wanted: Mapping[str, str | bool]) -> bool:
 
 
 def _exported(environ: Mapping[str, str], options: Mapping[str, str | bool]) -> tuple[Options, tuple[str, ...]]:
-    """Sort what the user exported for sbatch: honoured as options, or overridden; each with a note."""
+    """Return the user's SBATCH_* variables that count, as options, and a note on each variable."""
     honoured: Options = {}
     notes = []
     for variable in sorted(environ):

@@ -1,4 +1,4 @@
-"""The plan of a run on Slurm: its nodes, whose hosts Slurm chooses, and the job that asks for them."""
+"""The plan of a run on Slurm: its nodes, for which Slurm chooses hosts, and its job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def place(job: JobSpec, request: Request) -> Placed:
-    """Lay out the nodes and plan the job.
+    """Place the ranks on nodes and plan the job.
 
-    Raises: UsageError, PreflightError: Slurm could not carry it out, or not from this directory.
+    Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
     """
     refuse_odd_path(request.runs_dir)
     refuse_submitit_tags(request.runs_dir)
@@ -47,9 +47,9 @@ def place(job: JobSpec, request: Request) -> Placed:
 
 
 def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
-    """Lay out the nodes of a job on Slurm, which chooses their hosts and GPUs when it starts; `gpus`: it asks for some.
+    """Place the ranks on the nodes of a job; Slurm chooses hosts and GPUs at its start. `gpus`: the job asks for GPUs.
 
-    Raises: PreflightError: nccl is asked for, and no GPUs.
+    Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
     per_node = job.resources.ranks_per_node
     gpus = gpus and job.device != "cpu"
@@ -82,13 +82,13 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
 
 
 def refuse_odd_path(runs_dir: Path) -> None:
-    """Refuse a path that Slurm would not take as it is written."""
+    """Refuse a path that Slurm would change."""
     reasons = {
-        "%": "Slurm puts a job's numbers in place of % in the path of its log",
-        "\\": "Slurm drops it from paths",
+        "%": "Slurm replaces % in the path of a log by the job's ids",
+        "\\": "Slurm removes it from paths",
     }
     for char in str(runs_dir):
-        reason = reasons.get(char) or ("" if char.isprintable() else "Slurm's records have one line for a path")
+        reason = reasons.get(char) or ("" if char.isprintable() else "Slurm stores a path on one line")
         if reason:
             raise UsageError(
                 f"{str(runs_dir)!r}: has {char!r}; {reason}",

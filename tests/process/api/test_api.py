@@ -194,7 +194,7 @@ def test_a_function_of_a_script_is_found_by_its_file(tmp_path: Path) -> None:
 def test_a_function_of_a_notebook_is_refused_with_what_to_do() -> None:
     code = "import clusterddp\ndef train(): pass\nclusterddp.submit(train)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "train was defined in a notebook or at a prompt: no file has it that ranks could import" in done.stderr
+    assert "train was defined in a notebook or at a prompt: no file has it, so ranks cannot import it" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
 
 def test_more_gpus_than_a_host_has_are_refused(launchers: Launchers) -> None:
     _, said = launchers.lease("brisk-otter-3", {"node1": 3})
-    assert said["refused"] == "brisk-otter-3: too few GPUs\nnode1: 3 are asked for, and it shows 2"
+    assert said["refused"] == "brisk-otter-3: too few GPUs\nnode1: 3 are asked for, and it has 2"
 
 
 def test_two_nodes_on_one_host_get_different_gpus(launchers: Launchers) -> None:

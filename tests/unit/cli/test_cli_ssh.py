@@ -77,7 +77,7 @@ def test_a_spec_without_hosts_is_told_how_to_name_them(place: Path) -> None:
     [
         (["--hosts", "a", "--hostfile", "hosts"], "--hosts and --hostfile both name the hosts"),
         (["--hosts", "a", "--launcher", "slurm"], "--hosts names hosts for launcher ssh"),
-        (["--attach"], "--attach is for launcher ssh, and this spec's is local"),
+        (["--attach"], "--attach is for launcher ssh, and this spec has local"),
         (["--hosts", "-oProxyCommand=x"], "expected a host"),
         (["--hosts", ""], "expected a host"),
     ],

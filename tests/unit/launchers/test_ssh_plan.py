@@ -139,7 +139,7 @@ def test_plans_of_other_versions_are_read(tmp_path: Path) -> None:
 
 
 def test_to_be_attached_is_for_this_launcher_alone(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--attach is for launcher ssh, and this spec's is local"):
+    with pytest.raises(UsageError, match="--attach is for launcher ssh, and this spec has local"):
         plan_text("name: a\n", tmp_path, attached=True)
 
 

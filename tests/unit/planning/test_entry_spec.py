@@ -141,5 +141,5 @@ def test_torchruns_own_variables_are_enough_for_the_placeholders_of_a_rank() -> 
 
 def test_a_runs_directory_that_no_address_can_hold_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a#b").mkdir()
-    with pytest.raises(UsageError, match="which ends a path in an address"):
+    with pytest.raises(UsageError, match="which ends a path in a file:// address"):
         plan_text("name: a\nentry: {command: ls}\nnetwork: {init: file}\n", tmp_path / "a#b")
