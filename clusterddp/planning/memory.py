@@ -42,8 +42,8 @@ def fit_memory(
     ]
     if parts > 1:
         notes.append(
-            f"too little for a batch of {train['batch_size']} images: each rank splits it into {parts} micro-batches of "
-            f"{micro['batch_size']} (train.accumulate {micro['accumulate']}). The step has the same samples; batch "
+            f"too little for a batch of {train['batch_size']} images: each rank splits it into {parts} micro-batches "
+            f"of {micro['batch_size']} (train.accumulate {micro['accumulate']}). The step has the same samples; batch "
             "norm sees them in smaller batches"
         )
     placement = dataclasses.replace(placement, notes=(*placement.notes, *notes))

@@ -1,4 +1,4 @@
-"""The making of a run directory: all of it beside its place, then one rename. Half a run never looks like a run."""
+"""Make a run directory: write all of it in a staging directory, then rename that, so no run is ever half made."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.files import read_json, sync_directory, write_json, write_text
 
 _FOREIGN_AFTER_S = 24 * 3600.0
-"""When a staging directory of another machine, whose submitter cannot be asked, is swept."""
+"""The age at which a staging directory of another machine is removed; its submitter cannot be checked from here."""
 _NAMELESS_AFTER_S = 600.0
-"""When one is swept whose submitter was killed before it could write a name into it."""
+"""The age at which a staging directory without a record is removed; its submitter was killed before writing one."""
 
 
 def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Plan] = rename_plan) -> Plan:
-    """Write the run directory of `plan`; return the plan as carried out, whose name differs if it was taken meanwhile.
-
-    `rename` gives the plan another name then.
+    """Write the run directory of `plan`; return the plan, renamed by `rename` if another run has taken its name.
 
     Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
     """
     staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
     try:
         make_runs_dir(plan.runs_dir)
-        sweep_staging(plan.runs_dir)
+        remove_abandoned_staging(plan.runs_dir)
         staging.mkdir(mode=0o700)
         _fill(staging, plan, environ)
         while not put_in_place(staging, plan.run_dir):
@@ -55,8 +53,8 @@ def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Pl
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def sweep_staging(runs_dir: Path) -> None:
-    """Remove what submits that were killed left behind; one that is under way is left alone."""
+def remove_abandoned_staging(runs_dir: Path) -> None:
+    """Remove the staging directories of killed submits; those of submits under way stay."""
     for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
         with contextlib.suppress(OSError):
             if _is_abandoned(path):
@@ -64,20 +62,20 @@ def sweep_staging(runs_dir: Path) -> None:
 
 
 def make_runs_dir(runs_dir: Path) -> None:
-    """Make the directory of all runs, unless it is there."""
+    """Make the directory of all runs, unless it exists."""
     try:
         runs_dir.mkdir(parents=True)
     except FileExistsError:
         if not runs_dir.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(runs_dir)) from None
         return
-    # As a rule this lies in a repository, where nobody wants to commit it.
+    # The directory is usually in a repository, and nobody wants to commit runs.
     write_text(runs_dir / ".gitignore", "*\n", exclusive=True)
 
 
 def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     run = RunDir(staging)
-    _write_identity(run, plan)  # first: from now on everybody can see whose this is
+    _write_identity(run, plan)  # first: the record shows other submits who owns the directory
     write_text(run.spec, plan.spec_text)
     for directory in (run.checkpoints, run.tensorboard, run.launcher_dir):
         directory.mkdir(mode=0o700)
@@ -108,7 +106,7 @@ def _write_identity(run: RunDir, plan: Plan) -> None:
 def put_in_place(staging: Path, run_dir: Path) -> bool:
     """Rename the finished directory; False when the name is taken."""
     try:
-        # An empty directory in the way would be replaced without a word; a run is never empty.
+        # A rename silently replaces an empty directory; a run is never empty.
         staging.rename(run_dir)
     except OSError as error:
         if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
@@ -129,13 +127,13 @@ def _is_abandoned(staging: Path) -> bool:
 
 
 def refusal(runs_dir: Path, error: OSError) -> ClusterddpError:
-    """Say why nothing was submitted."""
+    """Return the error for a submit whose directory could not be made."""
     hints = {
-        errno.ENOSPC: "free some space, or --runs DIR takes another directory",
-        errno.EDQUOT: "free some space, or --runs DIR takes another directory",
+        errno.ENOSPC: "free some space, or use another directory with --runs DIR",
+        errno.EDQUOT: "free some space, or use another directory with --runs DIR",
     }
     return ClusterddpError(
         f"{runs_dir}: nothing was submitted: {error.strerror}"
         + (f" ({error.filename})" if error.filename and str(error.filename) != str(runs_dir) else ""),
-        hint=hints.get(error.errno or 0, "--runs DIR or CLUSTERDDP_RUNS takes another directory"),
+        hint=hints.get(error.errno or 0, "use another directory with --runs DIR or CLUSTERDDP_RUNS"),
     )

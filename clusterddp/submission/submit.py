@@ -1,4 +1,4 @@
-"""Carry out a plan, go on with a run, end it, wait for it."""
+"""Submit a plan, resume a run, cancel it, wait for it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
-"""How long `resume` waits for the answers of busy hosts; what they say decides whether it may start anything."""
+"""How long `resume` waits for the state of a run on busy hosts, which decides whether it may start."""
 _ANSWER_S = 5.0
-"""How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
+"""How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """What a submit or a resume gives back."""
+    """The result of a submit or a resume."""
 
     run: str
     launcher: str
@@ -65,10 +65,10 @@ class Submitted:
 
 
 def submit(plan: Plan, tell: Tell = silence) -> Submitted:
-    """Carry out the plan: make the run's directory, then start it; `tell` is told what takes long.
+    """Make the run's directory, then start the run; `tell` receives progress messages.
 
-    Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run is
-    there with that as its end.
+    Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run's
+    recorded end says why.
     """
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
@@ -81,7 +81,7 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
 def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     """Start the next attempt of a run that ended before it was done.
 
-    Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had are free.
+    Raises: UsageError: the run has not ended, or is done. PreflightError: fewer GPUs are free than the run had.
     """
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
@@ -91,7 +91,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
     refuse_foreign(run)
-    clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
+    clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
@@ -102,7 +102,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
 
 
 def refuse_foreign(run: RunDir) -> None:
-    """Refuse to start what another user has written.
+    """Refuse to start a plan that another user wrote.
 
     Raises: UsageError: the run belongs to another user.
     """
@@ -115,10 +115,10 @@ def refuse_foreign(run: RunDir) -> None:
 
 
 def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
-    """Make the next attempt of a run that has ended; `queued`: it waits for a queue to start it. Return its number.
+    """Make the next attempt of a run that has ended; `queued`: a queue will start it. Return its number.
 
-    An attempt that no queue has come to start is taken as it is.
-    Raises: UsageError: somebody else has made it. ClusterddpError: the file system refuses.
+    An attempt that was queued and never started is reused.
+    Raises: UsageError: another process has made the attempt. ClusterddpError: the file system refuses.
     """
     number = view.attempt or 0
     if view.attempt is None or not (read_run(run).queued and claim(run.attempt(number))):
@@ -131,22 +131,22 @@ def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
 def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: bool = False) -> Submitted:
     """Start an attempt whose directory is ready.
 
-    Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run. GpusInUseError: with
-    `may_wait` it is not.
+    Raises: ClusterddpError: the start fails; the run's recorded end says why. GpusInUseError: GPUs are in use; with
+    `may_wait` no end is recorded.
     """
     environ = inherited_environment()
     launcher = read_run(run).launcher
     try:
         started = launcher_named(launcher).start(run, attempt, environ, tell)
     except KeyboardInterrupt:
-        # Who interrupts a submit does not want the run.
-        became = launcher_named(launcher).withdraw(run, environ)
-        reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
+        # A user who interrupts a submit does not want the run.
+        result = launcher_named(launcher).withdraw(run, environ)
+        reason = "; ".join(filter(None, ("interrupted while it was being started", result)))
         record_end(run, cancelled(reason))
         raise KeyboardInterrupt(f"{run.name}: {reason}") from None
     except (ClusterddpError, OSError) as error:
         if isinstance(error, SlurmError) and error.transient:
-            raise  # Slurm may have the job: that is no end
+            raise  # Slurm may have the job, so the run has not ended
         if isinstance(error, GpusInUseError) and may_wait:
             raise
         give_up_start(run, error)
@@ -156,10 +156,10 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
 
 
 def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
-    """End a run; with `save`, let it write a checkpoint first. Return in words what became of it.
+    """End a run; with `save`, let it write a checkpoint first. Return a sentence on the result.
 
-    A run that has ended is left as it is, and a second cancel only waits for the first.
-    Raises: ClusterddpError: it has not ended in time. UsageError: it is another user's.
+    A run that has ended stays as it is; a second cancel only waits for the first.
+    Raises: ClusterddpError: the run has not ended in time. UsageError: the run belongs to another user.
     """
     run = RunDir(run.path.absolute())
     refuse_to_end(run.path)
@@ -176,10 +176,10 @@ def wait(
     slurm: Slurm | None = None,
     sync: Synchroniser = NO_HOSTS,
 ) -> RunView:
-    """Wait until the run has ended, or the time is up; return what is known of it then.
+    """Wait until the run has ended or `timeout_s` has passed; return its last state.
 
-    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`. `sync`: what keeps
-    the files of the run fresh.
+    `poll` is the first interval in seconds; it grows to 1 s. `slurm`: as for `read_state`. `sync`: updates the files
+    of the run.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     interval = poll
@@ -196,24 +196,23 @@ def wait(
 
 
 def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-    """See to it that nothing is left of a run that has ended; return how much of it had to be ended for that.
+    """End leftover processes or jobs of a run that has ended; return their number.
 
-    Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
+    Raises: ClusterddpError: one of them cannot be reached or ended.
     """
-    num_ended: int = launcher_named(record.launcher).clear_away(run, record, environ)
-    return num_ended
+    return launcher_named(record.launcher).clear_away(run, record, environ)
 
 
 def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
-    """Keep to the plan, but for what depends on the machine and on the place of the run directory.
+    """Renew what depends on the machine and on the path of the run directory; write and return the plan.
 
-    Raises: GpusInUseError, PreflightError: the machine does not have what it takes, or not now.
+    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use.
     """
     plan = read_plan(run)
-    now = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
-    if now != plan:
-        write_json(run.plan, plan_json(now))
-    return now
+    renewed = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
+    if renewed != plan:
+        write_json(run.plan, plan_json(renewed))
+    return renewed
 
 
 def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> str:
@@ -225,7 +224,7 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> st
         num_strays = clear_away(run, record, inherited_environment())
         if num_strays:
             things = launcher_named(record.launcher).things
-            return f"was lost; {num_strays} {things} that were left of it are ended"
+            return f"was lost; ended {num_strays} leftover {things}"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
     waits = view.job is not None and view.job.phase is Phase.WAITING
@@ -235,7 +234,7 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> st
 
 
 def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser) -> str:
-    """Ask for a checkpoint and the end, and wait for both."""
+    """Ask the run to checkpoint and end, and wait for its end."""
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
     gang = read_gang(run)
@@ -245,10 +244,10 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser) -> s
     view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), sync=sync)
     if not view.finished:
         raise ClusterddpError(
-            f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
+            f"{run.name}: was asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
             hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
         )
-    return _became(view)
+    return _describe_end(view)
 
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
@@ -259,10 +258,10 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
-    answers = launcher.request_end(run, record, environ, sync)
+    will_answer = launcher.request_end(run, record, environ, sync)
     slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, sync=sync)
-    # Nobody answers, or nobody is there who could: it is ended from here.
+    view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
+    # No supervisor answers: the launcher ends the run.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
         record_end(run, cancelled(launcher.killed))
         view = read_state(run, slurm)
@@ -273,18 +272,18 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
             f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
             hint=f"it ends as soon as its supervisors see {run.cancel_file}",
         )
-    return _became(view) if asked else f"was being cancelled already, {_became(view)}"
+    return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
 
 
-def _became(view: RunView) -> str:
-    word = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
-    return word.get(view.state, f"ended: {view.state.value} ({view.reason})")
+def _describe_end(view: RunView) -> str:
+    result = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
+    return result.get(view.state, f"ended: {view.state.value} ({view.reason})")
 
 
 def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
-    """Record why a run could not be started as its end, and raise it.
+    """Record the reason of a failed start as the run's end, and raise it.
 
-    Raises: ClusterddpError: that.
+    Raises: ClusterddpError: the reason.
     """
     reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
     log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
@@ -295,7 +294,7 @@ def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
 
 
 def record_end(run: RunDir, end: AttemptEnd) -> None:
-    """Record how a run ended, unless that is recorded already."""
-    # A disk that is full, or away, must not hide why the start failed.
+    """Record the end of a run, unless one is recorded already."""
+    # A full or unreachable disk must not hide why the start failed.
     with contextlib.suppress(ClusterddpError, OSError):
         end_run(run, end)

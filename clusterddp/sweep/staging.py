@@ -20,7 +20,7 @@ from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
-from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, sweep_staging
+from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, remove_abandoned_staging
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
     staging = runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
     try:
         make_runs_dir(runs_dir)
-        sweep_staging(runs_dir)
+        remove_abandoned_staging(runs_dir)
         staging.mkdir(mode=0o700)
         _fill(SweepDir(staging), plan, environ, variables)
         sync_file_system(staging)
