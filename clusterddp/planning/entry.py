@@ -117,7 +117,7 @@ def _refuse_in_address(run_dir: Path) -> None:
     if odd:
         raise UsageError(
             f"network.init file: {run_dir} has {odd!r}, which ends a path in a file:// address",
-            hint="--runs DIR or CLUSTERDDP_RUNS takes another directory; or network.init=tcp",
+            hint="use another directory with --runs DIR or CLUSTERDDP_RUNS; or network.init=tcp",
         )
 
 

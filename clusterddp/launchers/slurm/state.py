@@ -189,7 +189,7 @@ def _ended(known: _Run, job: Job) -> RunView:
         reason = f"should have started again after: {known.end.reason}; {words}, and no job follows it"
         return known.view(RunState.LOST, reason, job)
     if job.state == "COMPLETED":
-        return known.view(RunState.LOST, f"{words}, but nobody recorded how the run ended{_last_line(known)}", job)
+        return known.view(RunState.LOST, f"{words}, but no process recorded how the run ended{_last_line(known)}", job)
     return known.view(RunState.FAILED, words + (_last_line(known) or _explain_no_output(known, job)), job)
 
 

@@ -92,5 +92,5 @@ def refuse_odd_path(runs_dir: Path) -> None:
         if reason:
             raise UsageError(
                 f"{str(runs_dir)!r}: has {char!r}; {reason}",
-                hint="--runs DIR or CLUSTERDDP_RUNS takes another directory",
+                hint="use another directory with --runs DIR or CLUSTERDDP_RUNS",
             )
