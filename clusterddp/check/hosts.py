@@ -16,7 +16,7 @@ from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, judge_hosts, judge
 from clusterddp.facts.machine import Machine
 from clusterddp.launchers.ssh.network import GangNetwork, examine_network
 from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
-from clusterddp.launchers.ssh.sessions import Crew, try_crew
+from clusterddp.launchers.ssh.sessions import HostSessions, try_host_sessions
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.network.paths import Findings
 from clusterddp.planning.plan import Plan, plan_run
@@ -59,22 +59,22 @@ def check_hosts(
     ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
     checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
     rows: list[dict[str, Any]] = []
-    with try_crew(plan, environ) as crew:
-        checks += _judge_failures(crew.failed)
-        if crew.sessions:
-            network = _examine(plan.gang, crew.sessions)
-            checks += _check_reached(plan, crew, network, deep=deep, tell=tell)
+    with try_host_sessions(plan, environ) as sessions:
+        checks += _judge_failures(sessions.failed)
+        if sessions.by_host:
+            network = _examine(plan.gang, sessions.by_host)
+            checks += _check_reached(plan, sessions, network, deep=deep, tell=tell)
             rows = network.findings.rows() if network.findings else []
     return _merge(checks), rows
 
 
 def _check_reached(
-    plan: Plan, crew: Crew, network: GangNetwork, *, deep: bool, tell: Callable[[str], None]
+    plan: Plan, sessions: HostSessions, network: GangNetwork, *, deep: bool, tell: Callable[[str], None]
 ) -> list[Check]:
-    facts = ask_hosts(plan, crew.sessions, thorough=True)
+    facts = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
-    clocks = _read_clocks(crew.sessions)
-    runs = _find_runs(crew.sessions)
+    clocks = _read_clocks(sessions.by_host)
+    runs = _find_runs(sessions.by_host)
     machines = facts.machines
 
     def judge_locked(host: str) -> Result:
@@ -82,7 +82,7 @@ def _check_reached(
 
     checks = [
         *_judge_failures(facts.failed),
-        Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in crew.sessions.items()}),
+        Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
         Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
         *judge_hosts(machines, needs),
         Check(name="cores", results={host: judge_machine_size(machine) for host, machine in machines.items()}),
@@ -90,7 +90,7 @@ def _check_reached(
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-    return checks + (try_hosts(plan, crew, network, machines, tell) if deep else [])
+    return checks + (try_hosts(sessions, network, machines, tell) if deep else [])
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:

@@ -1,4 +1,4 @@
-"""How the plan of a run over SSH is shown: its hosts, what goes there, what is started there, what comes home."""
+"""How the plan of a run over SSH is shown: its hosts, what is uploaded, what is started, what is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent's answer to each request holds: a host that says anything else has said nonsense, and is left."""
+"""What an agent's answer to each request holds: the connection to a host that answers anything else is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusterddp.run.stored import Removed, Storage
 
 
 class Part(TypedDict):
-    """A piece of a file (agent/mirror.py)."""
+    """A piece of a file (agent/results.py)."""
 
     length: int
     gone: bool
@@ -23,7 +23,7 @@ class Part(TypedDict):
 
 
 class Look(TypedDict):
-    """A run on a host (agent/mirror.py)."""
+    """A run on a host (agent/results.py)."""
 
     boot: str
     alive: list[str]
@@ -84,15 +84,15 @@ HELLO: Mapping[str, Any] = {
     "pid": int,
     "have": bool,
 }
-"""What the boot says of the host (agent/boot.py)."""
+"""What the boot reports of the host (agent/boot.py)."""
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"facts": Machine},
     "facts.clock": {"time": float},
     "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
     "gpus.lease": {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str], "ahead": list[str]},
     "login.lay_out": {"place": str, "directory": str},
-    "mirror.changes": {"runs": dict[str, Look]},
-    "mirror.read": {"parts": list[Part]},
+    "results.list": {"runs": dict[str, Look]},
+    "results.read": {"parts": list[Part]},
     "net.listen": {
         "machine": str,
         "links": tuple[Link, ...],
@@ -115,4 +115,4 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "table.remove": {"removed": list[Removed]},
     "trial.read": {"reports": list[TrialReport], "ended": str | None},
 }
-"""Operation -> key -> type, for `wire.build`; the other operations answer only that all went well."""
+"""Operation -> key -> type, for `wire.build`; the other operations answer only that they succeeded."""
