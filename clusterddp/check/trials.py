@@ -36,11 +36,7 @@ class TrialHost:
 
 
 def try_hosts(
-    plan: Plan,
-    sessions: HostSessions,
-    network: GangNetwork,
-    machines: Mapping[str, Machine],
-    tell: Callable[[str], None],
+    sessions: HostSessions, network: GangNetwork, machines: Mapping[str, Machine], tell: Callable[[str], None]
 ) -> list[Check]:
     """Let those hosts compute and talk, in pairs and in two rounds, that have torch and a network in common."""
     if network.chosen is None or network.findings is None:
