@@ -33,15 +33,14 @@ import traceback
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
+from clusterddp.node.failover import HeadFailover, LossOfHead, LossRecorder, TakeoverWatch
 from clusterddp.node.failure import CERTAIN
-from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
+from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
-from clusterddp.node.member import Member
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import LossOfHead, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
@@ -142,15 +141,15 @@ class Supervisor:
             allocation=self._allocation,
             now=self._clock.now,
         )
-        self._succession: Succession | Witness | None = None
-        self._fence: Fence | None = None
+        self._failover: HeadFailover | LossRecorder | None = None
+        self._takeover: TakeoverWatch | None = None
         if order.slurm is not None and self._allocation is not None:
-            self._fence = Fence(order.run, order.attempt)
+            self._takeover = TakeoverWatch(order.run, order.attempt)
             if not order.is_head:
-                self._succession = Succession(order, order.slurm, self._allocation, environment)
+                self._failover = HeadFailover(order, order.slurm, self._allocation, environment)
         elif order.spans_hosts and not order.is_head:
-            self._succession = Witness(order)
-        self._member = Member(
+            self._failover = LossRecorder(order)
+        self._ranks = LocalRanks(
             order.run,
             order.gang,
             order.node,
@@ -174,36 +173,36 @@ class Supervisor:
                 self._children.on_exits(exits)
             if self._allocation is not None:
                 self._allocation.on_exits(exits)
-            self._member.tick(now)
+            self._ranks.tick(now)
             self._await_tasks()
             self._watch_successors(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
-                    self._member.obey(order, now)
+                    self._ranks.obey(order, now)
             self._say_joined()
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
     def _is_done(self, now: float) -> bool:
-        idle = self._member.idle
-        if self._succession is None or self.uplink.head_lost is None:
+        idle = self._ranks.idle
+        if self._failover is None or self.uplink.head_lost is None:
             return idle
-        attempt = self._order.run.attempt(self._member.attempt_number)
-        loss = LossOfHead(why=self.uplink.head_lost, interface=self._member.interface)
-        return self._succession.step(attempt, loss, idle=idle, now=now)
+        attempt = self._order.run.attempt(self._ranks.attempt_number)
+        loss = LossOfHead(why=self.uplink.head_lost, interface=self._ranks.interface)
+        return self._failover.step(attempt, loss, idle=idle, now=now)
 
     def _watch_successors(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""
-        if self._fence is None or (later := self._fence.look(now)) is None:
+        if self._takeover is None or (later := self._takeover.look(now)) is None:
             return
         error = f"attempt {later} of the run has begun elsewhere"
         log_line(error)
         self.uplink.report({"kind": "failed", "error": error, "weight": CERTAIN})
-        self._member.begin_end(now)
+        self._ranks.begin_end(now)
 
     @property
     def _hurried(self) -> bool:
-        return self._member.ending or self.uplink.hurried
+        return self._ranks.ending or self.uplink.hurried
 
     def end_torchrun(self, exit_code: int) -> None:
         """Leave nothing of torchrun behind, where it has started the ranks."""
@@ -246,7 +245,7 @@ class Supervisor:
             log_line(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
             over_ssh = self._order.over_ssh
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
-            self._member.begin_end(now)
+            self._ranks.begin_end(now)
 
     def _hear_line(self, line: bytes) -> None:
         try:
