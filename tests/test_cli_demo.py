@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from handmade_runs import make_run
 
-from clusterddp.cli.demo import say_result
+from clusterddp.cli.setup import say_result
 from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, RunFailedError
 from clusterddp.run.directory import write_json

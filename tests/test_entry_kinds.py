@@ -14,7 +14,7 @@ from click import unstyle
 from launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
 
 import clusterddp
-from clusterddp.cli.status_text import status_lines
+from clusterddp.cli.text.status import status_lines
 from clusterddp.look.status import read_status
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir

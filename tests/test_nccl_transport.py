@@ -9,7 +9,7 @@ import pytest
 from gang_runs import running, wait_until
 from handmade_runs import make_run
 
-from clusterddp.cli.status_text import transport_texts
+from clusterddp.cli.text.status import transport_texts
 from clusterddp.look.status import read_status
 from clusterddp.look.transport import NodeTransport, read_transports, warn_of_sockets
 from clusterddp.network.nccl_log import Transport, read_transport

@@ -14,7 +14,7 @@ from launch_runs import STOPPABLE, wait_until
 from patience import PATIENCE
 
 import clusterddp
-from clusterddp.cli.plan_text import plan_lines
+from clusterddp.cli.text.plan import plan_lines
 from clusterddp.look.status import read_log_tail
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir, read_jsonl

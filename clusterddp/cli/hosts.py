@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from clusterddp.cli.arguments import command, output_option
+from clusterddp.cli.arguments import HostName, command, output_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error, table
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.look.printable import printable
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
     from clusterddp.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
-
-
-class HostName(click.types.StringParamType):
-    """A host, or a host list; completed with the names of ~/.ssh/config."""
-
-    name = "host"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.ssh.config import config_names, home
-
-        names = config_names(home() / ".ssh" / "config")
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 @command("check")

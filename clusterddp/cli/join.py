@@ -8,10 +8,10 @@ from types import FrameType
 
 import click
 
-from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.arguments import StartOptions, command, output_option, runs_option
 from clusterddp.cli.login import profile_option
-from clusterddp.cli.submit import stay_with
 from clusterddp.cli.terminal import Terminal, say
+from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.look.printable import printable
 
 
@@ -83,11 +83,11 @@ def join(
     )
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
     for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():
-        say(f"note: {printable(note)}")
+        say_note(note)
     job_id = read_run(joined.run).job_id
     submitted = Submitted(run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, tie=joined)
-    follow = follow and joined.node_rank == 0
-    return stay_with(submitted, terminal, verb="joined", wait=True, follow=follow, output=output)
+    options = StartOptions(runs_dir=runs_dir, output=output, follow=follow and joined.node_rank == 0, wait=True)
+    return stay_with(submitted, terminal, options, verb="joined")
 
 
 COMMANDS = {"join": join}

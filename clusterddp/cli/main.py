@@ -16,7 +16,7 @@ from clusterddp.cli.terminal import Terminal, say, say_error, writing_stdout
 from clusterddp.errors import ClusterddpError, SpecError
 
 _COMMANDS = {
-    "demo": ("demo", "Run", "two ranks learn on this machine, in under a minute"),
+    "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("setup", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),

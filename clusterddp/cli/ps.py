@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.arguments import RunName, command, output_option, runs_option
-from clusterddp.cli.hosts import HostName
+from clusterddp.cli.arguments import HostName, RunName, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.directory import find_run
@@ -59,8 +58,8 @@ def ps(
     those. Processes are known by the cookie in their environment: one that has overwritten its environment is not
     found. Exit code 3 when a host cannot be asked.
     """
-    from clusterddp.cli.clearing import say_unmarked
-    from clusterddp.cli.ps_text import failure_json, process_lines, run_json
+    from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
+    from clusterddp.look.clearing import left_over_of
 
     with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
         found = machines.look(_tokens(name, runs_dir))
@@ -74,18 +73,11 @@ def ps(
         put_json({"hosts": rows})
     else:
         put("\n".join(process_lines(found)))
-        left_over = [
-            (host, run)
-            for host, runs in found.items()
-            if not isinstance(runs, SshError)
-            for run in runs
-            if run.answered_by is None
-        ]
-        for host, run in left_over:
-            say_unmarked(host, run)
+        left_over = left_over_of(found)
+        say_unmarked(left_over)
         if left_over:
             words = [name] if name else []
-            words += ["--hosts", ",".join(dict.fromkeys(host for host, _ in left_over))] if hosts else []
+            words += ["--hosts", ",".join(left_over)] if hosts else []
             say(f"{shlex.join(['clusterddp', 'gc', *words])} ends what is left over")
     return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
 
@@ -117,30 +109,31 @@ def gc(
 
     Exit code 1 when something would not go, 3 when a host cannot be asked.
     """
-    from clusterddp.cli.clearing import Clearing
+    from clusterddp.cli.text import ps as text
+    from clusterddp.look.clearing import Clearing, answers
 
     older_than_s = _read_age(older_than) if older_than else None
     if name and older_than:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
     with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
         show = say if output == "json" else put
-        tokens = _tokens(name, runs_dir)
-        clearing = Clearing(machines=machines, tokens=tokens, older_than_s=older_than_s, put=show)
+        clearing = Clearing(machines=machines, tokens=_tokens(name, runs_dir), older_than_s=older_than_s)
         clearing.look()
-        if lines := clearing.lines():
+        if lines := text.clearing_lines(clearing):
             show("\n".join(lines))
-        clearing.say_what_stays()
-        if not clearing.question:
-            if any(not isinstance(runs, SshError) for runs in clearing.found.values()):
+        text.say_kept(clearing)
+        question = text.clearing_question(clearing)
+        if not question:
+            if answers(clearing.found):
                 say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
         elif not dry_run:
-            if not (yes or _confirm(clearing.question)):
+            if not (yes or _confirm(question)):
                 say("nothing was ended, nothing was removed")
                 return 1
             clearing.carry_out()
-            clearing.tell()
+            text.say_cleared(clearing, show)
     if output == "json":
-        put_json(clearing.to_json())
+        put_json(text.clearing_json(clearing))
     return clearing.exit_code
 
 

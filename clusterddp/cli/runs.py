@@ -15,9 +15,9 @@ import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
+from clusterddp.cli.text.status import list_lines, status_lines
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable

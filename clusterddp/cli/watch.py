@@ -5,40 +5,72 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from clusterddp.cli.arguments import address
-from clusterddp.cli.status_text import (
-    SAYS_IT_ALL,
-    measures,
-    next_steps,
-    progress_text,
-    root_cause_lines,
-    state_text,
-    warning_text,
-)
-from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
+import click
+
+from clusterddp.cli.arguments import StartOptions, address
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, writing_stdout
+from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
+from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.run.directory import RunDir, read_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
-    from clusterddp.look.progress import Progress
+    from clusterddp.run.attempts import Closeable
     from clusterddp.run.view import RunView
+    from clusterddp.submission.submit import Submitted
 
 _POLL_INTERVAL_S = 0.25
 _SIGHT_S = 60.0
 """How long the hosts of a run of which nothing is known are asked again and again, where no limit is given."""
-_LINE_INTERVAL_S = 10.0
-"""How long nothing is said where a line cannot be drawn again, unless something has happened."""
-_WAITING_LINE_INTERVAL_S = 300.0
-"""The same while the run waits its turn, which may take days."""
 
-Show = Callable[["RunView", "Progress | None"], None]
+
+def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
+    """Say what was started and stay with it as long as the options say; return the exit code."""
+    run = RunDir(Path(submitted.run_dir))
+    with _attached(run, submitted.tie) if submitted.tie else contextlib.nullcontext():
+        say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
+        if options.output == "json":
+            facts = {"run": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
+            put_json(facts | {"run_dir": str(submitted.run_dir)}, indent=None)
+        elif not sys.stdout.isatty():  # on a terminal the line above has said the name
+            put(submitted.run)
+        if not (submitted.tie or options.wait or options.follow):
+            where = address(run, terminal)
+            say(f"  follow  clusterddp logs -f {where}")
+            say(f"  status  clusterddp status {where}")
+            say(f"  cancel  clusterddp cancel {where}")
+            return 0
+        with kept_fresh([run], terminal.environ, say=say_note) as home:
+            with contextlib.nullcontext() if submitted.tie else detaching(run, terminal):
+                if options.follow:
+                    stream = sys.stderr if options.output == "json" else sys.stdout
+                    write_logs(run, "0", home, follow=True, stream=stream)
+                view = watch_until_ended(run, terminal, home)
+            return say_ending(run, view, terminal, home)
+
+
+@contextlib.contextmanager
+def _attached(run: RunDir, tie: Closeable) -> Iterator[None]:
+    """Let the run end with this command, however that ends."""
+    from clusterddp.submission.submit import cancel
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\n{run.name} is attached to this command, and ends with it")
+        try:
+            say(f"{run.name} {cancel(run)}")
+        except ClusterddpError as error:
+            say(f"{error.message}; its hosts end it as soon as they miss this command")
+        raise
+    finally:
+        tie.close()
 
 
 @contextlib.contextmanager
@@ -79,7 +111,7 @@ def watch_until_ended(
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
     by then, or for a minute where there is no limit, and nothing is known of it.
     """
-    with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
+    with progress_bar(terminal) if terminal.can_redraw(sys.stderr) else progress_lines(run) as show:
         return _poll(run, show, timeout_s, home)
 
 
@@ -184,68 +216,3 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunVi
         if timeout_s is not None and waited_s >= timeout_s:
             raise ClusterddpError(f"{run.name} is still {view.state.value} after {timeout_s:g} s")
         time.sleep(_POLL_INTERVAL_S)
-
-
-@contextlib.contextmanager
-def _lines(run: RunDir) -> Iterator[Show]:
-    """Show a line when the state changes, after each epoch, and from time to time."""
-    said: tuple[object, ...] = ()
-    said_at = 0.0
-
-    def show(view: RunView, progress: Progress | None) -> None:
-        nonlocal said, said_at
-        # A new epoch begins with a new accuracy: one line for both.
-        news = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
-        waits = view.state.value in {"PENDING", "REQUEUED"}
-        facts = (view.state, view.attempt, view.reason if waits else news)
-        interval_s = _WAITING_LINE_INTERVAL_S if waits else _LINE_INTERVAL_S
-        if view.finished or (facts == said and time.monotonic() - said_at < interval_s):
-            return
-        said, said_at = facts, time.monotonic()
-        reason = "" if view.state.value in SAYS_IT_ALL else printable(view.reason)
-        text = progress_text(progress) if progress and not waits else reason
-        say(f"{run.name} {view.state.value}  {text}".rstrip())
-
-    yield show
-
-
-@contextlib.contextmanager
-def _bar(terminal: Terminal) -> Iterator[Show]:
-    """Show a bar on stderr, gone when the run has ended."""
-    from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
-
-    console = Console(stderr=True, no_color=terminal.no_color or None, highlight=False)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        TimeElapsedColumn(),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        yield _shown_by(bar)
-
-
-def _shown_by(bar: Bar) -> Show:
-    task = bar.add_task("PENDING", total=None, facts="")
-
-    def show(view: RunView, progress: Progress | None) -> None:
-        description, facts = view.state.value, ""
-        if view.state.value in {"PENDING", "REQUEUED", "UNKNOWN"}:
-            facts = printable(view.reason)
-        elif progress:
-            description = f"epoch {progress.epoch}/{progress.epochs}" if progress.epochs else description
-            eta = [f"{duration(progress.eta_s)} left"] if progress.eta_s else []
-            facts = "  ".join(measures(progress) + eta)
-        bar.update(
-            task,
-            description=description,
-            facts=facts,
-            total=None if progress is None or progress.fraction is None else 1.0,
-            completed=(progress.fraction or 0.0) if progress else 0.0,
-        )
-
-    return show
