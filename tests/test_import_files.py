@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.importing.reading import import_files
-from clusterddp.importing.writing import Imported
+from clusterddp.importing.reading import Imported, import_files
 from clusterddp.spec.model import JobSpec
 
 GLUON = """\

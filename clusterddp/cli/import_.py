@@ -85,7 +85,7 @@ def manifest(
 
 
 def _say_left(left: tuple[Left, ...]) -> None:
-    from clusterddp.importing.writing import HEADINGS, spell
+    from clusterddp.importing.reading import HEADINGS, spell
 
     for fate, heading in HEADINGS.items():
         lines = [spell(each) for each in left if each.fate == fate]
