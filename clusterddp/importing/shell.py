@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,7 +107,9 @@ class _Scanner:
                 redirections.append(self._redirection())
                 end = self._at
             elif char in "\n;&|()":
-                ended_by = self._operator()
+                ended_by = self._take(_OPERATOR)
+                if ended_by == "\n":
+                    self._skip_heredocs()
             else:
                 words.append(self._word())
                 end = self._at
@@ -127,12 +128,6 @@ class _Scanner:
         self._line += self._text.count("\n", self._counted, at)
         self._counted = at
         return self._line
-
-    def _operator(self) -> str:
-        operator = self._take(_OPERATOR)
-        if operator == "\n":
-            self._skip_heredocs()
-        return operator
 
     def _redirection(self) -> str:
         begin = self._at
@@ -168,10 +163,12 @@ class _Scanner:
         self._broken |= end < 0
         self._at = len(self._text) if end < 0 else end + 1
 
-    def _piece(self, kind: Kind, begin: int, *, quoted: bool, text: str | None = None) -> Piece:
+    def _piece(
+        self, kind: Kind, begin: int, *, quoted: bool, text: str | None = None, default: str | None = None
+    ) -> Piece:
         """Return what was read since `begin` as a piece; `text`: what it stands for, where that is another text."""
         raw = self._text[begin : self._at]
-        return Piece(kind=kind, text=raw if text is None else text, raw=raw, quoted=quoted)
+        return Piece(kind=kind, text=raw if text is None else text, raw=raw, quoted=quoted, default=default)
 
     def _word(self) -> Word:
         begin, pieces, items = self._at, list[Piece](), None
@@ -280,7 +277,7 @@ class _Scanner:
         if named is None:
             return self._piece("opaque", begin, quoted=quoted)
         text = named[1] + ("[@]" if named[2] else "")
-        return dataclasses.replace(self._piece("variable", begin, quoted=quoted, text=text), default=named[3])
+        return self._piece("variable", begin, quoted=quoted, text=text, default=named[3])
 
     def _opaque_bracket(self, begin: int) -> None:
         """Go behind the bracket that opens at `begin`; quotes in it may hold other brackets."""
