@@ -11,8 +11,9 @@ import pytest
 from handmade_runs import HOST, complete, fail, make_run, rank_record, start_attempt, train
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.log_file import read_log_tail
 from clusterddp.look.progress import read_progress
-from clusterddp.look.status import read_log_tail, read_status
+from clusterddp.look.status import read_status
 from clusterddp.run.directory import append_jsonl
 from clusterddp.run.record import AttemptEnd, write_end, write_rank
 

@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 import clusterddp
 from clusterddp.cli.text.plan import plan_lines
-from clusterddp.look.status import read_log_tail
+from clusterddp.look.log_file import read_log_tail
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.run.record import read_end, read_run

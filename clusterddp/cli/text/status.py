@@ -15,9 +15,9 @@ from clusterddp.run.directory import read_json
 from clusterddp.run.record import FOREIGN
 
 if TYPE_CHECKING:
+    from clusterddp.look.events import NodeTransport
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
-    from clusterddp.look.transport import NodeTransport
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import RootCause
     from clusterddp.slurm.jobs import Job
@@ -72,7 +72,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
     """Tell why the run failed: the first failure, and the end of what that rank wrote to standard error."""
-    from clusterddp.look.status import read_log_tail
+    from clusterddp.look.log_file import read_log_tail
 
     code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
     lines = [f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"]
