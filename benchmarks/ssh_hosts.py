@@ -33,12 +33,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import HEAD, RackPlan
-from rack.rack import running_rack
-from ssh_person import Person
-from ssh_place import SshPlace
+from tests.support.ssh_person import Person
+from tests.support.ssh_place import SshPlace
+from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.rack import running_rack
 
 CONNECT = """
 import json, os, resource, sys, threading

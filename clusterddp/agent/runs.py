@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
+from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
 from clusterddp.run.directory import RunDir, read_tail, write_json, write_text
 from clusterddp.run.stop import request_stop
+from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
 
 
 class Hold:
@@ -26,12 +24,6 @@ class Hold:
     def __init__(self, process: subprocess.Popen[bytes], token: str) -> None:
         self.process = process
         self.token = token
-
-    def tell(self, words: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(words).encode() + b"\n")
-            self.process.stdin.flush()
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -59,38 +51,19 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
 
     The head says where it listens; the others are there when the head has taken them in.
 
-    `order` is the supervisor's (its form is in node/supervisor.py); `variables` are added to its environment, the
-    values of the run's secrets among them; `patience_s`: how long the launcher may be silent from now on.
+    `order` is a `SupervisorOrder`; `variables` are added to its environment, the values of the run's secrets among
+    them; `patience_s`: how long the launcher may be silent from now on.
     """
-    order = request["order"]
-    run, node_rank, token = RunDir(Path(order["run_dir"])), order["node_rank"], order["gang"]["token"]
-    log = run.launcher_dir / f"supervisor-{node_rank}.log"
-    is_head = order["link"] is None
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.supervisor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=descriptor,
-            cwd=run.launcher_dir,
-            env=inherited_environment()
-            | {"PYTHONPATH": _python_path(host.package)}
-            | request["variables"]
-            | {COOKIE: cookie(token, f"s{node_rank}")},
-            start_new_session=True,
-            pass_fds=tuple(order.get("hold", ())),
-        )
-    finally:
-        os.close(descriptor)
-    hold = host.hold(Hold(process, token))
-    hold.tell(order)
+    order = SupervisorOrder.from_json(request["order"])
+    environment = inherited_environment() | {"PYTHONPATH": _python_path(host.package)} | request["variables"]
+    process = start_supervisor(order, environment, answers=True)
+    host.hold(Hold(process, order.gang.token))
     host.patience_s = request["patience_s"]
-    answer = _read_answer(process, float(order["gang"]["start_timeout_s"]))
+    answer = read_answer(process, order.gang.start_timeout_s)
     if answer is None:
-        head = order["gang"]["nodes"][0]["host"]
-        what = "did not say where it listens" if is_head else f"did not reach node 0 on {head}"
-        raise ClusterddpError(f"the supervisor {what}: {_last_line(log)}")
+        head = order.gang.nodes[0].host
+        what = "did not say where it listens" if order.is_head else f"did not reach node 0 on {head}"
+        raise ClusterddpError(f"the supervisor {what}: {_last_line(supervisor_log(order.run, order.node_rank))}")
     return {"pid": process.pid, **answer}
 
 
@@ -98,7 +71,7 @@ def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Let the supervisors of a run go: from now on nothing of it hangs on this connection."""
     holds = [thing for thing in host.held if isinstance(thing, Hold) and thing.token == request["token"]]
     for hold in holds:
-        hold.tell({"detach": True})
+        send(hold.process, {"detach": True})
         host.let_go(hold)
     return {"released": len(holds)}
 
@@ -145,15 +118,6 @@ OPERATIONS: dict[str, Operation] = {
 
 def _python_path(package: Path) -> str:
     return os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-
-
-def _read_answer(supervisor: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-    assert supervisor.stdout is not None
-    readable, _, _ = select.select([supervisor.stdout], [], [], timeout_s)
-    try:
-        return dict(json.loads(supervisor.stdout.readline())) if readable else None
-    except (ValueError, TypeError):
-        return None
 
 
 def _last_line(log: Path) -> str:

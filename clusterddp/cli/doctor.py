@@ -221,10 +221,10 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
         return
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
-        from clusterddp.launchers.slurm.launcher import check_data
+        from clusterddp.launchers.slurm.launcher import SlurmLauncher
 
         try:
-            check_data(plan)
+            SlurmLauncher().check(plan)
         except PreflightError as error:
             yield "data", red(error.message, error.hint or "train.data_dir names where they are")
         from clusterddp.launchers.slurm.ask import ask_scheduler

@@ -20,11 +20,11 @@ from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.text.status import list_lines, status_lines
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
 from clusterddp.run.record import FOREIGN, read_run
-from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
 
 if TYPE_CHECKING:
@@ -272,8 +272,8 @@ def _state_word(text: str) -> str:
 
 def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
     """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
+    from clusterddp.launchers.state import announce
     from clusterddp.look.status import read_summary
-    from clusterddp.run.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
         with kept_fresh(batch, terminal.environ, say=say_note) as home:

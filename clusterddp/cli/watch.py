@@ -200,8 +200,8 @@ def exit_code_of(view: RunView) -> int:
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunView:
+    from clusterddp.launchers.state import read_state
     from clusterddp.look.progress import read_progress
-    from clusterddp.run.state import read_state
 
     begun = time.monotonic()
     while True:

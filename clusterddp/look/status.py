@@ -7,13 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from clusterddp.launchers.state import read_state
 from clusterddp.look.events import NodeTransport, count_lost_rows, read_start_phases, read_transports, warn_of_sockets
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
-from clusterddp.run.record import RankRecord, RootCause, RunRecord, Start, read_gang, read_ranks, read_run, read_start
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import RootCause
+from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:

@@ -64,4 +64,4 @@ class Muster:
         for node in unready:
             words.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
         error = f"{' and '.join(words)} within {self._timeout_s:g} s"
-        return Failure(rank=None, host=(absent + unready)[0].host, error=error, job_restartable=True)
+        return Failure.at((absent + unready)[0].host, error, job_restartable=True)

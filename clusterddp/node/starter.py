@@ -15,7 +15,7 @@ from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
 from clusterddp.ranks.environment import SUPERVISOR_PID, Variable
 from clusterddp.run.gang import Entry
-from clusterddp.run.record import signal_name
+from clusterddp.run.outcome import signal_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

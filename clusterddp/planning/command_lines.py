@@ -16,11 +16,6 @@ def queue_command(sweep_dir: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "clusterddp.sweep.queue", str(sweep_dir))
 
 
-def supervisor_command() -> tuple[str, ...]:
-    """Return the command that supervises one node; which node, it is told over its standard input."""
-    return (sys.executable, "-m", "clusterddp.node.supervisor")
-
-
 def rank_command(run_dir: Path) -> tuple[str, ...]:
     """Return the command that becomes one rank; which rank, its environment says."""
     return (sys.executable, "-m", "clusterddp.node.rank", str(run_dir))

@@ -6,12 +6,13 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from clusterddp.planning.command_lines import launcher_command, rank_command, supervisor_command
-from clusterddp.planning.slurm import SCRIPT, SlurmPlan
+from clusterddp.planning.command_lines import launcher_command, rank_command
+from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.planning.ssh import SshPlan
 from clusterddp.ranks.torchrun import torchrun_words
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 
 ENTRYS = "the entry: how it is started"
 """The origin of what the start-up of a rank sets for its entry."""
@@ -71,10 +72,10 @@ def commands_started(
         from clusterddp.remote.package import constant_command
 
         pythons = [node.python_words for node in ssh.hosts]
-        supervisors = [(python, *supervisor_command()[1:]) for python in pythons]
+        supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
         agents = [(python, *agent[1:]) for python, agent in zip(pythons, _agents(gang), strict=False)]
         return ((constant_command(),), *supervisors, *agents, (pythons[0], *rank_command(Path(on_host))[1:]))
-    supervisors = [supervisor_command() for _ in gang.nodes]
+    supervisors = [SUPERVISOR_COMMAND for _ in gang.nodes]
     started = (*supervisors, *_agents(gang), rank_command(run_dir))
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)

@@ -10,28 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.planning import local
+from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import Trial, entry_of, move_entry, plan_program, trial_of
-from clusterddp.planning.job_values import directories_used, filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import (
-    Placement,
-    place_here,
-    plan_placement,
-    plan_slurm_placement,
-    plan_ssh_placement,
-)
-from clusterddp.planning.prerequisites import check_secrets, data_notes, secret_notes, storage_notes
+from clusterddp.planning.placement import Request
+from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.seal import hint, is_sealed, seal
-from clusterddp.planning.slurm import SlurmPlan, place_slurm, plan_slurm
-from clusterddp.planning.slurm_after import find_dependency
-from clusterddp.planning.slurm_options import choose_options
-from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh, plan_ssh
+from clusterddp.planning.slurm import place as slurm_place
+from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
+from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Gang
-from clusterddp.system.storage import check_shared
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -40,7 +34,8 @@ if TYPE_CHECKING:
 
 MASTER_ADDR = "127.0.0.1"
 _SEALED = "the hosts of a plan"
-_UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
+_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
+"""What lays the ranks out, by launcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +129,12 @@ def plan_run(
     Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
     """
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
+    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, attached=attached, queued=queued)
     job = with_absolute_paths(resolved.job, working_dir)
-    _refuse_what_cannot_be(job, runs_dir, environ, attached=attached)
-    placement, slurm, ssh = _place(job, runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=queued)
-    ssh = ssh and dataclasses.replace(ssh, attached=attached)
-    placement, spawns = with_one_process_each(job, placement)
+    _refuse_what_cannot_be(job, request)
+    placed = _PLACE[job.launcher](job, request)
+    slurm, ssh = placed.slurm, placed.ssh
+    placement, spawns = with_one_process_each(job, placed.placement)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
     entry = entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
@@ -276,65 +272,11 @@ def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
     return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
 
 
-def _place(
-    job: JobSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], queued: bool
-) -> tuple[Placement, SlurmPlan | None, SshPlan | None]:
-    """Lay the ranks out where the launcher will start them."""
-    if job.launcher == "ssh":
-        from clusterddp.spec.hosts import share_out, unused_hosts
-
-        shares = share_out(job)
-        return plan_ssh_placement(job, shares, unused_hosts(job)), None, plan_ssh(job, shares)
-    if job.launcher != "slurm":
-        placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), environ)
-        if job.resources.memory_gb:
-            note = "resources.memory_gb is not enforced on this machine"
-            placement = dataclasses.replace(placement, notes=(*placement.notes, note))
-        return placement, None, None
-    dependency, waiting = find_dependency(job.after, runs_dir)
-    options = choose_options(job, environ, dependency)
-    placement = plan_slurm_placement(job, gpus=options.gpus)
-    shared = check_shared(runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share")
-    if job.entry:
-        check_shared(working_dir, "what ranks work in", "submit from a directory that all nodes share")
-    data = data_notes(filled_in(job)["train"])
-    notes = (*placement.notes, *options.notes, *waiting, *shared, *storage_notes(), *data)
-    slurm = plan_slurm(
-        options,
-        container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,
-        mounts=directories_used(filled_in(job), working_dir),
-        environ=environ,
-    )
-    return dataclasses.replace(placement, notes=notes), slurm, None
-
-
-def _refuse_what_cannot_be(job: JobSpec, runs_dir: Path, environ: Mapping[str, str], *, attached: bool) -> None:
+def _refuse_what_cannot_be(job: JobSpec, request: Request) -> None:
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
-    if attached and job.launcher != "ssh":
+    if request.attached and job.launcher != "ssh":
         raise UsageError(
             f"--attach is for launcher ssh, and this spec's is {job.launcher}", hint="--follow stays with any run"
         )
-    check_secrets(tuple(job.secrets), environ)
-    if job.launcher == "slurm":
-        _refuse_odd_path(runs_dir)
-    if job.launcher == "ssh":
-        return
-    tags = [tag for tag in _UNSUPPORTED_BY_SUBMITIT if tag in str(runs_dir)]
-    if tags:
-        raise UsageError(f"{runs_dir}: submitit, which starts the run, takes {tags[0]} in a path for a job's number")
-
-
-def _refuse_odd_path(runs_dir: Path) -> None:
-    """Refuse a path that Slurm would not take as it is written."""
-    reasons = {
-        "%": "Slurm puts a job's numbers in place of % in the path of its log",
-        "\\": "Slurm drops it from paths",
-    }
-    for char in str(runs_dir):
-        reason = reasons.get(char) or ("" if char.isprintable() else "Slurm's records have one line for a path")
-        if reason:
-            raise UsageError(
-                f"{str(runs_dir)!r}: has {char!r}; {reason}",
-                hint="--runs DIR or CLUSTERDDP_RUNS takes another directory",
-            )
+    check_secrets(tuple(job.secrets), request.environ)

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, sync_directory
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, read_end, read_run, write_end, write_run
+from clusterddp.run.outcome import AttemptEnd, cancelled, read_end, write_end
+from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
@@ -141,7 +142,7 @@ def end_queued(run: RunDir, reason: str) -> bool:
     """End a run that waits in the queue of a sweep; False: it does not, or somebody is just starting it."""
     if not read_run(run).queued or final_end(run) is not None or not claim(run.attempts()[-1]):
         return False
-    end_run(run, AttemptEnd(outcome="CANCELLED", reason=reason))
+    end_run(run, cancelled(reason))
     return True
 
 

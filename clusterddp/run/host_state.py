@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from clusterddp.run.directory import AttemptDir, RunDir, read_tail
 from clusterddp.run.host_reports import HostReport, read_reports, start_of
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, Start, read_gang, read_start
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_gang, read_start
 from clusterddp.run.view import RunState, RunView, final_view
 
 

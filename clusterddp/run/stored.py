@@ -18,7 +18,7 @@ from typing import Literal
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
 from clusterddp.system.processes import find_carriers, read_environment
 
 Kind = Literal["run", "code", "package", "remnant"]

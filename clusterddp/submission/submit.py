@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
-from clusterddp.launchers.external import launcher as foreign
-from clusterddp.launchers.local import launcher as local
-from clusterddp.launchers.slurm import launcher as slurm
-from clusterddp.launchers.ssh import launcher as ssh
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.launchers.registry import launcher_named
+from clusterddp.launchers.state import read_state
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
@@ -34,35 +32,17 @@ from clusterddp.run.attempts import (
     silence,
 )
 from clusterddp.run.directory import RunDir, write_json
-from clusterddp.run.record import (
-    FOREIGN,
-    AttemptEnd,
-    AttemptOutcome,
-    RootCause,
-    RunRecord,
-    log_event,
-    read_gang,
-    read_run,
-)
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed
+from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
-from clusterddp.submission.join import join as joining
 from clusterddp.submission.staging import make_run
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
-_LAUNCHERS = {"local": local, "slurm": slurm, "ssh": ssh, "join": joining, FOREIGN: foreign}
-_CANCELLED = {
-    "local": "cancelled; its supervisors did not answer",
-    "slurm": "cancelled; Slurm has ended its job",
-    "ssh": "cancelled; its supervisors did not answer",
-    "join": "cancelled; its supervisors did not answer",
-    FOREIGN: "cancelled; its ranks here were killed",
-}
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
@@ -92,7 +72,7 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    slurm.check_data(plan)
+    launcher_named(plan.launcher).check(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, tell)
 
@@ -114,7 +94,7 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     plan = plan_again(run, environ)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    slurm.check_data(plan)
+    launcher_named(plan.launcher).check(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number)
     return start_attempt(run, number, tell)
@@ -156,12 +136,12 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
     environ = inherited_environment()
     launcher = read_run(run).launcher
     try:
-        started = _LAUNCHERS[launcher].start(run, attempt, environ, tell)
+        started = launcher_named(launcher).start(run, attempt, environ, tell)
     except KeyboardInterrupt:
         # Who interrupts a submit does not want the run.
-        became = _LAUNCHERS[launcher].withdraw(run, environ)
+        became = launcher_named(launcher).withdraw(run, environ)
         reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
-        record_end(run, "CANCELLED", reason)
+        record_end(run, cancelled(reason))
         raise KeyboardInterrupt(f"{run.name}: {reason}") from None
     except (ClusterddpError, OSError) as error:
         if isinstance(error, SlurmError) and error.transient:
@@ -217,7 +197,7 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
 
     Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
     """
-    num_ended: int = _LAUNCHERS[record.launcher].clear_away(run, record, environ)
+    num_ended: int = launcher_named(record.launcher).clear_away(run, record, environ)
     return num_ended
 
 
@@ -227,7 +207,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
     Raises: GpusInUseError, PreflightError: the machine does not have what it takes, or not now.
     """
     plan = read_plan(run)
-    now = move_plan(_LAUNCHERS[plan.launcher].renew(plan, environ), run.path)
+    now = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
     if now != plan:
         write_json(run.plan, plan_json(now))
     return now
@@ -241,7 +221,7 @@ def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
     if view.state is RunState.LOST:
         num_strays = clear_away(run, record, inherited_environment())
         if num_strays:
-            things = "jobs" if record.launcher == "slurm" else "processes"
+            things = launcher_named(record.launcher).things
             return f"was lost; {num_strays} {things} that were left of it are ended"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
@@ -254,7 +234,7 @@ def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
 def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
     """Ask for a checkpoint and the end, and wait for both."""
     environ = inherited_environment()
-    launcher = _LAUNCHERS[record.launcher]
+    launcher = launcher_named(record.launcher)
     gang = read_gang(run)
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
@@ -270,7 +250,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str:
     environ = inherited_environment()
-    launcher = _LAUNCHERS[record.launcher]
+    launcher = launcher_named(record.launcher)
     by = f"pid {os.getpid()} on {socket.gethostname()}"
     asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
     if asked:
@@ -281,7 +261,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
     view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
     # Nobody answers, or nobody is there who could: it is ended from here.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
-        record_end(run, "CANCELLED", _CANCELLED[record.launcher])
+        record_end(run, cancelled(launcher.killed))
         view = read_state(run, slurm)
     if not view.finished:
         view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
@@ -305,15 +285,14 @@ def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
     """
     reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
     log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
-    cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log=log)
-    record_end(run, "FAILED", reason, cause)
+    record_end(run, failed(reason, log=log))
     if isinstance(error, ClusterddpError):
         raise error
     raise ClusterddpError(f"{run.name}: {reason}") from error
 
 
-def record_end(run: RunDir, outcome: AttemptOutcome, reason: str, cause: RootCause | None = None) -> None:
+def record_end(run: RunDir, end: AttemptEnd) -> None:
     """Record how a run ended, unless that is recorded already."""
     # A disk that is full, or away, must not hide why the start failed.
     with contextlib.suppress(ClusterddpError, OSError):
-        end_run(run, AttemptEnd(outcome=outcome, reason=reason, root_cause=cause))
+        end_run(run, end)

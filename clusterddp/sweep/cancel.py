@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launchers.state import announce, read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_run, refuse_to_end
 from clusterddp.run.directory import RunDir, write_json
-from clusterddp.run.record import AttemptEnd, RunRecord, log_event, read_run
-from clusterddp.run.state import announce, read_state
+from clusterddp.run.outcome import cancelled
+from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, read_sweep
 from clusterddp.run.view import RunState, RunView
@@ -98,7 +99,7 @@ def _mark(run: RunDir) -> None:
 def _record_end(run: RunDir) -> None:
     # Whoever has recorded an end first is right.
     with contextlib.suppress(ClusterddpError):
-        end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled with its sweep before it was started"))
+        end_run(run, cancelled("cancelled with its sweep before it was started"))
 
 
 def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:

@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.launchers.state import read_state
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.fresh import Home, kept_fresh
 from clusterddp.run.directory import RunDir, is_file
-from clusterddp.run.record import ProcessIdentity, read_end, read_run
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import ProcessIdentity, read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
 from clusterddp.run.sweep_queue import QueueRecord, write_queue
 from clusterddp.submission.submit import cancel

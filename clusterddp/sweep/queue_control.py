@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.launchers.state import read_state
 from clusterddp.planning.command_lines import queue_command
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.plan import read_plan
@@ -26,7 +27,6 @@ from clusterddp.results.fresh import kept_fresh
 from clusterddp.run.attempts import end_queued
 from clusterddp.run.directory import RunDir, read_tail, write_json
 from clusterddp.run.record import ProcessIdentity
-from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
 from clusterddp.run.sweep_queue import QueueRecord, read_queue, write_queue
 from clusterddp.run.view import RunView

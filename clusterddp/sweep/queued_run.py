@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import Tell, end_run, final_end, silence
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, log_event, read_run, write_run
+from clusterddp.run.outcome import cancelled
+from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.submission.submit import (
@@ -52,7 +53,7 @@ def start_queued(run: RunDir, tell: Tell = silence) -> bool:
         raise
     except KeyboardInterrupt:
         if final_end(run) is None:
-            record_end(run, "CANCELLED", "interrupted while it was being started")
+            record_end(run, cancelled("interrupted while it was being started"))
         raise
     return True
 
@@ -82,6 +83,6 @@ def is_left(run: RunDir, view: RunView) -> bool:
 def _put_back(run: RunDir, attempt: AttemptDir) -> None:
     write_run(run, dataclasses.replace(read_run(run), queued=True))
     if run.cancel_file.exists():  # who cancelled it meanwhile took it for one that is being started
-        end_run(run, AttemptEnd(outcome="CANCELLED", reason=CANCELLED_IN_QUEUE))
+        end_run(run, cancelled(CANCELLED_IN_QUEUE))
         return
     attempt.claim.unlink(missing_ok=True)

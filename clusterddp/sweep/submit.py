@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.slurm.jobs import cancel_job, settle
-from clusterddp.launchers.slurm.launcher import check_data, submit_job, variables_for
+from clusterddp.launchers.slurm.launcher import SlurmLauncher, submit_job, variables_for
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.directory import RunDir
@@ -31,7 +31,7 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     environ = inherited_environment()
     check_secrets(plan.base.secrets, environ)
     check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
-    check_data(plan.base)
+    SlurmLauncher().check(plan.base)
     while True:
         try:
             make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})

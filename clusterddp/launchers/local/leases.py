@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
+from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.gang import Node

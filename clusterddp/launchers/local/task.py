@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from clusterddp.errors import RunFailedError
 from clusterddp.launchers.local.leases import receive_leases
-from clusterddp.launchers.supervisors import read_link, start_supervisor, supervisor_log, tell
+from clusterddp.planning.environment import process_environment
 from clusterddp.ranks.environment import inherited_environment, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, RootCause, read_gang, signal_name
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
+from clusterddp.run.record import read_gang
 from clusterddp.run.stop import request_stop
+from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5
@@ -58,7 +59,7 @@ def carry(run_dir: str, attempt: int) -> str:
     if final_end(run) is not None:
         pass  # who submitted it was interrupted, and wanted nothing of it
     elif run.cancel_file.exists():
-        end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
+        end_run(run, cancelled("cancelled before it was started"))
     else:
         _carry(run, gang, attempt)
     end = final_end(run)
@@ -94,28 +95,25 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
 
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
     """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
-    link: dict[str, Any] | None = None
+    link: Link | None = None
+    environment = process_environment("", inherited_environment())
     holds = receive_leases(gang.nodes, sys.stdin.fileno())
     for node in gang.nodes:
-        hold = holds.get(node.node_rank, ())
+        order = SupervisorOrder(
+            run_dir=run.path,
+            gang=gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=link,
+            parent_bound=True,
+            hold=holds.get(node.node_rank, ()),
+        )
         try:
-            process = start_supervisor(run, gang, node, hold, inherited_environment())
+            process = start_supervisor(order, environment, answers=order.is_head)
         except OSError as error:
             return f"the supervisor of node {node.node_rank} could not be started: {error}"
         supervisors.append(_Supervisor(node=node, process=process, log=supervisor_log(run, node.node_rank)))
-        tell(
-            process,
-            {
-                "run_dir": str(run.path),
-                "gang": gang.to_json(),
-                "node_rank": node.node_rank,
-                "attempt": attempt,
-                "link": link,
-                "parent_bound": True,
-                "hold": hold,
-            },
-        )
-        if node.node_rank == 0:
+        if order.is_head:
             link = read_link(process, gang.start_timeout_s)
             if link is None and process.poll() is None:
                 return f"the supervisor of node 0 did not say where it listens within {gang.start_timeout_s:g} s"
@@ -133,7 +131,7 @@ def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
         news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
         for each in news:
             if each.node.node_rank != 0:
-                tell(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
+                send(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
         ended += news
         time.sleep(0.05)
 
@@ -148,9 +146,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
     """Say why the run ended when no supervisor and no guard could."""
     started = run.newest_attempt().start.exists()
     if complaint is not None or not ended:
-        error = complaint or "no supervisor was started"
-        cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=error, log=None)
-        return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+        return failed(complaint or "no supervisor was started")
     first = next((each for each in ended if each.process.returncode), ended[0])
     node, code = first.node, first.process.returncode
     who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
@@ -159,16 +155,12 @@ def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> At
     else:
         last_line = read_tail(first.log).rpartition("\n")[2]
         error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
-    if started:
-        error += f"; its {spell_ranks(node.ranks)} ended with it"
-    cause = RootCause(
-        rank=min(node.ranks) if started else None,
-        host=node.host,
-        exit_code=128 - code if code < 0 else code,
-        error=error,
-        log=str(first.log.relative_to(run.path)),
+    attempt = run.newest_attempt() if started else None
+    cause = loss_of_node(
+        error, host=node.host, ranks=node.ranks, ranks_in_words=spell_ranks(node.ranks), attempt=attempt
     )
-    return AttemptEnd(outcome="FAILED", reason=error, root_cause=cause)
+    exit_code, log = 128 - code if code < 0 else code, str(first.log.relative_to(run.path))
+    return failed_by(dataclasses.replace(cause, exit_code=exit_code, log=log))
 
 
 def _stop_on_signal(run: RunDir) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp.errors import SlurmError
-from clusterddp.planning.slurm import SlurmPlan
+from clusterddp.planning.slurm.job import SlurmPlan
 from clusterddp.slurm.commands import call_slurm
 
 _START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")

@@ -12,6 +12,7 @@ array.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -26,11 +27,12 @@ from types import FrameType
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.launchers.slurm.requeue import go_on
-from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
+from clusterddp.ranks.environment import COOKIE, START_AGAIN, cookie, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
-from clusterddp.run.record import AttemptEnd, RootCause, drop_secrets, log_event, read_end, read_run
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end
+from clusterddp.run.record import drop_secrets, log_event, read_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
 from clusterddp.slurm.commands import run_slurm
@@ -38,6 +40,7 @@ from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.slurm.time_left import END_TIME, read_time_left_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
+_AGAIN = "clusterddp.launchers.slurm.again"
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end when srun has ended: the tasks leave only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
@@ -206,7 +209,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
             stdout=descriptor,
             stderr=descriptor,
             cwd=carried.run.launcher_dir,
-            env=carried.environment,
+            env={**carried.environment, START_AGAIN: json.dumps(["-m", _AGAIN, str(carried.run.path)])},
         )
     except OSError as error:
         return f"srun could not be started: {error}"
@@ -255,8 +258,7 @@ def _await_storage(carried: Carried, attempt: AttemptDir) -> None:
         retry_outage(run.newest_attempt)
     except OSError as error:
         reason = f"{run.path}: cannot be read on {start.host} for {storage_timeout_s():g} s: {error.strerror}"
-        cause = RootCause(rank=None, host=start.host, exit_code=None, error=reason, log=None)
-        spool_end(carried.record.token, attempt.number, AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause))
+        spool_end(carried.record.token, attempt.number, failed(reason, host=start.host))
         raise ClusterddpError(reason) from error
 
 
@@ -278,7 +280,7 @@ def _explain(carried: Carried, complaint: str | None, said: str, signals: Signal
     run, start = carried.run, carried.start
     job = _ask(carried)
     if job is not None and job.restarts == start.restart_count and signals.ended and _was_cancelled(job):
-        return AttemptEnd(outcome="CANCELLED", reason="the job was cancelled (scancel)")
+        return cancelled("the job was cancelled (scancel)")
     lost = _NODE_FAILURE.search(said)
     last_line = said.rstrip().rpartition("\n")[2].strip()
     if signals.ended:
@@ -289,9 +291,7 @@ def _explain(carried: Carried, complaint: str | None, said: str, signals: Signal
         reason = f"{complaint}, and nobody has recorded how the ranks ended" + (f": {last_line}" if last_line else "")
     number = run.newest_attempt().number + 1
     goes_on = bool(signals.ended or lost) and carried.may_begin(number)
-    host = lost[1] if lost else start.host
-    cause = RootCause(rank=None, host=host, exit_code=None, error=reason, log="launcher/tasks.log")
-    return AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+    return failed(reason, host=lost[1] if lost else start.host, log="launcher/tasks.log", goes_on=goes_on)
 
 
 def _ask(carried: Carried) -> JobNow | None:

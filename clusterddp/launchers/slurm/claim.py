@@ -13,7 +13,8 @@ from typing import Any
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.run.attempts import end_run, make_attempt
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, read_json, write_json
-from clusterddp.run.record import AttemptEnd, RootCause, RunRecord, log_event, read_end, write_end
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, write_end
+from clusterddp.run.record import RunRecord, log_event
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
 from clusterddp.system.storage import retry_outage
@@ -90,11 +91,11 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
         if end is not None and not end.will_restart:
             return None
         if is_file(run.cancel_file):
-            end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started"))
+            end_run(run, cancelled("cancelled before it was started"))
         elif end is None:
             if last.number == carried.record.job_attempt and _write_claim(last, carried.start):
                 return last
-            _bury_earlier(carried, last)
+            _close_stale(carried, last)
         elif not carried.may_begin(last.number + 1):
             _refuse(carried, end)
         else:
@@ -130,7 +131,7 @@ def _write_claim(attempt: AttemptDir, start: JobStart) -> bool:
     return write_json(attempt.claim, claim, exclusive=True)
 
 
-def _bury_earlier(carried: Carried, attempt: AttemptDir) -> None:
+def _close_stale(carried: Carried, attempt: AttemptDir) -> None:
     """Record an end for an attempt whose start of the job is no more, unless somebody does so now."""
     run, restarts = carried.run, carried.restarts
     host = str(_claim_for(run, attempt).get("host") or "an unknown host")
@@ -141,8 +142,7 @@ def _bury_earlier(carried: Carried, attempt: AttemptDir) -> None:
     goes_on = carried.may_begin(attempt.number + 1)
     if not goes_on:
         reason += f"; {_used_up(restarts)}"
-    cause = RootCause(rank=None, host=host, exit_code=None, error=reason, log="launcher/tasks.log")
-    end = AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+    end = failed(reason, host=host, log="launcher/tasks.log", goes_on=goes_on)
     if write_end(attempt, end):
         log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
 

@@ -10,7 +10,7 @@ from typing import Any
 import submitit
 
 from clusterddp.errors import SlurmError
-from clusterddp.planning.slurm import SCRIPT, SlurmPlan
+from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.slurm.commands import call_slurm
 
 SBATCH_TIMEOUT_S = 120.0

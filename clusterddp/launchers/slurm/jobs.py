@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 
 from clusterddp.errors import SlurmError
+from clusterddp.launchers.slurm.state import wanted_job
 from clusterddp.run.directory import RunDir
-from clusterddp.run.job_state import wanted_job
 from clusterddp.run.record import RunRecord
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name

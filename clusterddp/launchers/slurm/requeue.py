@@ -11,7 +11,8 @@ from clusterddp.launchers.slurm.claim import Carried, JobStart
 from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, write_json
-from clusterddp.run.record import AttemptEnd, JobAnswer, RootCause, log_event, read_run, write_job_answer
+from clusterddp.run.outcome import cancelled, failed
+from clusterddp.run.record import JobAnswer, log_event, read_run, write_job_answer
 from clusterddp.slurm.control import requeue_job, show_job
 from clusterddp.slurm.identity import job_tag
 from clusterddp.system.storage import retry_outage
@@ -35,7 +36,7 @@ def go_on(carried: Carried, attempt: AttemptDir) -> str:
         if retry_outage(run.newest_attempt).number > attempt.number:
             return "another start of the job"
         if is_file(run.cancel_file):
-            end_run(run, AttemptEnd(outcome="CANCELLED", reason="cancelled before it was started again"))
+            end_run(run, cancelled("cancelled before it was started again"))
             return "nothing: it was cancelled"
         try:
             done = _try(carried, attempt, may_act=time.monotonic() >= others_until)
@@ -91,12 +92,12 @@ def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
 
     Raises: SlurmError: it is refused; or `transient`: it has to be tried again.
     """
-    from clusterddp.launchers.slurm.launcher import start as start_job
+    from clusterddp.launchers.slurm.launcher import submit_attempt
 
     run, number = carried.run, attempt.number + 1
     job_id = _find_follow_up(carried, number)
     if job_id is None:
-        job_id = start_job(run, number, carried.environment, keep_variables=True).job_id
+        job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
     log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
     return f"follow-up job {job_id} ({why})"
 
@@ -115,6 +116,5 @@ def _find_follow_up(carried: Carried, number: int) -> str | None:
 def _give_up(run: RunDir, error: Exception) -> str:
     words = error.message if isinstance(error, ClusterddpError) else str(error)
     reason = f"the job could be neither requeued nor followed up: {words}"
-    cause = RootCause(rank=None, host=socket.gethostname(), exit_code=None, error=reason, log="launcher/job.log")
-    end_run(run, AttemptEnd(outcome="FAILED", reason=reason, root_cause=cause))
+    end_run(run, failed(reason, log="launcher/job.log"))
     return f"nothing: {words}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from clusterddp.errors import PreflightError, SshError
-from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.ssh.session import Reply, Session, ask_all
 from clusterddp.system.gpu_lease import spell_busy
 

@@ -26,9 +26,14 @@ from clusterddp.remote.upload import Progress
 from clusterddp.results.fresh import Home
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.supervisors import SupervisorOrder
 
 if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
+    from clusterddp.run.outcome import AttemptEnd
+    from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 
 _ANSWER_S = 30.0
@@ -41,75 +46,85 @@ _END_PATIENCE_S = 8.0
 """How long those that answer for a run may take to put things in order when it is ended."""
 
 
-def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-    """Start the attempt on its hosts; the job id is the head's pid and host. `tell` is told what takes long.
+class SshLauncher:
+    """Runs on hosts that are reached over SSH."""
 
-    Raises: SshError, PreflightError, ClusterddpError: it could not be started. Nothing of it is left on the hosts that
-    answer; on one that does not, it ends by itself when our connection to it ends.
-    """
-    plan = read_plan(run)
-    crew = open_crew(plan, environ)
-    try:
-        with tied(crew):
-            job_id = _start(run, attempt, crew, environ, tell)
-        if plan.ssh is not None and plan.ssh.attached:
-            return Started(job_id, tie=Tie(crew))
-        crew.ask_all("run.release", {"token": plan.token})
-    except BaseException as error:
-        with contextlib.suppress(ClusterddpError):
-            _take_back(crew, interrupted=isinstance(error, KeyboardInterrupt))
+    killed = "cancelled; its supervisors did not answer"
+    things = "processes"
+
+    def check(self, plan: Plan) -> None:
+        """Refuse nothing: all that can be checked was checked when the plan was made."""
+
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+        """Start the attempt on its hosts; the job id is the head's pid and host. `tell` is told what takes long.
+
+        Raises: SshError, PreflightError, ClusterddpError: it could not be started. Nothing of it is left on hosts that
+        answer; on one that does not, it ends by itself when our connection to it ends.
+        """
+        plan = read_plan(run)
+        crew = open_crew(plan, environ)
+        try:
+            with tied(crew):
+                job_id = _start(run, attempt, crew, environ, tell)
+            if plan.ssh is not None and plan.ssh.attached:
+                return Started(job_id, tie=Tie(crew))
+            crew.ask_all("run.release", {"token": plan.token})
+        except BaseException as error:
+            with contextlib.suppress(ClusterddpError):
+                _take_back(crew, interrupted=isinstance(error, KeyboardInterrupt))
+            crew.close()
+            raise
         crew.close()
-        raise
-    crew.close()
-    return Started(job_id)
+        return Started(job_id)
 
+    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+        """Say in words what became of a run whose submit was interrupted; `start` leaves nothing of it to speak of."""
+        return ""
 
-def withdraw(run: RunDir, environ: Mapping[str, str]) -> str:
-    """Say in words what became of a run whose submit was interrupted; `start` leaves nothing of it to speak of."""
-    return ""
+    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+        """Return the plan for a further start: interfaces, addresses and GPUs are found anew."""
+        nodes = tuple(
+            dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
+        )
+        return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
 
+    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+        """Return what tells the state of a run that is being ended: its hosts do, Slurm is not asked."""
+        return None
 
-def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
-    """Return the plan for a further start: interfaces, addresses and GPUs are found anew."""
-    nodes = tuple(dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes)
-    return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+        """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
 
+        Raises: SshError: no host can be reached.
+        """
+        return _ask(run, "cancel", environ, home)
 
-def observer(environ: Mapping[str, str]) -> Slurm | None:
-    """Return what tells the state of a run that is being ended: its hosts do, Slurm is not asked."""
-    return None
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+        """Ask the run, on all hosts that answer, to checkpoint and end.
 
+        Raises: SshError: no host can be reached.
+        """
+        _ask(run, "stop", environ, home)
 
-def request_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
-    """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
+    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+        """End what is left of a run on the hosts that answer; False when there is nothing.
 
-    Raises: SshError: no host can be reached.
-    """
-    return _ask(run, "cancel", environ, home)
+        Raises: SshError: no host can be reached. ClusterddpError: some of its processes cannot be killed.
+        """
+        return _end(run, environ, patience_s=0.0, all_needed=False) > 0
 
+    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+        """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
 
-def request_stop(run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
-    """Ask the run, on all hosts that answer, to checkpoint and end.
+        Raises: SshError: a host cannot be reached. ClusterddpError: some of its processes cannot be killed.
+        """
+        return _end(run, environ, patience_s=_END_PATIENCE_S, all_needed=True)
 
-    Raises: SshError: no host can be reached.
-    """
-    _ask(run, "stop", environ, home)
-
-
-def end_by_force(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
-    """End what is left of a run on the hosts that answer; False when there is nothing.
-
-    Raises: SshError: no host can be reached. ClusterddpError: some of its processes cannot be killed.
-    """
-    return _end(run, environ, patience_s=0.0, all_needed=False) > 0
-
-
-def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-    """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
-
-    Raises: SshError: a host cannot be reached. ClusterddpError: some of its processes cannot be killed.
-    """
-    return _end(run, environ, patience_s=_END_PATIENCE_S, all_needed=True)
+    def read_state(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
+    ) -> RunView | None:
+        """Read the state of a run that has not ended for good."""
+        return read_host_state(run, record, attempt, end)
 
 
 def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
@@ -126,12 +141,11 @@ def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], te
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
 
     def supervise(node_rank: int) -> dict[str, Any]:
-        facts = {"order": orders[node_rank], "variables": secrets, "patience_s": patience_s}
+        facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
         return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
 
     head = supervise(0)
-    for order in orders[1:]:
-        order["link"] = head["link"]
+    orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
     try:
         each(list(range(1, len(orders))), supervise)
     except PreflightError as error:
@@ -199,7 +213,7 @@ def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
 
 def _prepare(
     plan: Plan, crew: Crew, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
-) -> list[dict[str, Any]]:
+) -> list[SupervisorOrder]:
     """Make the run's directory on every host; return the order of each node's supervisor."""
     there = {host: _at_host(plan, session.hello) for host, session in crew.sessions.items()}
 
@@ -214,16 +228,16 @@ def _prepare(
 
     prepared = crew.ask_all("run.prepare", facts)
     return [
-        {
-            "run_dir": prepared[node.host].facts["run_dir"],
-            "gang": there[node.host].gang.to_json(),
-            "node_rank": node.node_rank,
-            "attempt": attempt,
-            "link": None,
-            "parent_bound": True,
-            "hold": grants[node.node_rank].hold,
-            "over_ssh": True,
-        }
+        SupervisorOrder(
+            run_dir=Path(prepared[node.host].facts["run_dir"]),
+            gang=there[node.host].gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=None,
+            parent_bound=True,
+            hold=tuple(grants[node.node_rank].hold),
+            over_ssh=True,
+        )
         for node in plan.gang.nodes
     ]
 

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launchers.local.launcher import clear_away, end_by_force, observer, request_end, request_stop, withdraw
-from clusterddp.launchers.supervisors import read_link, start_supervisor, supervisor_log, tell
+from clusterddp.launchers.join import JoinLauncher
 from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.own_host import find_own_index, look_up, read_own_host
+from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.rendezvous.signed import JOIN_KEY
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Tell, silence
 from clusterddp.run.directory import RunDir, read_tail
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
+from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.submission.join.head import Gathering
 from clusterddp.submission.join.member import Seat
 from clusterddp.submission.join.news import Joined
@@ -40,21 +41,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
-__all__ = [
-    "Joined",
-    "clear_away",
-    "end_by_force",
-    "join",
-    "observer",
-    "renew",
-    "request_end",
-    "request_stop",
-    "start",
-    "withdraw",
-]
-
 TIMEOUT_S = 300.0
-_AGAIN = "clusterddp join SPEC --resume {run}, on each of them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +88,9 @@ def join(
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     earlier = find_earlier(runs_dir, resume) if resume else None
     if earlier is not None:
-        clear_away(earlier, read_run(earlier), environ)  # first, for what is left of it may hold its GPUs
+        JoinLauncher().clear_away(
+            earlier, read_run(earlier), environ
+        )  # first, for what is left of it may hold its GPUs
         plan = under_its_name(plan, earlier)
     rank = _own_rank(hosts_of(plan), node_rank)
     named = resolved.job.network.interface
@@ -132,16 +121,6 @@ class _Meeting:
     facts: Mapping[str, str | None]
     timeout_s: float
     tell: Tell
-
-
-def start(run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-    """Refuse to start an attempt from here: every machine has to be there."""
-    raise UsageError(f"{run.name}: was joined by several machines", hint=_AGAIN.format(run=run.name))
-
-
-def renew(plan: Plan, environ: Mapping[str, str]) -> Plan:
-    """Refuse a further start, likewise."""
-    raise UsageError(f"{plan.run}: was joined by several machines", hint=_AGAIN.format(run=plan.run))
 
 
 def start_timeout_s(job: JobSpec) -> float:
@@ -179,7 +158,7 @@ def _lead(part: Part, meeting: _Meeting) -> Joined:
         if link is None:
             supervisor.kill()
             raise ClusterddpError(f"{run.name}: the supervisor did not say where it listens: {_last_line(run)}")
-        gathering.begin(plan.run, plan.token, attempt, link)
+        gathering.begin(plan.run, plan.token, attempt, dict(link))
     except BaseException:
         gathering.say_all({"refused": f"node 0 ({hosts[0]}) could not start; its terminal says why", "hint": None})
         gathering.close()
@@ -201,7 +180,7 @@ def _follow(part: Part, meeting: _Meeting) -> Joined:
         elif not shared:
             plan = make_run(plan, part.environ)
         run = run if shared else _own(plan)
-        supervisor = _start(part, plan, run, attempt, dict(said.link))
+        supervisor = _start(part, plan, run, attempt, said.link)
     except BaseException:
         seat.close()
         raise
@@ -217,22 +196,18 @@ def _own(plan: Plan) -> RunDir:
     return run
 
 
-def _start(part: Part, plan: Plan, run: RunDir, attempt: int, link: dict[str, Any] | None) -> subprocess.Popen[bytes]:
-    node = plan.gang.nodes[part.node_rank]
-    hold = part.lease.descriptors
-    supervisor = start_supervisor(run, plan.gang, node, hold, part.environ)
-    order = {
-        "run_dir": str(run.path),
-        "gang": plan.gang.to_json(),
-        "node_rank": node.node_rank,
-        "attempt": attempt,
-        "link": link,
-        "parent_bound": True,
-        "hold": hold,
-        "over_ssh": True,  # what started this supervisor carries its node alone, as an agent over SSH does
-    }
-    tell(supervisor, order)
-    return supervisor
+def _start(part: Part, plan: Plan, run: RunDir, attempt: int, link: Link | None) -> subprocess.Popen[bytes]:
+    order = SupervisorOrder(
+        run_dir=run.path,
+        gang=plan.gang,
+        node_rank=part.node_rank,
+        attempt=attempt,
+        link=link,
+        parent_bound=True,
+        hold=part.lease.descriptors,
+        over_ssh=True,  # this process carries its node alone, as an agent does
+    )
+    return start_supervisor(order, process_environment("", part.environ), answers=order.is_head)
 
 
 def _last_line(run: RunDir) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, make_attempt_dirs, read_json, write_json
-from clusterddp.run.record import ProcessIdentity, parse_end, write_end
+from clusterddp.run.outcome import parse_end, write_end
+from clusterddp.run.record import ProcessIdentity
 from clusterddp.submission.join.head import Gathering
 from clusterddp.submission.join.member import Seat
 from clusterddp.system.storage import retry_outage

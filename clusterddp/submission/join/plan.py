@@ -13,11 +13,13 @@ from clusterddp.network.interface import Interface, interface_towards, loopback,
 from clusterddp.network.port import walk_ports
 from clusterddp.planning.entry import entry_of, plan_program
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import Placement, plan_ssh_placement, read_machine
+from clusterddp.planning.placement import Placement
 from clusterddp.planning.plan import Plan, move_plan
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.ssh import plan_ssh_placement
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, spell_busy, take_leases

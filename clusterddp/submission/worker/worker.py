@@ -170,7 +170,7 @@ class Worker:
         return run if record.job_id == self.launched.identity and run.attempts() else None
 
     def _refuse_resume(self, run: RunDir) -> None:
-        from clusterddp.run.state import read_state
+        from clusterddp.launchers.state import read_state
         from clusterddp.run.view import RunState
 
         if read_run(run).launcher != FOREIGN:
