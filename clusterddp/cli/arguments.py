@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import Terminal
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep_dir import SweepDir, sweep_of
+from clusterddp.run.sweep import SweepDir, sweep_of
 
 if TYPE_CHECKING:
     from clusterddp.spec.overrides import Override

@@ -25,7 +25,7 @@ from clusterddp.login.node import (
 from clusterddp.login.record import find_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import find_run
-from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Errand, Word

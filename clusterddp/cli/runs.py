@@ -25,7 +25,7 @@ from clusterddp.look.printable import printable
 from clusterddp.results.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
 from clusterddp.run.record import FOREIGN, read_run
-from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunStatus, RunSummary
@@ -145,7 +145,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.submission.submit import cancel as cancel_run
-    from clusterddp.sweep.cancel import cancel_sweep
+    from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
     for name in names:

@@ -16,7 +16,7 @@ from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.errors import PreflightError
 from clusterddp.login.node import find_node
 from clusterddp.run.directory import find_run, read_json
-from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial

@@ -21,7 +21,7 @@ from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import Home, kept_fresh
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 
 if TYPE_CHECKING:
     from clusterddp.cli.arguments import StartOptions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -57,3 +59,9 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
     if end.outcome == "STOPPED":
         reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+
+
+def spell_states(views: Iterable[RunView]) -> str:
+    """Count the states of runs: `3 COMPLETED, 1 FAILED`."""
+    counts = Counter(view.state.value for view in views)
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())

@@ -15,7 +15,7 @@ from clusterddp.planning.job_values import directories_used, filled_in, spec_tex
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.arrays import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
 

@@ -26,8 +26,7 @@ from clusterddp.results.fresh import Home, kept_fresh
 from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import ProcessIdentity, read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
-from clusterddp.run.sweep_queue import QueueRecord, write_queue
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_sweep, write_queue
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.plan import queue_width
 from clusterddp.sweep.queued_run import start_queued

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from clusterddp.results.fresh import kept_fresh
 from clusterddp.run.attempts import end_queued
 from clusterddp.run.directory import RunDir, read_tail, write_json
 from clusterddp.run.record import ProcessIdentity
-from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
-from clusterddp.run.sweep_queue import QueueRecord, read_queue, write_queue
-from clusterddp.run.view import RunView
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
+from clusterddp.run.view import RunView, spell_states
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
@@ -64,7 +62,7 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSwe
         return _started(sweep, sweep.runs(), environ)
     except BaseException:  # who interrupts a submit does not want the runs
         with contextlib.suppress(ClusterddpError):
-            cancel_queued(sweep)
+            cancel_queued(sweep, environ)
         take_back(sweep)
         raise
 
@@ -94,12 +92,11 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     return _started(sweep, left, environ)
 
 
-def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
-    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Say what became of them.
+def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = False) -> str:
+    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Report what they ended as.
 
     Raises: ClusterddpError: some have not ended in time.
     """
-    environ = inherited_environment()
     runs = sweep.runs()
     waited = [run for run in runs if end_queued(run, "cancelled with its sweep before it was started")]
     _end_queue(sweep)
@@ -120,12 +117,6 @@ def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
         raise ClusterddpError("\n".join(error.message for error in troubles), hint=troubles[0].hint)
     states = spell_states(read_state(run) for run in (runs if not going and not waited else [*waited, *going]))
     return f"ended: {states}" if going or waited else f"has already ended: {states}"
-
-
-def spell_states(views: Iterable[RunView]) -> str:
-    """Count the states: `3 COMPLETED, 1 FAILED`."""
-    counts = Counter(view.state.value for view in views)
-    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
 
 
 def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> SubmittedSweep:

@@ -11,7 +11,7 @@ from clusterddp.run.attempts import Tell, end_run, final_end, silence
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
-from clusterddp.run.sweep_queue import claim
+from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,

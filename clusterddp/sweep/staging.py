@@ -19,7 +19,7 @@ from clusterddp.run.directory import STAGING_PREFIX, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
-from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
+from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, sweep_staging
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import read_jsonl
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir
-from clusterddp.run.sweep_queue import claim, read_queue
+from clusterddp.run.sweep import SweepDir, claim, read_queue
 from tests.support.fake_gpus import FakeGpus
 from tests.support.launch_runs import wait_until
 from tests.support.patience import PATIENCE

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.run.directory import list_runs, read_json
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.run.sweep import SweepDir, read_sweep
 from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import Place, log_of
