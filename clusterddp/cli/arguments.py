@@ -56,7 +56,7 @@ class HostName(click.types.StringParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the options of the command line send a run, whatever its spec says."""
+    """Where the options of the command line send a run; they override its spec."""
 
     launcher: str | None = None
     cpu: bool = False
@@ -147,7 +147,7 @@ def place_options(function: _F) -> _F:
     hostfile = click.Path(allow_dash=True, path_type=Path)
     return _declare(
         _collected("place", Place)(function),
-        click.option("--launcher", type=launchers, help="What starts the ranks, whatever the spec says."),
+        click.option("--launcher", type=launchers, help="What starts the ranks; overrides the spec."),
         click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
         click.option("--hosts", metavar="H,H", type=HostName(), help="Run over SSH on hosts such as gpu01,gpu[03-04]."),
         click.option(
@@ -178,7 +178,7 @@ def start_options(function: _F) -> _F:
 
 
 def default_runs_dir(terminal: Terminal | None) -> Path:
-    """Return where runs lie when the command line does not say."""
+    """Return where runs lie without --runs."""
     return Path((terminal.environ.get("CLUSTERDDP_RUNS") if terminal else None) or _DEFAULT_RUNS)
 
 

@@ -1,4 +1,4 @@
-"""The commands hosts check and hosts trust: whether SSH gets through, and whom it may believe."""
+"""The commands hosts check and hosts trust: whether SSH reaches a host, and which host keys are trusted."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 @output_option
 @click.pass_obj
 def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
-    """Connect to each HOST as `ssh HOST` would, and say how that went; node[1-4] names four.
+    """Connect to each HOST as `ssh HOST` would, and report the result; node[1-4] names four.
 
-    Exit code 3 when any host fails; below it stands the command that mends it.
+    Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
     from clusterddp.spec.hosts import expand_all
     from clusterddp.ssh.connect import connect_all
@@ -60,7 +60,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
         raise UsageError(
-            f"--yes trusts nobody unseen: {', '.join(missing)} without a fingerprint",
+            f"--yes needs the fingerprint of each host, and there is none for {', '.join(missing)}",
             hint=f"--yes {missing[0]}=SHA256:...; on the host: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub",
         )
     unknown, failed = _unknown(names, expected, terminal)
@@ -82,7 +82,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
 
 @click.group("hosts")
 def hosts() -> None:
-    """Look after the hosts that are reached by SSH, as your own ssh reaches them."""
+    """Check the hosts that SSH reaches, and trust their keys, as your own ssh does."""
 
 
 hosts.add_command(check)
@@ -112,7 +112,7 @@ def _parse_expected(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
 def _unknown(
     names: Sequence[str], expected: dict[str, str], terminal: Terminal
 ) -> tuple[list[Destination], list[SshError]]:
-    """Tell the hosts that known_hosts says nothing of from the others."""
+    """Return the hosts that known_hosts does not list, and the errors of the others."""
     from clusterddp.ssh.config import resolve
     from clusterddp.ssh.keys import read_known_keys
     from clusterddp.ssh.trust import check_known
@@ -142,7 +142,7 @@ def _key_rows(shown: dict[Destination, HostKey]) -> list[list[str]]:
 def _confirm(count: int) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(
-            "nobody is there to ask: standard input is no terminal",
+            "cannot ask: standard input is no terminal",
             hint="--yes HOST=SHA256:..., once you compared them",
         )
     question = "Is this the key of the host?" if count == 1 else f"Are these the keys of the {count} hosts?"
@@ -180,7 +180,7 @@ def _failed(host: str, error: SshError) -> dict[str, Any]:
 
 
 def _check_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Lay out the hosts as one table, those that fail after the others, each with what mends it."""
+    """Lay out the hosts as one table, those that fail after the others, each with its fix."""
     rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
     for row in found:
         if row["ok"]:

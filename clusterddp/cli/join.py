@@ -58,7 +58,7 @@ def join(
     clusterddp join job.yaml                  on every machine, where the code lies
     clusterddp join job.yaml --follow         on the first one, to see what rank 0 writes
     clusterddp join job.yaml --resume RUN     on every machine, when it has ended before it was done
-    CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     nobody without the key takes part
+    CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     only machines with this key take part
     """
     from clusterddp.run.directory import read_json
     from clusterddp.run.record import read_run

@@ -141,7 +141,7 @@ class _Output:
             self._put(printable(self._line).encode())
 
     def watch(self, progress: Progress) -> None:
-        """Say once that something large is being sent."""
+        """Print once that something large is being sent."""
         if progress.total_bytes >= _LARGE_UPLOAD_BYTES and not self._said_upload:
             self._said_upload = True
             say(str(progress))

@@ -1,4 +1,4 @@
-"""The commands ps and gc: what lives of runs on machines, and the end of what a power cut or a kill has left there."""
+"""The commands ps and gc: the processes of runs on machines, and the cleanup of what a power cut or a kill left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ps(
     output: str,
     runs_dir: Path,
 ) -> int:
-    """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, who answers for them.
+    """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
     A run is left over when no supervisor, guard or task of it lives on a host while other processes of it do; `gc` ends
     those. Processes are known by the cookie in their environment: one that has overwritten its environment is not
@@ -103,11 +103,11 @@ def gc(
 ) -> int:
     """End what is left over of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
 
-    Only processes that carry the cookie of a run for which nobody answers: no live run, nothing of other people. With
-    --older-than 30d (h, d, w) also directories under ~/.clusterddp of those machines: runs that ended, with their
-    checkpoints there; snapshots and packages that no run needs.
+    Ends only processes that carry the cookie of a run without a live supervisor, guard or task: never a live run,
+    never a process of another user. With --older-than 30d (h, d, w) it also removes directories under ~/.clusterddp of
+    those machines: runs that ended, with their checkpoints there; snapshots and packages that no run needs.
 
-    Exit code 1 when something would not go, 3 when a host cannot be asked.
+    Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
     from clusterddp.cli.text import ps as text
     from clusterddp.look.clearing import Clearing, answers
@@ -189,7 +189,7 @@ def _read_age(text: str) -> float:
 
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to ask: standard input is no terminal", hint="--yes, or -n to look only")
+        raise UsageError("cannot ask: standard input is no terminal", hint="--yes, or -n to look only")
     try:
         return click.confirm(question, err=True)
     except click.Abort as abort:

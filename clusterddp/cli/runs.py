@@ -125,7 +125,7 @@ def logs(
 def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Path) -> int:
     """Wait until a run has ended.
 
-    The exit code tells how: 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
+    The exit code is 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
     """
     sweep = find_sweep(runs_dir, name)
     if sweep:
@@ -206,7 +206,7 @@ COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel, "lis
 
 
 def _fetched_status(run: RunDir, home: Home) -> RunStatus:
-    """Read the run's status; of a run that has ended, when what its spec says is here."""
+    """Read the run's status; of a run that has ended, after its results are copied back."""
     from clusterddp.look.status import read_status
 
     home.look()
@@ -250,7 +250,7 @@ def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal
 
 
 def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
-    """Point to the rank that failed first when somebody reads rank 0's log of a failed attempt."""
+    """Name the rank that failed first to a reader of rank 0's log of a failed attempt."""
     attempts = run.attempts()
     if not attempts:
         return

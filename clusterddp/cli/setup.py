@@ -82,8 +82,8 @@ def init(
     """Write a commented spec to PATH (job.yaml) to start from.
 
     With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
-    cluster's: partition, GPUs, cores, memory, time limit, account; and what follows from how the cluster is set up is
-    said. A PATH of - is standard output.
+    cluster's: partition, GPUs, cores, memory, time limit, account; and notes say what follows from how the cluster is
+    set up. A PATH of - is standard output.
     """
     if partition is not None and launcher != "slurm":
         raise UsageError("--partition is for --launcher slurm")
@@ -145,7 +145,7 @@ def completion(ctx: click.Context, *, shell: str) -> None:
         raise UsageError(f"{shell}: click has no completion for it")
     root = ctx.find_root().command
     put(script_class(root, {}, "clusterddp", "_CLUSTERDDP_COMPLETE").source())
-    if sys.stdout.isatty():  # in a start-up file of a shell nobody wants to read this every time
+    if sys.stdout.isatty():  # not where a start-up file of a shell evaluates this
         say(f"# {_ACTIVATION[shell]}")
 
 
@@ -153,7 +153,7 @@ COMMANDS = {"demo": demo, "init": init, "schema": schema, "completion": completi
 
 
 def say_result(run: RunDir, terminal: Terminal) -> None:
-    """Tell what was learned, and what to try next.
+    """Print what was learned, and what to try next.
 
     Raises: RunFailedError: the accuracy is below what the demo always reaches.
     """

@@ -108,7 +108,7 @@ def _refuse_follow(options: StartOptions) -> None:
 
 
 def _show_plan(plan: SweepPlan, terminal: Terminal, output: str) -> int:
-    """Show the plan of a sweep and what the scheduler says of it; return the exit code."""
+    """Show the plan of a sweep and the scheduler's answer to it; return the exit code."""
     verdict = None
     if plan.job:
         from clusterddp.launchers.slurm.ask import ask_scheduler
@@ -122,7 +122,7 @@ def _show_plan(plan: SweepPlan, terminal: Terminal, output: str) -> int:
 
 
 def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
-    """Say which sweep was started and what to type next, or wait for its runs; return the exit code."""
+    """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
     carrier = text.carrier_text(submitted.launcher, submitted.job_id)
     say(f"{verb} {click.style(submitted.sweep, bold=True)}: {text.count_text(len(submitted.runs))}  ({carrier})")
     if options.output == "json":
@@ -141,7 +141,7 @@ def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOpti
 
 
 def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
-    """Look until all runs have ended or the time is up, and tell when something has changed."""
+    """Look until all runs have ended or the time is up, and print what has changed."""
     from clusterddp.look.sweep import read_sweep_status
 
     said: tuple[str, str] = ("", "")

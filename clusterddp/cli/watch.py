@@ -31,7 +31,7 @@ _SIGHT_S = 60.0
 
 
 def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
-    """Say what was started and stay with it as long as the options say; return the exit code."""
+    """Print what was started and stay with it as long as the options say; return the exit code."""
     run = RunDir(Path(submitted.run_dir))
     with _attached(run, submitted.tie) if submitted.tie else contextlib.nullcontext():
         say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
@@ -67,7 +67,7 @@ def _attached(run: RunDir, tie: Closeable) -> Iterator[None]:
         try:
             say(f"{run.name} {cancel(run)}")
         except ClusterddpError as error:
-            say(f"{error.message}; its hosts end it as soon as they miss this command")
+            say(f"{error.message}; its hosts end it when the heartbeats of this command stop")
         raise
     finally:
         tie.close()
@@ -75,18 +75,18 @@ def _attached(run: RunDir, tie: Closeable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Home]:
-    """Keep the run's files as new as they can be; let Ctrl-C end the watching, not the run, and say so."""
+    """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
     with detaching(run, terminal), kept_fresh([run], terminal.environ, say=say_note) as home:
         yield home
 
 
 def say_note(text: str) -> None:
-    """Tell what happens beside the run."""
+    """Print a note to stderr."""
     say(f"note: {printable(text)}")
 
 
 def say_unfetched(run: RunDir) -> None:
-    """Tell that a run's hosts still have something that its spec wants here, and why."""
+    """Print that not all results were copied back from the run's hosts, and why."""
     from clusterddp.run.host_state import read_silence
 
     why = "; ".join(["", *read_silence(run).values()])
@@ -95,7 +95,7 @@ def say_unfetched(run: RunDir) -> None:
 
 @contextlib.contextmanager
 def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
-    """Let Ctrl-C end the watching, not the run, and say so."""
+    """Let Ctrl-C end the watching, not the run, and print that the run goes on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -126,7 +126,7 @@ def write_logs(
     escape: bool | None = None,
     stream: TextIO | None = None,
 ) -> bool:
-    """Write the logs of ranks to `stream`, or to stdout; say whether there was anything.
+    """Write the logs of ranks to `stream`, or to stdout; return whether there was anything.
 
     `escape` None: escape control characters when the stream is a terminal.
     """
@@ -138,7 +138,7 @@ def write_logs(
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
     home.want_logs(chosen, newest if attempt is None else attempt)
-    if not follow or tail_lines is not None:  # who follows all of it sees the beginning while the rest is on its way
+    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
         home.catch_up()
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
@@ -160,12 +160,12 @@ def write_logs(
     with writing_stdout():
         out.flush()
     if escape and last and not last.endswith((b"\n", b"\r")):
-        say()  # what is said next begins on a line of its own
+        say()  # the next message begins on a line of its own
     return bool(last)
 
 
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_HERE) -> int:
-    """Fetch what the spec says, tell how a run ended, and return the exit code that stands for it."""
+    """Copy the results back, print how the run ended, and return the exit code that stands for it."""
     from clusterddp.look.status import find_job_log
 
     fetched = home.fetch()

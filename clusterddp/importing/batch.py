@@ -47,7 +47,7 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None,
     """Read a batch script into `findings`; nothing of it is executed.
 
     `line`: where the command that trains stands, when there are several. `place`: where it looks for hostfiles.
-    Raises: UsageError: no command that trains can be told, or more than one.
+    Raises: UsageError: no command that trains is found, or more than one.
     """
     job = read_sbatch_lines(text, findings)
     of_job = read_sizes(job, Findings(source=findings.source))

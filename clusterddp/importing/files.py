@@ -114,8 +114,8 @@ def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
     for key, usual in _USUAL.items():
         value = config.take(key, usual)
         if value not in (usual, None):
-            config.lose(key, value, "no key of a spec says it")
-    config.lose_rest("no key of a spec says it")
+            config.lose(key, value, "a spec has no key for it")
+    config.lose_rest("a spec has no key for it")
     findings.set("entry.script", "train.py")
     findings.lose("entry.script", "the file names no script: write yours in place of train.py")
 
@@ -193,7 +193,7 @@ def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
     for name in _GLUON_FINDS:
         if (value := config.take(name)) is not None:
             config.lose(name, value, "found when the ranks start", fate="ours")
-    config.lose_rest("no key of a spec says it")
+    config.lose_rest("a spec has no key for it")
     _set_gluon_entry(data, findings)
 
 
@@ -226,7 +226,7 @@ def _address(url: str) -> tuple[str, int | None]:
 
 
 class Section:
-    """Keys and values that are taken one by one; `lose_rest` lists those that nobody has taken."""
+    """Keys and values that are taken one by one; `lose_rest` lists those that are left."""
 
     def __init__(self, values: object, findings: Findings, name: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -258,7 +258,7 @@ class Section:
         raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected a list")
 
     def lose(self, key: str, value: object, why: str, *, fate: Fate = "lost") -> None:
-        """Say that a value is not carried, and why."""
+        """List a value that is not carried, and why."""
         shown = "..." if is_secret(key, str(value)) else value
         self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
 

@@ -52,12 +52,12 @@ class Findings:
             self.values[section] = value
 
     def lose(self, text: str, why: str, line: int | None = None, *, fate: Fate = "lost") -> None:
-        """Say what of the file the spec does not carry."""
+        """List what of the file the spec does not carry."""
         self.left.append(Left(fate=fate, text=_SECRET_VALUE.sub(_masked, text), why=why, source=self.source, line=line))
 
 
 def set_variable(name: str, value: Text, findings: Findings, line: int | None) -> None:
-    """Put a variable into the spec's env, or say why not; the value of a secret is repeated nowhere."""
+    """Put a variable into the spec's env, or list why not; the value of a secret is repeated nowhere."""
     text = f"export {name}={as_written(value.text)}"
     if is_secret(name, value.text):
         text = f"export {name}=..."

@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def as_variables(self) -> dict[str, str]:
-        """Return what Slurm would tell the script of it."""
+        """Return the variables that Slurm would set from it."""
         facts: dict[str, int | None] = {
             "SLURM_NNODES": self.nodes,
             "SLURM_JOB_NUM_NODES": self.nodes,
@@ -115,7 +115,7 @@ def read_sbatch_lines(text: str, findings: Findings) -> GivenOptions:
 
 
 def read_sizes(given: GivenOptions, findings: Findings) -> Sizes:
-    """Work out what the job has; what cannot be told, or goes unused, is said."""
+    """Work out what the job has; what is unknown, or goes unused, is listed."""
     _refuse_odd_numbers(given, findings)
     tasks = given.number("ntasks_per_node") or given.number("tasks_per_node")
     total = given.number("ntasks")
@@ -191,7 +191,7 @@ def _set_gpu_options(
 def _cores(given: GivenOptions, gpus: int | None, tasks: int, findings: Findings) -> int | None:
     cores, per_gpu = given.number("cpus_per_task"), given.number("cpus_per_gpu")
     if per_gpu and (cores is not None or not gpus):
-        why = "--cpus-per-task says it, too" if cores is not None else "the script does not say how many GPUs there are"
+        why = "--cpus-per-task sets it, too" if cores is not None else "the script does not say how many GPUs there are"
         _say(given, "cpus_per_gpu", why, findings)
     return max(1, per_gpu * gpus // tasks) if cores is None and per_gpu and gpus else cores
 

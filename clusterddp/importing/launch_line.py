@@ -47,7 +47,7 @@ class LaunchLine:
     """The hosts that the ranks are started on, where the line names them, with the ranks of each."""
 
     def hosts_to_write(self, ranks_per_node: int) -> tuple[Host, ...]:
-        """Return the hosts; only where they have different numbers of ranks does each say its own."""
+        """Return the hosts; only where they have different numbers of ranks does each name its own."""
         alike = len({slots for _, slots in self.hosts}) == 1
         return tuple((host, None if alike else slots or ranks_per_node) for host, slots in self.hosts)
 

@@ -54,7 +54,7 @@ class Imported:
 def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int | None = None) -> Imported:
     """Read files of other launchers and write the spec that they come to; nothing in them is executed.
 
-    `kind`: what they are, where it cannot be told. `line`: where the command of a batch script stands.
+    `kind`: their kind, where their content does not show it. `line`: where the command of a batch script stands.
     Raises: UsageError, SpecError: a file is none of these, or cannot become a spec.
     """
     merged = Findings(source=", ".join(path.name for path in paths))
@@ -75,7 +75,7 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int |
 
 
 def spell(left: Left) -> str:
-    """Say in one line what is left of the file, and why."""
+    """Write in one line what is left of the file, and why."""
     text = " ".join(left.text.split())
     text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
     place = f"{left.source}:{left.line}: " if left.line is not None else ""
@@ -103,7 +103,7 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
 
 
 def _kind_of(path: Path, text: str) -> Kind:
-    """Tell a file by its marks, never by a guess."""
+    """Return the kind of a file by its marks, never by a guess."""
     if re.search(r"^#SBATCH\b", text, re.MULTILINE):
         return "slurm"
     if path.name == ".deepspeed_env":

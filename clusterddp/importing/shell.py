@@ -31,7 +31,7 @@ Kind = Literal["text", "variable", "opaque"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a word: text, a variable's value, or what only a shell could tell."""
+    """A part of a word: text, a variable's value, or what only a shell could compute."""
 
     kind: Kind
     text: str

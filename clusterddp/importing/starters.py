@@ -130,7 +130,7 @@ def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
     elif option.name in _OURS:
         findings.lose(text, _OURS[option.name], line, fate="ours")
     else:
-        findings.lose(text, f"no key of a spec says this option of {level.starter}", line)
+        findings.lose(text, f"a spec has no key for this option of {level.starter}", line)
 
 
 def _carry_anywhere(name: str, value: str, findings: Findings, line: int) -> bool:

@@ -111,7 +111,7 @@ class FirstLine:
 
 
 def explain_cut(node: Node, run: str | None, *, submits: bool) -> SshError:
-    """Say what is known when the connection to the login node broke.
+    """Return what is known when the connection to the login node broke.
 
     `run`: the run that the command is about, where it is about one. `submits`: the command starts one.
     """

@@ -70,6 +70,6 @@ def answers(replies: Mapping[str, _T | SshError]) -> dict[str, _T]:
 
 
 def left_over_of(found: Mapping[str, list[RunHere] | SshError]) -> dict[str, list[RunHere]]:
-    """Return the runs that no supervisor, guard or task answers for, by machine; machines without are left out."""
+    """Return the runs without a live supervisor, guard or task, by machine; machines without such runs are left out."""
     runs = {host: [run for run in of_host if run.answered_by is None] for host, of_host in answers(found).items()}
     return {host: of_host for host, of_host in runs.items() if of_host}

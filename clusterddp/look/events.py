@@ -1,4 +1,4 @@
-"""What the history of a run (`events.jsonl`) says of it: the phases of its start, NCCL's transport, lost rows.
+"""What the history of a run (`events.jsonl`) holds: the phases of its start, NCCL's transport, lost rows.
 
 A host, or another user, may have written a row; one of another form is passed over.
 """

@@ -97,7 +97,7 @@ def position_of_last_lines(path: Path, count: int) -> int:
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
     """Read the last lines of a log that hold anything, fit for a terminal; none when there is no such file."""
     try:
-        # A link, or a pipe that nobody writes to, may lie where another user can write.
+        # A link, or a pipe without a writer, may lie where another user can write.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return []

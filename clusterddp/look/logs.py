@@ -21,10 +21,10 @@ class Source(Protocol):
     """Where the files come from, when they are written on another machine."""
 
     def look(self) -> None:
-        """Bring home what is new."""
+        """Copy what is new to this machine."""
 
     def catch_up(self) -> None:
-        """Bring home all that there is at this moment."""
+        """Copy all that there is at this moment to this machine."""
 
 
 class _Here:

@@ -40,7 +40,7 @@ class RankStatus:
     master_port: int | None
     state: RankState
     exit_code: int | None
-    """As a shell would say it: 128 + signal for a rank that a signal ended; None until it has ended."""
+    """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
     owns: tuple[int, ...] | None = None
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
@@ -51,7 +51,7 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """A run as its files tell it, at one moment."""
+    """A run at one moment, by its files."""
 
     run: str
     state: RunState
@@ -69,7 +69,7 @@ class RunStatus:
     """Seconds since the epoch."""
     ended: float | None
     job: Job | None = None
-    """On Slurm: the job as Slurm told it; None where the files say all."""
+    """On Slurm: the job as Slurm reports it; None where the files suffice."""
     silent: tuple[str, ...] = ()
     """On SSH hosts: which of them did not answer last, in words."""
     job_log: str | None = None
@@ -77,7 +77,7 @@ class RunStatus:
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
-    """What the state does not tell and a person should look at."""
+    """What a user should look at though the state does not show it."""
     transports: tuple[NodeTransport, ...] = ()
     """By node, of those whose NCCL has said so in the newest attempt."""
     lost_rows: int = 0
@@ -108,7 +108,7 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One line of `list`: what can be told without looking at ranks."""
+    """One line of `list`: what is known without reading the records of ranks."""
 
     run: str
     state: RunState

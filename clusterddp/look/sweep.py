@@ -15,7 +15,7 @@ from clusterddp.run.view import RunState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepStatus:
-    """A sweep as its files, and Slurm, tell it at one moment."""
+    """A sweep at one moment, by its files and Slurm's answer."""
 
     sweep: str
     launcher: str

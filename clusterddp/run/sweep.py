@@ -4,7 +4,7 @@ runs/brisk-otter-3/                     one rename puts all of it in place
   sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
   env.json environment.json code        shared by the runs, which have symlinks
   queue.json CANCEL                     elsewhere than on Slurm: the process that starts the runs; that it is to end
-  launcher/                             what sbatch was told, the batch script; the log of the queue
+  launcher/                             the options of sbatch, the batch script; the log of the queue
   brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
 
 Of the processes that may take a run out of the queue (the queue itself, one that resumes the run, one that cancels it)
@@ -73,7 +73,7 @@ class SweepDir:
 
     @property
     def queue(self) -> Path:
-        """Who starts the runs, where Slurm does not (run/sweep_queue.py)."""
+        """The record of the queue, where Slurm does not start the runs."""
         return self.path / "queue.json"
 
     @property
@@ -87,7 +87,7 @@ class SweepDir:
 
     @property
     def cancel_file(self) -> Path:
-        """Whoever creates this file asks the queue to start no more."""
+        """Asks the queue to start no more runs, once it exists."""
         return self.path / "CANCEL"
 
     @property
@@ -110,7 +110,7 @@ class SweepDir:
         return names
 
     def runs(self) -> list[RunDir]:
-        """List the runs that are there, in the order of their tasks; one that somebody deleted is left out."""
+        """List the runs that are there, in the order of their tasks; a deleted one is left out."""
         return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
 
 
@@ -173,12 +173,12 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueRecord:
-    """`queue.json`: written by whoever starts the queue, then by the queue; a lock says whose turn it is."""
+    """`queue.json`: written by the process that starts the queue, then by the queue; a lock keeps them apart."""
 
     process: dict[str, Any]
     """The `ProcessIdentity` of the queue."""
     is_starting: bool = False
-    """The process is not the queue yet, but whoever starts it."""
+    """The process is the one that starts the queue, not the queue yet."""
     waits_for: str = ""
     """Why the next run is not started though its turn has come, in words."""
     ended: float | None = None
@@ -192,7 +192,7 @@ class QueueRecord:
 
     @property
     def state(self) -> QueueState:
-        """Say whether it still starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked."""
+        """Whether it still starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked."""
         if self.ended is not None:
             return "ENDED"
         alive = self.identity.alive()
@@ -204,7 +204,7 @@ def write_queue(sweep: SweepDir, record: QueueRecord) -> None:
 
 
 def read_queue(sweep: SweepDir) -> QueueRecord | None:
-    """Read who starts the runs of a sweep; None: nobody has begun to.
+    """Read the record of a sweep's queue; None: none was started.
 
     Raises: ClusterddpError: the record cannot be read.
     """
@@ -212,12 +212,12 @@ def read_queue(sweep: SweepDir) -> QueueRecord | None:
 
 
 def claim(attempt: AttemptDir) -> bool:
-    """Take an attempt that waits in a queue, to start it or to end it; False: somebody else has it."""
+    """Take an attempt that waits in a queue, to start it or to end it; False: another process has it."""
     return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
 def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
-    """Tell the state of a run that the queue of its sweep has still to start."""
+    """Read the state of a run that the queue of its sweep has still to start."""
     sweep = SweepDir(run.path.parent)
     record = read_queue(sweep)
     state = record.state if record else "GONE"

@@ -41,11 +41,11 @@ class RunView:
     attempt: int | None
     """The newest attempt; None when none was ever prepared."""
     end: AttemptEnd | None
-    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
+    """How the newest attempt ended; None while it goes on, or when no process could record it."""
     reason: str
     """Why it is in this state, in one line."""
     job: Job | None = None
-    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
+    """On Slurm: the job that carries it, as Slurm reports it; None where the files suffice."""
 
     @property
     def finished(self) -> bool:

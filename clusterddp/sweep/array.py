@@ -94,7 +94,7 @@ def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tup
     first = sweep.runs()[0]
     try:
         answer = submit_job(first, array, read_run(first), environ, sweep=sweep)[0]
-    except KeyboardInterrupt:  # who interrupts a submit does not want the runs
+    except KeyboardInterrupt:  # an interrupted submit leaves no runs
         _withdraw(sweep, environ)
         raise
     except SlurmError as error:
@@ -152,14 +152,14 @@ def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> 
 
 
 def _mark(run: RunDir) -> None:
-    """Ask whoever carries the run, now or after a requeue, to end it."""
+    """Ask the job of the run to end it, now or after a requeue."""
     by = f"pid {os.getpid()} on {socket.gethostname()}"
     if write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True):
         log_event(run, "cancel_requested")
 
 
 def _record_end(run: RunDir) -> None:
-    # Whoever has recorded an end first is right.
+    # The first recorded end is right.
     with contextlib.suppress(ClusterddpError):
         end_run(run, cancelled("cancelled with its sweep before it was started"))
 

@@ -84,7 +84,7 @@ def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: M
 
 
 def queue_width(plan: Plan, throttle: int | None) -> int | None:
-    """Say how many runs like this one a queue has going at a time; None: as many as there are GPUs for."""
+    """Return how many runs like this one a queue keeps running at a time; None: as many as there are GPUs for."""
     needs_gpus = any(node.gpus for node in (plan.ssh.hosts if plan.ssh else plan.gang.nodes))
     return throttle or (None if needs_gpus else 1)
 

@@ -136,7 +136,7 @@ class Queue:
         return True
 
     def _start(self, run: RunDir) -> bool:
-        """Start one run; False: it has ended, or somebody else has it.
+        """Start one run; False: it has ended, or another process has it.
 
         Raises: GpusInUseError: it waits on.
         """
@@ -179,7 +179,7 @@ class Queue:
         self._note(words)
 
     def _note(self, words: str) -> None:
-        """Let everybody read what is waited for."""
+        """Record what the queue waits for."""
         if words == self._record.waits_for:
             return
         self._record = dataclasses.replace(self._record, waits_for=words)

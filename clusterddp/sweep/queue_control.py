@@ -60,7 +60,7 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSwe
     """
     try:
         return _started(sweep, sweep.runs(), environ)
-    except BaseException:  # who interrupts a submit does not want the runs
+    except BaseException:  # an interrupted submit leaves no runs
         with contextlib.suppress(ClusterddpError):
             cancel_queued(sweep, environ)
         take_back(sweep)
@@ -134,7 +134,7 @@ def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
     Raises: UsageError: there is one. ClusterddpError: it did not start.
     """
     environment = process_environment("", environ)
-    # The runs have cookies of their own; who clears up after a run must not take the queue for a part of it.
+    # The runs have cookies of their own; a cleanup after a run must not end the queue with it.
     environment.pop(COOKIE)
     with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
         sweep.cancel_file.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def _await_queue(sweep: SweepDir, process: subprocess.Popen[bytes]) -> None:
 def _locked(sweep: SweepDir) -> Iterator[int]:
     """Hold the lock of the queue; what inherits the descriptor holds it, too.
 
-    Raises: UsageError: somebody else has it.
+    Raises: UsageError: another process has it.
     """
     descriptor = os.open(sweep.queue_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -29,7 +29,7 @@ _COMMAND_SHOWN = 78
 def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     """Return the plan as JSON data without the run's secret token, which only its processes may know.
 
-    `scheduler` is what Slurm says of it, for a plan that goes there.
+    `scheduler` is Slurm's answer to `sbatch --test-only`, for a plan that goes there.
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
     if plan.ssh:
@@ -40,7 +40,7 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Tell what the scheduler says of a plan."""
+    """Write the scheduler's answer to a plan."""
     if verdict is None:
         return []
     word = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
@@ -54,7 +54,7 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Tell everything that a submit would do."""
+    """Write everything that a submit would do."""
     if plan.ssh:
         from clusterddp.planning.plan import plan_on_hosts
 
@@ -113,7 +113,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def entry_words(entry: Entry) -> str:
-    """Say what an entry runs: a command line, or a call."""
+    """Write what an entry runs: a command line, or a call."""
     if entry.kind == "function":
         named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
         values = [json.dumps(value, ensure_ascii=False) for value in entry.args]
@@ -198,11 +198,11 @@ def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     """Name what holds for all hosts."""
     data = [f"{spell_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
     parts = " and ".join([*(["the code"] if with_code else []), *data])
-    facts = [("sends", f"{parts} to each host, but for what is there already" if parts else "nothing of yours")]
-    facts.append(("variables", "those under env and secrets of the spec; none of this shell's go along"))
+    facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
+    facts.append(("variables", "those under env and secrets of the spec; no variable of this shell is sent"))
     facts.append(("fetches", ", ".join(ssh.fetch) or "nothing: all results stay on the hosts"))
     if any(node.gpus for node in ssh.hosts):
-        facts.append(("busy GPUs", "it waits in line" if ssh.when_busy == "wait" else "it is refused"))
+        facts.append(("busy GPUs", "the run waits for them" if ssh.when_busy == "wait" else "the run is refused"))
     if ssh.attached:
         facts.append(("attached", "the run ends with the process that submits it"))
     return facts
@@ -220,7 +220,7 @@ def ssh_table(plan: Plan) -> list[str]:
 
 
 def ssh_lines(plan: Plan) -> list[str]:
-    """Tell what is written and started on the hosts."""
+    """Write what is written and started on the hosts."""
     from clusterddp.planning.details import files_on_hosts
 
     assert plan.ssh is not None

@@ -1,4 +1,4 @@
-"""How the progress of a run is drawn while somebody waits: a bar on a terminal, lines elsewhere."""
+"""How the progress of a run is drawn while a command waits: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

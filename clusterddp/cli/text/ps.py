@@ -25,7 +25,7 @@ _KINDS = {"run": "run", "code": "snapshot of code", "package": "clusterddp", "re
 
 def process_lines(found: Mapping[str, list[RunHere] | SshError]) -> list[str]:
     """Lay out the runs of each machine as one table; machines that could not be asked follow."""
-    rows = [["HOST", "RUN", "STATE", "PROCESSES", "GPUS", "SINCE", "ANSWERED FOR BY"]]
+    rows = [["HOST", "RUN", "STATE", "PROCESSES", "GPUS", "SINCE", "SUPERVISED BY"]]
     for host, runs in found.items():
         if isinstance(runs, SshError):
             continue
@@ -35,7 +35,7 @@ def process_lines(found: Mapping[str, list[RunHere] | SshError]) -> list[str]:
 
 
 def failure_lines(found: Mapping[str, Any]) -> list[str]:
-    """Say which machines could not be asked, and what mends that."""
+    """Write which machines could not be asked, and the fix."""
     lines = []
     for host, error in found.items():
         if isinstance(error, SshError):
@@ -95,7 +95,7 @@ def clearing_lines(clearing: Clearing) -> list[str]:
 
 
 def say_kept(clearing: Clearing) -> None:
-    """Say what gc leaves alone, though somebody may expect it to go."""
+    """Say what gc leaves alone, though the user may expect it to go."""
     say_unmarked(clearing.left_over)
     for host, storage in answers(clearing.storages).items():
         if storage.unfinished:
@@ -155,7 +155,7 @@ def _row(host: str, run: RunHere) -> list[str]:
         _processes(run),
         ",".join(run.gpus) or "-",
         duration(run.age_s),
-        "nobody" if run.answered_by is None else printable(run.answered_by),
+        "-" if run.answered_by is None else printable(run.answered_by),
     ]
 
 
@@ -208,7 +208,7 @@ def _say_ended(host: str, label: str, ended: Ended, put: Callable[[str], object]
         put(f"{_processes_text(ended.ended)} of {printable(label)} ended on {printable(host)}")
     if ended.answered_by is not None:
         whom = printable(ended.answered_by)
-        say(f"{printable(host)}: {printable(label)} is answered for by now, by {whom}: left alone")
+        say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: left alone")
     if ended.left:
         say_error(
             f"{host}: {_processes_text(len(ended.left))} of {label} cannot be ended: {', '.join(ended.left)}",

@@ -1,4 +1,4 @@
-"""How a run is told to a person: its state, progress, ranks, why it failed, and what to type next."""
+"""How a run is shown: its state, progress and ranks, why it failed, and what to type next."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def warning_text(warning: str) -> str:
 
 
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
-    """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
     lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
@@ -71,7 +71,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
 
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
-    """Tell why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    """Write why the run failed: the first failure, and the end of what that rank wrote to standard error."""
     from clusterddp.look.log_file import read_log_tail
 
     code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
@@ -115,7 +115,7 @@ def next_steps(
 
 
 def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return what goes on with a run that has ended, or repeats it: for ranks that people started, people do."""
+    """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
     launcher = (read_json(run.record) or {}).get("launcher")
     goes_on = _has_checkpoint(run)
     if launcher in _BY_HAND:
@@ -127,7 +127,7 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
 
 
 def _has_checkpoint(run: RunDir) -> bool:
-    """Say whether there is a checkpoint, here or, of a run on SSH hosts, there."""
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
     from clusterddp.run.host_reports import read_reports
 
     here = next(run.checkpoints.glob("*.json"), None) is not None
@@ -135,7 +135,7 @@ def _has_checkpoint(run: RunDir) -> bool:
 
 
 def progress_text(progress: Progress) -> str:
-    """Tell in one line how far a run is; what is not known is left out."""
+    """Write in one line how far a run is; unknown values are left out."""
     parts = []
     if progress.epoch is not None:
         parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
@@ -150,12 +150,12 @@ def progress_text(progress: Progress) -> str:
 
 
 def phases_text(phases: Mapping[str, float]) -> str:
-    """Tell in one line how long each phase of a start took."""
+    """Write in one line how long each phase of a start took."""
     return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
 
 
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
-    """Tell what way NCCL's data takes, nodes that say the same together."""
+    """Write which way NCCL's data takes, equal nodes together."""
     nodes: dict[str, list[str]] = {}
     for transport in transports:
         devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
@@ -167,7 +167,7 @@ def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
 
 
 def measures(progress: Progress) -> list[str]:
-    """Tell loss, accuracy and speed, as far as they are known."""
+    """Write loss, accuracy and speed, as far as they are known."""
     parts = []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
@@ -227,7 +227,7 @@ def _where(status: RunStatus) -> str:
 
 
 def _job_facts(job: Job) -> list[str]:
-    """Tell Slurm's word, where it adds to ours, and where the job is."""
+    """Write Slurm's state of the job, where it adds to ours, and where the job is."""
     parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
     if job.nodes:
         parts.append(f"on {printable(job.nodes)}")

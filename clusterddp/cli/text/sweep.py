@@ -39,7 +39,7 @@ def masked_plan(plan: SweepPlan) -> dict[str, Any]:
 
 
 def plan_lines(plan: SweepPlan) -> list[str]:
-    """Tell everything that a submit of a sweep would do: the variants, what starts them, the plan of the first run."""
+    """Write everything that a submit of a sweep would do: its runs, what starts them, the plan of the first run."""
     carrier = "one Slurm job array" if plan.job else "started in turn by a queue on this machine"
     lines = [f"sweep {click.style(plan.sweep, bold=True)}: {count_text(len(plan.runs))}, {carrier}", ""]
     rows = [["RUN", *plan.keys]]
@@ -70,7 +70,7 @@ def status_head(status: SweepStatus) -> str:
 
 
 def counts_text(status: SweepStatus) -> str:
-    """Tell how many runs are in which state."""
+    """Write how many runs are in which state, in colour."""
     return ", ".join(f"{count} {state_text(state)}" for state, count in status.states.items())
 
 
@@ -90,7 +90,7 @@ def count_text(runs: int) -> str:
 
 
 def _queue_lines(status: SweepStatus) -> list[str]:
-    """Say what the queue does; nothing where Slurm starts the runs, or no run is left to start."""
+    """Write what the queue does; nothing where Slurm starts the runs, or no run is left to start."""
     if status.queue is None:
         return []
     state, host = status.queue.state, status.queue.identity.host
