@@ -137,7 +137,7 @@ def runs_option(function: _F) -> _F:
 def output_option(function: _F) -> _F:
     """Declare `-o text|json`."""
     return click.option(
-        "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="What stdout carries."
+        "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Print text, or JSON for scripts."
     )(function)
 
 
@@ -162,7 +162,9 @@ def plan_options(function: _F) -> _F:
     return _declare(
         function,
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
-        click.option("--attach", is_flag=True, help="ssh: stay; the run ends when this command does, by Ctrl-C, too."),
+        click.option(
+            "--attach", is_flag=True, help="With ssh: stay attached; the run ends with this command, also by Ctrl-C."
+        ),
     )
 
 
@@ -171,7 +173,7 @@ def start_options(function: _F) -> _F:
     return _declare(
         _collected("options", StartOptions)(function),
         click.option("--wait", is_flag=True, help="Wait until the run has ended; exit code 0, 5 failed, 6 cancelled."),
-        click.option("-f", "--follow", is_flag=True, help="Wait, and show what rank 0 writes."),
+        click.option("-f", "--follow", is_flag=True, help="Wait, and show what rank 0 prints."),
         output_option,
         runs_option,
     )

@@ -18,7 +18,9 @@ from clusterddp.look.printable import printable
 @command("join")
 @click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--node-rank", type=click.IntRange(min=0), metavar="N", help="Which of the hosts this machine is.")
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), metavar="N", help="The place of this machine in ssh.hosts, from 0."
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -30,7 +32,7 @@ from clusterddp.look.printable import printable
     "--resume", metavar="RUN", help="Go on with an earlier run of these machines, from its newest checkpoint."
 )
 @click.option("--cpu", is_flag=True, help="Run the ranks on the CPU, with gloo; on all machines or none.")
-@click.option("-f", "--follow", is_flag=True, help="Show what rank 0 writes; on node 0.")
+@click.option("-f", "--follow", is_flag=True, help="Show what rank 0 prints; on node 0.")
 @output_option
 @profile_option
 @runs_option

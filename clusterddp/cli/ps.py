@@ -30,9 +30,20 @@ def _machine_options(function: _F) -> _F:
     for decorate in (
         runs_option,
         output_option,
-        click.option("--dir", "root", metavar="DIR", help="ssh.dir of the spec, where it is not ~/.clusterddp."),
-        click.option("--python", metavar="PATH", help="The Python of --hosts, where it is not python3."),
-        click.option("--hosts", multiple=True, metavar="HOST,..", type=HostName(), help="Not here: node[1-4],gpu7."),
+        click.option(
+            "--dir",
+            "root",
+            metavar="DIR",
+            help="Directory of runs on a machine: ssh.dir of the spec, else ~/.clusterddp.",
+        ),
+        click.option("--python", metavar="PATH", help="The Python on --hosts; default: python3."),
+        click.option(
+            "--hosts",
+            multiple=True,
+            metavar="HOST,..",
+            type=HostName(),
+            help="These hosts over SSH, not this machine: node[1-4],gpu7.",
+        ),
         click.argument("name", metavar="[RUN]", type=RunName(), default=None, required=False),
     ):
         function = decorate(function)
@@ -86,7 +97,7 @@ def ps(
 @_machine_options
 @click.option("--older-than", metavar="30d", help="Also remove runs that ended that long ago, and what they needed.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("-n", "--dry-run", is_flag=True, help="Show it and do nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be ended and removed; do nothing.")
 @click.pass_obj
 def gc(
     terminal: Terminal,

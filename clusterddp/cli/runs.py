@@ -43,7 +43,7 @@ _RUNS_AT_ONCE = 1000
 @works_at_login
 @run_argument()
 @click.option("-a", "--all-ranks", is_flag=True, help="One line per rank, however many there are.")
-@click.option("-w", "--watch", is_flag=True, help="Go on showing it until the run has ended.")
+@click.option("-w", "--watch", is_flag=True, help="Update the display until the run has ended.")
 @output_option
 @runs_option
 @click.pass_obj

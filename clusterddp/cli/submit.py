@@ -116,9 +116,9 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
 @start_options
 @click.pass_obj
 def resume(terminal: Terminal, *, name: str, options: StartOptions) -> int:
-    """Go on from a run's newest checkpoint: the next attempt of the same run.
+    """Continue a run from its newest checkpoint: the next attempt of the same run.
 
-    With the name of a sweep: with what is left of it, in its queue.
+    With the name of a sweep: continue what is left of it, in its queue.
     """
     from clusterddp.submission.submit import resume as resume_run
 
