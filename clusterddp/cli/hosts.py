@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clusterddp.cli.arguments import HostName, command, output_option
-from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error, table
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
+from clusterddp.cli.text.ps import failure_json, failure_lines
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.ssh.config import Destination
@@ -35,12 +34,17 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
     from clusterddp.ssh.connect import connect_all
 
     results = connect_all(expand_all(hosts), environ=terminal.environ)
-    found = [_row(host, result) for host, result in results.items()]
+    found = {host: _measure(result) for host, result in results.items()}
+    healthy = not any(isinstance(each, SshError) for each in found.values())
     if output == "json":
-        put_json({"healthy": all(row["ok"] for row in found), "hosts": found})
+        rows = [
+            failure_json(host, each) if isinstance(each, SshError) else {"host": host, "ok": True, **each}
+            for host, each in found.items()
+        ]
+        put_json({"healthy": healthy, "hosts": rows})
     else:
         put("\n".join(_check_lines(found)))
-    return 0 if all(row["ok"] for row in found) else PreflightError.exit_code
+    return 0 if healthy else PreflightError.exit_code
 
 
 @command("trust")
@@ -72,8 +76,12 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     if shown:
         check_expected(shown, expected)
         put("\n".join(table(_key_rows(shown))))
-        if not (yes or _confirm(len(shown))):
-            say("nothing was written")
+        question = (
+            "Is this the key of the host?" if len(shown) == 1 else f"Are these the keys of the {len(shown)} hosts?"
+        )
+        hint, refused = "--yes HOST=SHA256:..., once you compared them", "nothing was written"
+        if not (yes or confirm(question, hint=hint, refused=refused)):
+            say(refused)
             return 1
         for path, count in add_known_hosts(shown).items():
             say(f"added {count} {'key' if count == 1 else 'keys'} to {path}")
@@ -139,32 +147,17 @@ def _key_rows(shown: dict[Destination, HostKey]) -> list[list[str]]:
     return rows + [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
 
 
-def _confirm(count: int) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "cannot ask: standard input is no terminal",
-            hint="--yes HOST=SHA256:..., once you compared them",
-        )
-    question = "Is this the key of the host?" if count == 1 else f"Are these the keys of the {count} hosts?"
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort as abort:
-        raise KeyboardInterrupt("nothing was written") from abort
-
-
-def _row(host: str, result: Connection | SshError) -> dict[str, Any]:
-    """Describe one host, and let go of the connection."""
+def _measure(result: Connection | SshError) -> dict[str, Any] | SshError:
+    """Describe how a host was reached, and close the connection."""
     if isinstance(result, SshError):
-        return _failed(host, result)
+        return result
     with result:
         try:
             round_trip_s = result.measure_round_trip_s()
         except SshError as error:
-            return _failed(host, error)
+            return error
         way = result.destination
         return {
-            "host": host,
-            "ok": True,
             "hostname": way.hostname,
             "port": way.port,
             "user": way.user,
@@ -175,23 +168,11 @@ def _row(host: str, result: Connection | SshError) -> dict[str, Any]:
         }
 
 
-def _failed(host: str, error: SshError) -> dict[str, Any]:
-    return {"host": host, "ok": False, "phase": error.phase, "found": error.found, "fix": error.hint}
-
-
-def _check_lines(found: list[dict[str, Any]]) -> list[str]:
+def _check_lines(found: Mapping[str, dict[str, Any] | SshError]) -> list[str]:
     """Lay out the hosts as one table, those that fail after the others, each with its fix."""
     rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
-    for row in found:
-        if row["ok"]:
-            address = f"{row['hostname']}:{row['port']}"
-            via = ",".join(row["jumps"]) or "-"
-            rows.append([row["host"], address, row["user"], via, row["key_type"], f"{row['round_trip_ms']} ms"])
-    lines = table(rows) if len(rows) > 1 else []
-    for row in found:
-        if not row["ok"]:
-            failed = click.style("failed", fg="red", bold=True)
-            lines.append(f"{printable(row['host'])}  {failed}  {row['phase']}: {printable(row['found'])}")
-            if row["fix"]:
-                lines.append(f"      {click.style('fix:', bold=True)} {printable(row['fix'])}")
-    return lines
+    for host, each in found.items():
+        if not isinstance(each, SshError):
+            address, via = f"{each['hostname']}:{each['port']}", ",".join(each["jumps"]) or "-"
+            rows.append([host, address, each["user"], via, each["key_type"], f"{each['round_trip_ms']} ms"])
+    return [*(table(rows) if len(rows) > 1 else []), *failure_lines(found)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.arguments import HostName, RunName, command, output_option, runs_option
-from clusterddp.cli.terminal import Terminal, put, put_json, say
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.directory import find_run
 from clusterddp.run.record import read_run
@@ -138,8 +137,9 @@ def gc(
             if answers(clearing.found):
                 say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
         elif not dry_run:
-            if not (yes or _confirm(question)):
-                say("nothing was ended, nothing was removed")
+            refused = "nothing was ended, nothing was removed"
+            if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
+                say(refused)
                 return 1
             clearing.carry_out()
             text.say_cleared(clearing, show)
@@ -196,12 +196,3 @@ def _read_age(text: str) -> float:
         # What is younger may be part of a submit that is under way.
         raise UsageError(f"--older-than {text}: an age of an hour or more is expected", hint="12h, 30d, 4w")
     return int(match[1]) * _UNIT_S[match[2]]
-
-
-def _confirm(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("cannot ask: standard input is no terminal", hint="--yes, or -n to look only")
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort as abort:
-        raise KeyboardInterrupt("nothing was ended, nothing was removed") from abort

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.look.printable import UNSAFE, printable
 
 _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
@@ -74,6 +75,19 @@ def say_error(message: str, *, hint: str | None = None) -> None:
     say(f"{click.style('error:', fg='red', bold=True)} {message}")
     if hint:
         say(f"{click.style('hint:', bold=True)} {hint}")
+
+
+def confirm(question: str, *, hint: str, refused: str) -> bool:
+    """Ask the user a question of yes or no; Ctrl-C is no, with `refused` as its message.
+
+    Raises: UsageError: standard input is no terminal; `hint` says how to do without the question.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("cannot ask: standard input is no terminal", hint=hint)
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as abort:
+        raise KeyboardInterrupt(refused) from abort
 
 
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
