@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.slurm.cluster import Cluster, read_cluster
 from clusterddp.slurm.partitions import Association, NodeGroup, Partition
+from clusterddp.system.units import spell_count
 
 _COMMENT_COLUMN = 30
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -72,7 +73,9 @@ def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | N
 def fill_in(cluster: Cluster, partition: Partition) -> tuple[Filled, ...]:
     """Compute the values of a first spec for one node of a partition."""
     default = "the default partition" if partition.is_default else "a partition of this cluster"
-    filled = [Filled(key="partition", value=partition.name, why=f"{default}: {_count(partition.num_nodes, 'node')}")]
+    filled = [
+        Filled(key="partition", value=partition.name, why=f"{default}: {spell_count(partition.num_nodes, 'node')}")
+    ]
     group = typical_nodes(partition)
     if group is not None:
         filled += _fill_node(partition, group)
@@ -112,7 +115,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
         yield f"a sweep has at most {max(cluster.max_array_size - 1, 0)} runs (MaxArraySize)"
     limits = [association.max_submit for association in cluster.associations if association.max_submit is not None]
     if limits:
-        yield f"you may have {_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
+        yield f"you may have {spell_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
         yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
     for words in cluster.unanswered:
@@ -128,11 +131,11 @@ def time_text(seconds: int) -> str:
 
 def _fill_node(partition: Partition, group: NodeGroup) -> Iterator[Filled]:
     if group.num_gpus:
-        kinds = " + ".join(f"{count} x {name}" if name else _count(count, "GPU") for name, count in group.gpus)
+        kinds = " + ".join(f"{count} x {name}" if name else spell_count(count, "GPU") for name, count in group.gpus)
         ranks, share = group.num_gpus, 1.0
         yield Filled(key="gpus_per_node", value=str(ranks), why=f"a node of {partition.name} has {kinds}; a rank each")
         cores = max(1, group.cpus // ranks)
-        why = f"{group.cpus} CPUs shared by {_count(ranks, 'rank')}"
+        why = f"{group.cpus} CPUs shared by {spell_count(ranks, 'rank')}"
     else:
         ranks = min(_CPU_RANKS, max(1, group.cpus))
         cores = max(1, min(_CPU_CORES, group.cpus // ranks))
@@ -195,10 +198,6 @@ def why_not(cluster: Cluster, partition: Partition) -> str:
         allowed = partition.allow_accounts
         return f"it takes the accounts {', '.join(allowed)}" if allowed else "it denies your accounts"
     return f"it is for the groups {', '.join(partition.allow_groups or ())}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def fill_template(template: str, values: Sequence[Filled]) -> str:

@@ -13,7 +13,7 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
-from clusterddp.system.units import spell_bytes
+from clusterddp.system.units import spell_bytes, spell_count
 
 if TYPE_CHECKING:
     from clusterddp.launchers.slurm.ask import Verdict
@@ -137,16 +137,15 @@ def _ranks(plan: Plan) -> str:
     gang = plan.gang
     per_node = sorted({len(node.ranks) for node in gang.nodes})
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
-    nodes, ranks = ("node" if len(gang.nodes) == 1 else "nodes"), ("rank" if gang.world_size == 1 else "ranks")
-    threads = "1 thread" if gang.threads_per_rank == 1 else f"{gang.threads_per_rank} threads"
+    nodes, threads = spell_count(len(gang.nodes), "node"), spell_count(gang.threads_per_rank, "thread")
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
     device = "one GPU each" if has_gpus else "on the CPU"
     if gang.entry.spawns:
         device = "all GPUs of its node each" if has_gpus else "on the CPU"
         own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
-        return f"{len(gang.nodes)} {nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
-    return f"{len(gang.nodes)} {nodes} x {many} = {gang.world_size} {ranks}, {device}, {threads} each"
+        return f"{nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
+    return f"{nodes} x {many} = {spell_count(gang.world_size, 'rank')}, {device}, {threads} each"
 
 
 def _code(plan: Plan) -> str:
@@ -232,7 +231,7 @@ def ssh_lines(plan: Plan) -> list[str]:
         f"  {printable(path)}" for path in files_on_hosts(plan.ssh, plan.dir_on_hosts, with_code=bool(plan.snapshot))
     ]
     for send in plan.ssh.send:
-        files = f"{send.files} {'file' if send.files == 1 else 'files'}"
+        files = spell_count(send.files, "file")
         lines.append(f"  {printable(send.target)}  <- {printable(send.source)} ({files}, {spell_bytes(send.bytes)})")
     lines += ["", click.style("commands on the hosts", bold=True)]
     lines.append("  on each, over SSH, one constant command; all else goes to its standard input as data:")

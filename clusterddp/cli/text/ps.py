@@ -12,7 +12,7 @@ from clusterddp.cli.terminal import duration, say, say_error, table
 from clusterddp.errors import SshError
 from clusterddp.look.clearing import answers
 from clusterddp.look.printable import printable
-from clusterddp.system.units import spell_bytes
+from clusterddp.system.units import spell_bytes, spell_count
 
 if TYPE_CHECKING:
     from clusterddp.look.clearing import Clearing
@@ -82,10 +82,12 @@ def clearing_question(clearing: Clearing) -> str:
     """Write what is to be done, as a question; empty when there is nothing to do."""
     processes = sum(len(run.processes) for runs in clearing.left_over.values() for run in runs)
     removable = [each for storage in answers(clearing.storages).values() for each in storage.removable]
-    words = [f"end {_processes_text(processes)}"] if processes else []
+    words = [f"end {spell_count(processes, 'process')}"] if processes else []
     if removable:
-        words.append(f"remove {_directories(len(removable))} ({spell_bytes(sum(each.size for each in removable))})")
-    return " and ".join(words).capitalize() + "?" if words else ""
+        size = spell_bytes(sum(each.size for each in removable))
+        words.append(f"remove {spell_count(len(removable), 'directory')} ({size})")
+    question = " and ".join(words)
+    return f"{question[:1].upper()}{question[1:]}?" if words else ""
 
 
 def clearing_lines(clearing: Clearing) -> list[str]:
@@ -110,9 +112,9 @@ def say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
     for host, runs in left_over.items():
         for run in runs:
             if run.unmarked:
-                pids = " ".join(map(str, run.unmarked))
+                processes, pids = spell_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
                 say(
-                    f"{printable(host)}: {_processes_text(len(run.unmarked))} that {printable(run.label)} has started "
+                    f"{printable(host)}: {processes} that {printable(run.label)} has started "
                     f"carry no cookie, gc leaves them alone: kill {pids}"
                 )
 
@@ -134,7 +136,7 @@ def say_cleared(clearing: Clearing, put: Callable[[str], object]) -> None:
         gone = [each for each in removed if each.error is None]
         if gone:
             size = spell_bytes(sum(each.size for each in gone))
-            put(f"{_directories(len(gone))} removed on {printable(host)}, {size}")
+            put(f"{spell_count(len(gone), 'directory')} removed on {printable(host)}, {size}")
         for stays in removed:
             if stays.error is not None:
                 say_error(f"{host}: {stays.place} stays: {stays.error}")
@@ -205,20 +207,12 @@ def _host_json(clearing: Clearing, host: str) -> dict[str, Any]:
 def _say_ended(host: str, label: str, ended: Ended, put: Callable[[str], object]) -> None:
     """Say it in one line: `3 processes of brisk-otter-3 ended on gpu01`."""
     if ended.ended or ended.answered_by is None:
-        put(f"{_processes_text(ended.ended)} of {printable(label)} ended on {printable(host)}")
+        put(f"{spell_count(ended.ended, 'process')} of {printable(label)} ended on {printable(host)}")
     if ended.answered_by is not None:
         whom = printable(ended.answered_by)
         say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: left alone")
     if ended.left:
         say_error(
-            f"{host}: {_processes_text(len(ended.left))} of {label} cannot be ended: {', '.join(ended.left)}",
+            f"{host}: {spell_count(len(ended.left), 'process')} of {label} cannot be ended: {', '.join(ended.left)}",
             hint="what waits for a disk or a driver ends when that answers; else the host needs a restart",
         )
-
-
-def _processes_text(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
-
-
-def _directories(count: int) -> str:
-    return "1 directory" if count == 1 else f"{count} directories"
