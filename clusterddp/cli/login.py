@@ -179,7 +179,7 @@ def _run(
     )
     output.finish()
     if code is None:
-        named = str(errand.arguments[-1]) if {"name", "names"} & params.keys() else None
+        named = str(errand.arguments[-1]) if params.get("name") or params.get("names") else None
         raise explain_cut(node, first_line.run if first_line else named, submits=submits)
     return code
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _BREAKS = frozenset(" \t\n;&|()<>")
-_GLOB = frozenset("*?[")
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-"""What a shell makes several words of; `{a}` it leaves alone."""
+_BRACES = re.compile(r"\{([^{}\s]*)\}")
 _RUN = re.compile(r"[A-Za-z0-9_./:,+@%-]+")
 _QUOTED_RUN = re.compile(r'[^"$`\\]+')
 _BLANKS = re.compile(r"(?:[ \t]|\\\n)*")
@@ -217,7 +215,9 @@ class _Scanner:
             text = "" if follower == "\n" else follower or char
             return [self._piece("text", begin, quoted=True, text=text)]
         at_begin = begin == 0 or self._text[begin - 1] in _BREAKS or self._text[begin - 1] == "="
-        computed = char in _GLOB or (char == "~" and at_begin) or (char == "{" and _BRACES.match(self._text, begin))
+        braces = _BRACES.match(self._text, begin)  # `{a,b}` and `{1..3}` become several words, `{a}` stays
+        computed = char in "*?[" or (char == "~" and at_begin)
+        computed = computed or (braces is not None and ("," in braces[1] or ".." in braces[1]))
         return [self._piece("opaque" if computed else "text", begin, quoted=False)]
 
     def _single_quoted(self) -> Piece:
