@@ -12,7 +12,7 @@ from clusterddp.cli.arguments import HostName, command, output_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
 from clusterddp.cli.text.ps import failure_json, failure_lines
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.ssh.config import Destination
@@ -85,7 +85,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
             say(refused)
             return 1
         for path, count in add_known_hosts(shown).items():
-            say(f"added {spell_count(count, 'key')} to {path}")
+            say(f"added {format_count(count, 'key')} to {path}")
     return PreflightError.exit_code if failed else 0
 
 

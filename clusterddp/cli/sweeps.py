@@ -22,7 +22,7 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.fresh import Home, kept_fresh
 from clusterddp.run.sweep import SweepDir
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.cli.arguments import StartOptions
@@ -125,7 +125,7 @@ def _show_plan(plan: SweepPlan, terminal: Terminal, output: str) -> int:
 def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
     """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
     carrier = text.carrier_text(submitted.launcher, submitted.job_id)
-    say(f"{verb} {click.style(submitted.sweep, bold=True)}: {spell_count(len(submitted.runs), 'run')}  ({carrier})")
+    say(f"{verb} {click.style(submitted.sweep, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")
     if options.output == "json":
         facts = {"sweep": submitted.sweep, "launcher": submitted.launcher, "job_id": submitted.job_id}
         put_json(facts | {"runs": list(submitted.runs)}, indent=None)

@@ -14,7 +14,7 @@ from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.rendezvous.muster import muster
 from clusterddp.rendezvous.signed import JOIN_KEY
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.submission.worker.place import Decided
@@ -86,7 +86,7 @@ def _print_met(here: Worker, decided: Decided, run_dir: Path) -> None:
     size = sum(len(ranks) for _, ranks in decided.nodes)
     hosts = f"{len(decided.nodes)} hosts" if len(decided.nodes) > 1 else decided.nodes[0][0]
     title = f"started by {here.launched.title}" if here.launched.launcher else "started without a launcher"
-    ranks = spell_count(size, "rank")
+    ranks = format_count(size, "rank")
     say(f"clusterddp: {run_dir.name}: {ranks} on {hosts}, {title}; backend {decided.backend}; {run_dir}")
     asked = here.resolved.job.resources
     if asked.world_size != size and ("resources.nodes" in here.resolved.origins or asked.ranks_per_node > 1):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.slurm.cluster import Cluster, read_cluster
 from clusterddp.slurm.partitions import Association, NodeGroup, Partition
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 _COMMENT_COLUMN = 30
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -74,7 +74,7 @@ def fill_in(cluster: Cluster, partition: Partition) -> tuple[Filled, ...]:
     """Compute the values of a first spec for one node of a partition."""
     default = "the default partition" if partition.is_default else "a partition of this cluster"
     filled = [
-        Filled(key="partition", value=partition.name, why=f"{default}: {spell_count(partition.num_nodes, 'node')}")
+        Filled(key="partition", value=partition.name, why=f"{default}: {format_count(partition.num_nodes, 'node')}")
     ]
     group = typical_nodes(partition)
     if group is not None:
@@ -115,7 +115,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
         yield f"a sweep has at most {max(cluster.max_array_size - 1, 0)} runs (MaxArraySize)"
     limits = [association.max_submit for association in cluster.associations if association.max_submit is not None]
     if limits:
-        yield f"you may have {spell_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
+        yield f"you may have {format_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
         yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
     for words in cluster.unanswered:
@@ -131,11 +131,11 @@ def time_text(seconds: int) -> str:
 
 def _fill_node(partition: Partition, group: NodeGroup) -> Iterator[Filled]:
     if group.num_gpus:
-        kinds = " + ".join(f"{count} x {name}" if name else spell_count(count, "GPU") for name, count in group.gpus)
+        kinds = " + ".join(f"{count} x {name}" if name else format_count(count, "GPU") for name, count in group.gpus)
         ranks, share = group.num_gpus, 1.0
         yield Filled(key="gpus_per_node", value=str(ranks), why=f"a node of {partition.name} has {kinds}; a rank each")
         cores = max(1, group.cpus // ranks)
-        why = f"{group.cpus} CPUs shared by {spell_count(ranks, 'rank')}"
+        why = f"{group.cpus} CPUs shared by {format_count(ranks, 'rank')}"
     else:
         ranks = min(_CPU_RANKS, max(1, group.cpus))
         cores = max(1, min(_CPU_CORES, group.cpus // ranks))

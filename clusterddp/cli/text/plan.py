@@ -13,7 +13,7 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
-from clusterddp.system.units import spell_bytes, spell_count
+from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from clusterddp.launchers.slurm.ask import Verdict
@@ -137,7 +137,7 @@ def _ranks(plan: Plan) -> str:
     gang = plan.gang
     per_node = sorted({len(node.ranks) for node in gang.nodes})
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
-    nodes, threads = spell_count(len(gang.nodes), "node"), spell_count(gang.threads_per_rank, "thread")
+    nodes, threads = format_count(len(gang.nodes), "node"), format_count(gang.threads_per_rank, "thread")
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
     device = "one GPU each" if has_gpus else "on the CPU"
@@ -145,14 +145,14 @@ def _ranks(plan: Plan) -> str:
         device = "all GPUs of its node each" if has_gpus else "on the CPU"
         own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
         return f"{nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
-    return f"{nodes} x {many} = {spell_count(gang.world_size, 'rank')}, {device}, {threads} each"
+    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {threads} each"
 
 
 def _code(plan: Plan) -> str:
     snapshot = plan.snapshot
     if not snapshot:
         return "no snapshot" + (": it runs from where it lies" if plan.spec.get("entry") else "")
-    size = spell_bytes(snapshot["bytes"])
+    size = format_bytes(snapshot["bytes"])
     return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
 
 
@@ -195,7 +195,7 @@ def value_text(value: Any) -> str:
 
 def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     """Name what holds for all hosts."""
-    data = [f"{spell_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
+    data = [f"{format_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
     parts = " and ".join([*(["the code"] if with_code else []), *data])
     facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
     facts.append(("variables", "those under env and secrets of the spec; no variable of this shell is sent"))
@@ -231,8 +231,8 @@ def ssh_lines(plan: Plan) -> list[str]:
         f"  {printable(path)}" for path in files_on_hosts(plan.ssh, plan.dir_on_hosts, with_code=bool(plan.snapshot))
     ]
     for send in plan.ssh.send:
-        files = spell_count(send.files, "file")
-        lines.append(f"  {printable(send.target)}  <- {printable(send.source)} ({files}, {spell_bytes(send.bytes)})")
+        files = format_count(send.files, "file")
+        lines.append(f"  {printable(send.target)}  <- {printable(send.source)} ({files}, {format_bytes(send.bytes)})")
     lines += ["", click.style("commands on the hosts", bold=True)]
     lines.append("  on each, over SSH, one constant command; all else goes to its standard input as data:")
     shown = command if len(command) <= _COMMAND_SHOWN else f"{command[:_COMMAND_SHOWN]}... ({len(command)} characters)"

@@ -12,7 +12,7 @@ from clusterddp.cli.terminal import duration, say, say_error, table
 from clusterddp.errors import SshError
 from clusterddp.look.clearing import answers
 from clusterddp.look.printable import printable
-from clusterddp.system.units import spell_bytes, spell_count
+from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from clusterddp.look.clearing import Clearing
@@ -82,10 +82,10 @@ def clearing_question(clearing: Clearing) -> str:
     """Write what is to be done, as a question; empty when there is nothing to do."""
     processes = sum(len(run.processes) for runs in clearing.left_over.values() for run in runs)
     removable = [each for storage in answers(clearing.storages).values() for each in storage.removable]
-    words = [f"end {spell_count(processes, 'process')}"] if processes else []
+    words = [f"end {format_count(processes, 'process')}"] if processes else []
     if removable:
-        size = spell_bytes(sum(each.size for each in removable))
-        words.append(f"remove {spell_count(len(removable), 'directory')} ({size})")
+        size = format_bytes(sum(each.size for each in removable))
+        words.append(f"remove {format_count(len(removable), 'directory')} ({size})")
     question = " and ".join(words)
     return f"{question[:1].upper()}{question[1:]}?" if words else ""
 
@@ -112,7 +112,7 @@ def say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
     for host, runs in left_over.items():
         for run in runs:
             if run.unmarked:
-                processes, pids = spell_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
+                processes, pids = format_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
                 say(
                     f"{printable(host)}: {processes} that {printable(run.label)} has started "
                     f"carry no cookie, gc leaves them alone: kill {pids}"
@@ -135,8 +135,8 @@ def say_cleared(clearing: Clearing, put: Callable[[str], object]) -> None:
             continue
         gone = [each for each in removed if each.error is None]
         if gone:
-            size = spell_bytes(sum(each.size for each in gone))
-            put(f"{spell_count(len(gone), 'directory')} removed on {printable(host)}, {size}")
+            size = format_bytes(sum(each.size for each in gone))
+            put(f"{format_count(len(gone), 'directory')} removed on {printable(host)}, {size}")
         for stays in removed:
             if stays.error is not None:
                 say_error(f"{host}: {stays.place} stays: {stays.error}")
@@ -171,10 +171,10 @@ def _processes(run: RunHere) -> str:
 
 
 def _stored_row(host: str, root: str, stored: Stored) -> list[str]:
-    note = f"with {spell_bytes(stored.checkpoints)} of checkpoints" if stored.checkpoints else ""
+    note = f"with {format_bytes(stored.checkpoints)} of checkpoints" if stored.checkpoints else ""
     place = stored.place if stored.kind == "run" else stored.place[:24]
     age = duration(stored.age_s)
-    return [printable(host), _KINDS[stored.kind], printable(f"{root}/{place}"), age, spell_bytes(stored.size), note]
+    return [printable(host), _KINDS[stored.kind], printable(f"{root}/{place}"), age, format_bytes(stored.size), note]
 
 
 def _host_json(clearing: Clearing, host: str) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def _host_json(clearing: Clearing, host: str) -> dict[str, Any]:
 def _say_ended(host: str, label: str, ended: Ended, put: Callable[[str], object]) -> None:
     """Say it in one line: `3 processes of brisk-otter-3 ended on gpu01`."""
     if ended.ended or ended.answered_by is None:
-        put(f"{spell_count(ended.ended, 'process')} of {printable(label)} ended on {printable(host)}")
+        put(f"{format_count(ended.ended, 'process')} of {printable(label)} ended on {printable(host)}")
     if ended.answered_by is not None:
         whom = printable(ended.answered_by)
         say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: left alone")
     if ended.left:
         say_error(
-            f"{host}: {spell_count(len(ended.left), 'process')} of {label} cannot be ended: {', '.join(ended.left)}",
+            f"{host}: {format_count(len(ended.left), 'process')} of {label} cannot be ended: {', '.join(ended.left)}",
             hint="what waits for a disk or a driver ends when that answers; else the host needs a restart",
         )

@@ -13,7 +13,7 @@ from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import read_json
 from clusterddp.run.record import FOREIGN
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.look.events import NodeTransport
@@ -212,9 +212,9 @@ def _where(status: RunStatus) -> str:
     if status.job:
         parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)
-    count = spell_count(status.world_size, "rank")
+    count = format_count(status.world_size, "rank")
     if status.ranks and status.ranks[0].owns is not None:
-        programs = spell_count(len(status.ranks), "program")
+        programs = format_count(len(status.ranks), "program")
         parts.append(f"{running} of {programs} running" if status.state.value == "RUNNING" else programs)
         parts.append(f"{count} of their own")
     else:
@@ -233,7 +233,7 @@ def _job_facts(job: Job) -> list[str]:
     if job.nodes:
         parts.append(f"on {printable(job.nodes)}")
     elif job.num_nodes:
-        parts.append(spell_count(job.num_nodes, "node"))
+        parts.append(format_count(job.num_nodes, "node"))
     return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
 
 

@@ -13,7 +13,7 @@ from clusterddp.cli.terminal import table
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text.status import state_text
 from clusterddp.look.printable import printable
-from clusterddp.system.units import spell_count
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.look.sweep import SweepStatus
@@ -42,7 +42,7 @@ def masked_plan(plan: SweepPlan) -> dict[str, Any]:
 def plan_lines(plan: SweepPlan) -> list[str]:
     """Write everything that a submit of a sweep would do: its runs, what starts them, the plan of the first run."""
     carrier = "one Slurm job array" if plan.job else "started in turn by a queue on this machine"
-    lines = [f"sweep {click.style(plan.sweep, bold=True)}: {spell_count(len(plan.runs), 'run')}, {carrier}", ""]
+    lines = [f"sweep {click.style(plan.sweep, bold=True)}: {format_count(len(plan.runs), 'run')}, {carrier}", ""]
     rows = [["RUN", *plan.keys]]
     for run, values in zip(plan.runs[:_MOST_RUNS_SHOWN], plan.values[:_MOST_RUNS_SHOWN], strict=True):
         rows.append([run.run, *(_cell(value) for value in values.values())])
@@ -62,7 +62,7 @@ def plan_lines(plan: SweepPlan) -> list[str]:
 
 def status_head(status: SweepStatus) -> str:
     """Write the lines above the table of runs: the states, what carries the runs, and what their queue waits for."""
-    where = f"{spell_count(len(status.runs), 'run')}, " + (
+    where = f"{format_count(len(status.runs), 'run')}, " + (
         carrier_text(status.launcher, status.job_id) if status.job_id else status.launcher
     )
     where += f", {status.throttle} at a time" if status.throttle else ""
