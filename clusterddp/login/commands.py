@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.login.node import AT_LOGIN
-from clusterddp.planning.entry import plan_program
+from clusterddp.planning.program import plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import SEND_TIMEOUT_S, Cargo, Watch
 from clusterddp.run.git import describe_commit

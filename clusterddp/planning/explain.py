@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clusterddp.ranks.environment import ERROR_FILE, USERS, RankPlace, rank_variables
+from clusterddp.ranks.environment import ERROR_FILE, USERS, RankPlace, RankSettings, rank_variables
 from clusterddp.ranks.launched_sources import NAMES, Key, Launcher
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class Origin:
 def explain(job: JobSpec) -> list[Origin]:
     """Say for each launcher where each variable of a rank comes from."""
     place = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, num_nodes=2)
-    variables = rank_variables(
-        place,
+    settings = RankSettings(
+        place=place,
         run="RUN",
         attempt=0,
         restarts=job.restarts,
@@ -93,7 +93,7 @@ def explain(job: JobSpec) -> list[Origin]:
         user=job.env,
         on_cpu=True,
     )
-    planned = {name: variable.origin for name, variable in variables.items()}
+    planned = {name: variable.origin for name, variable in rank_variables(settings).items()}
     ours = dict(planned)
     if job.start == "torchrun":
         ours |= {name: f"{planned[name]}, which is torchrun's count" for name in _PLACE}

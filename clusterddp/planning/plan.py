@@ -13,19 +13,20 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
 from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
-from clusterddp.planning.entry import Trial, entry_of, move_entry, plan_program, trial_of
+from clusterddp.planning.entry import Trial, entry_of, move_entry, trial_of
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import Request
+from clusterddp.planning.placement import Placement, Request
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.program import plan_program
 from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
 from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.gang import Gang
+from clusterddp.run.gang import Entry, Gang
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -143,8 +144,39 @@ def plan_run(
         entry, spec = trial_of(trial, entry, spec, on_cpu=placement.on_cpu)
     if not (slurm or ssh or queued):
         spec, placement = fit_memory(job.name, spec, placement)
+    gang = plan_gang(job, placement, entry, run=run, token=token)
+    if not (slurm or ssh):
+        gang = dataclasses.replace(gang, master_addr=MASTER_ADDR)
+    if slurm:  # the allocation's end is the limit
+        gang = dataclasses.replace(gang, time_limit_s=None)
+    plan = Plan(
+        run=run,
+        token=token,
+        name=job.name,
+        launcher=job.launcher,
+        runs_dir=runs_dir,
+        working_dir=working_dir,
+        spec=spec,
+        spec_text=spec_text(job),
+        gang=gang,
+        rank0={},
+        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
+        snapshot=program.snapshot_summary,
+        secrets=tuple(job.secrets),
+        parent=parent,
+        files=(),
+        commands=(),
+        slurm=slurm,
+        ssh=ssh,
+    )
+    return move_plan(plan, runs_dir / run)
+
+
+def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, token: str) -> Gang:
+    """Plan the gang of a run; the address of its head is found at the start."""
     time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
-    gang = Gang(
+    return Gang(
         run=run,
         token=token,
         nodes=placement.nodes,
@@ -152,40 +184,15 @@ def plan_run(
         threads_per_rank=placement.threads_per_rank,
         backend=placement.backend,
         on_cpu=placement.on_cpu,
-        # On Slurm and over SSH the address is found at the start; on Slurm the allocation's end is the limit.
-        master_addr="" if slurm or ssh else MASTER_ADDR,
+        master_addr="",
         master_port=None if job.network.master_port == "auto" else job.network.master_port,
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
         start=job.start,
-        time_limit_s=None if slurm else time_limit_s,
+        time_limit_s=time_limit_s,
         stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
         **timeouts_of(job, len(placement.nodes)),
-    )
-    return move_plan(
-        Plan(
-            run=run,
-            token=token,
-            name=job.name,
-            launcher=job.launcher,
-            runs_dir=runs_dir,
-            working_dir=working_dir,
-            spec=spec,
-            spec_text=spec_text(job),
-            gang=gang,
-            rank0={},
-            changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-            notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
-            snapshot=program.snapshot_summary,
-            secrets=tuple(job.secrets),
-            parent=parent,
-            files=(),
-            commands=(),
-            slurm=slurm,
-            ssh=ssh,
-        ),
-        runs_dir / run,
     )
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.facts.torch import INSTALL_CUDA
-from clusterddp.planning.entry import TRAINER
 from clusterddp.planning.environment import is_secret
+from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang
 from clusterddp.spec.image_sets import is_there
 from clusterddp.system.storage import find_mount

@@ -60,43 +60,60 @@ def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
     return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "a"))
 
 
-def rank_variables(
-    place: RankPlace,
-    *,
-    run: str,
-    attempt: int,
-    restarts: int,
-    master_addr: str,
-    master_port: int | str,
-    threads: int,
-    gpus: tuple[str, ...] | None,
-    interface: str | None,
-    backend: str,
-    run_dir: str,
-    token: str,
-    user: Mapping[str, str],
-    nccl_interfaces: tuple[str, ...] = (),
-    restart: int = 0,
-    on_cpu: bool = False,
-) -> dict[str, Variable]:
-    """Compute every variable that clusterddp sets for one rank, the user's own among them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSettings:
+    """What the variables of one rank follow from."""
 
-    `user` beats what clusterddp would choose, but not what makes the rank this rank of this gang.
-    `nccl_interfaces`: what NCCL's sockets take in place of `interface`.
-    `restart` counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed.
-    `on_cpu`: the ranks are to compute on the CPU, whatever the machine has.
-    `master_port` may be words in a plan, where the port is not known yet.
-    """
-    attempt_dir = f"{run_dir}/attempts/{attempt}"
-    chosen = _chosen(threads=threads, gpus=gpus, interface=interface, on_cpu=on_cpu)
-    if nccl_interfaces:
-        chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(nccl_interfaces)}", "the fastest network of all hosts")
-    if backend == "nccl" and place.world_size > 1 and user.keys().isdisjoint(nccl_log.VARIABLES):
-        log = f"{attempt_dir}/logs/rank-{place.rank:03d}.nccl".replace("%", "%%")
-        for name, value in zip(nccl_log.VARIABLES, ("INFO", "INIT,NET", log), strict=True):
-            chosen[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
-    users = {key: Variable(value, USERS) for key, value in user.items()}
-    place_of_rank = {
+    place: RankPlace
+    run: str
+    run_dir: str
+    token: str
+    attempt: int
+    restarts: int
+    restart: int = 0
+    """Counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed."""
+    master_addr: str
+    master_port: int | str
+    """In a plan, where the port is not known yet, words."""
+    threads: int
+    gpus: tuple[str, ...] | None
+    """None: what the rank sees is not ours to say."""
+    on_cpu: bool = False
+    """True: the ranks are to compute on the CPU, whatever the machine has."""
+    backend: str
+    interface: str | None
+    nccl_interfaces: tuple[str, ...] = ()
+    """What NCCL's sockets take in place of `interface`."""
+    user: Mapping[str, str]
+    """The user's own variables. They beat what clusterddp chooses, but not what makes the rank this rank."""
+
+
+def rank_variables(settings: RankSettings) -> dict[str, Variable]:
+    """Compute every variable that clusterddp sets for one rank, the user's own among them."""
+    groups = {
+        "the plan: the rank's place in the gang": _place_variables(settings.place),
+        "the plan: the rendezvous": _rendezvous_variables(settings),
+        "the run": _run_variables(settings),
+    }
+    return {
+        **_chosen(settings),
+        **_nccl_variables(settings),
+        **{name: Variable(value, USERS) for name, value in settings.user.items()},
+        **{
+            name: Variable(str(value), origin)
+            for origin, variables in groups.items()
+            for name, value in variables.items()
+        },
+    }
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment, which what it starts gets as well, without clusterddp's own variables."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
+
+
+def _place_variables(place: RankPlace) -> dict[str, object]:
+    return {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
         "WORLD_SIZE": place.world_size,
@@ -108,48 +125,59 @@ def rank_variables(
         "ROLE_WORLD_SIZE": place.world_size,
         "ROLE_NAME": "default",
     }
-    rendezvous = {
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
-        "TORCHELASTIC_RUN_ID": run,
-        "TORCHELASTIC_RESTART_COUNT": restart,
-        "TORCHELASTIC_MAX_RESTARTS": restarts,
+
+
+def _rendezvous_variables(settings: RankSettings) -> dict[str, object]:
+    return {
+        "MASTER_ADDR": settings.master_addr,
+        "MASTER_PORT": settings.master_port,
+        "TORCHELASTIC_RUN_ID": settings.run,
+        "TORCHELASTIC_RESTART_COUNT": settings.restart,
+        "TORCHELASTIC_MAX_RESTARTS": settings.restarts,
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    of_the_run = {
-        ERROR_FILE: f"{attempt_dir}/ranks/{place.rank:03d}.error.json",
-        "CLUSTERDDP_RUN": run,
-        "CLUSTERDDP_RUN_DIR": run_dir,
-        "CLUSTERDDP_ATTEMPT": attempt,
-        STOP_FILE: f"{attempt_dir}/STOP",
-        "CLUSTERDDP_BACKEND": backend,
-        DEVICE: "cpu" if on_cpu else "cuda",
-        COOKIE: cookie(token, f"n{place.node_rank}"),
-    }
+
+
+def _run_variables(settings: RankSettings) -> dict[str, object]:
+    attempt_dir = f"{settings.run_dir}/attempts/{settings.attempt}"
     return {
-        **chosen,
-        **users,
-        **{key: Variable(str(value), "the plan: the rank's place in the gang") for key, value in place_of_rank.items()},
-        **{key: Variable(str(value), "the plan: the rendezvous") for key, value in rendezvous.items()},
-        **{key: Variable(str(value), "the run") for key, value in of_the_run.items()},
+        ERROR_FILE: f"{attempt_dir}/ranks/{settings.place.rank:03d}.error.json",
+        "CLUSTERDDP_RUN": settings.run,
+        "CLUSTERDDP_RUN_DIR": settings.run_dir,
+        "CLUSTERDDP_ATTEMPT": settings.attempt,
+        STOP_FILE: f"{attempt_dir}/STOP",
+        "CLUSTERDDP_BACKEND": settings.backend,
+        DEVICE: "cpu" if settings.on_cpu else "cuda",
+        COOKIE: cookie(settings.token, f"n{settings.place.node_rank}"),
     }
 
 
-def inherited_environment() -> dict[str, str]:
-    """Return this process's environment, which what it starts gets as well, without clusterddp's own variables."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
+def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
+    """Choose NCCL's networks and have it log the one that it takes, unless the user has it log something."""
+    variables = {}
+    if settings.nccl_interfaces:
+        names = f"={','.join(settings.nccl_interfaces)}"
+        variables["NCCL_SOCKET_IFNAME"] = Variable(names, "the fastest network of all hosts")
+    spans_ranks = settings.backend == "nccl" and settings.place.world_size > 1
+    if spans_ranks and settings.user.keys().isdisjoint(nccl_log.VARIABLES):
+        logs = f"{settings.run_dir}/attempts/{settings.attempt}/logs"
+        log = f"{logs}/rank-{settings.place.rank:03d}.nccl".replace("%", "%%")
+        for name, value in zip(nccl_log.VARIABLES, ("INFO", "INIT,NET", log), strict=True):
+            variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
+    return variables
 
 
-def _chosen(*, threads: int, gpus: tuple[str, ...] | None, interface: str | None, on_cpu: bool) -> dict[str, Variable]:
+def _chosen(settings: RankSettings) -> dict[str, Variable]:
     """Choose what the user may choose otherwise."""
+    gpus, interface = settings.gpus, settings.interface
     chosen = {
-        "OMP_NUM_THREADS": Variable(str(threads), "resources.cpus_per_task"),
+        "OMP_NUM_THREADS": Variable(str(settings.threads), "resources.cpus_per_task"),
         "PYTHONUNBUFFERED": Variable("1", "clusterddp: logs are read while they are written"),
     }
     if gpus is not None:
         gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
         chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
-    if on_cpu:
+    if settings.on_cpu:
         # Without it Accelerate's ranks that find no GPU make no group: each trains alone, and all end well.
         chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
     if interface is not None:

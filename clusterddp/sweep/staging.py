@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.planning.entry import choose_snapshot
+from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, RunDir, write_json
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes for people: `3.4 GB`, `120.0 MB`, `8 kB`."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
+    """Write a number of bytes with its unit: `512 MiB`, `1.5 GiB`; one decimal below ten."""
+    name, unit = next((each for each in _UNITS if abs(num_bytes) >= each[1]), _UNITS[-1])
+    amount = num_bytes / unit
+    return f"{amount:.0f} {name}" if abs(amount) >= 9.95 or amount == 0 else f"{amount:.1f} {name}"
 
 
 def format_count(count: int, noun: str) -> str:

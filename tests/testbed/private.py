@@ -127,7 +127,7 @@ def node_mounts(plan: RackPlan, directory: Path, node: str) -> list[str]:
             place.mkdir(parents=True, exist_ok=True)
             if path != prefix:  # every user gets through
                 place.chmod(place.stat().st_mode | 0o111)
-        mounts.append(line(prefix, below(disk, prefix), "bind,ro"))
+        mounts.append(line(prefix, below(disk, prefix), "rbind,ro"))
     return mounts + [line(directory / "nothing", below(disk, path), "bind,ro") for path in hidden() if in_usr(path)]
 
 

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.slurm.batch import read_carried
-from clusterddp.launchers.slurm.claim import JobStart
+from clusterddp.launchers.slurm.carried import JobStart, read_carried
 from clusterddp.launchers.slurm.requeue import go_on
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.directory import RunDir

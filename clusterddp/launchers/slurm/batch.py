@@ -25,20 +25,19 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
-from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
+from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
 from clusterddp.launchers.slurm.requeue import go_on
-from clusterddp.ranks.environment import COOKIE, START_AGAIN, cookie, inherited_environment
+from clusterddp.ranks.environment import START_AGAIN, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import sweep
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end
 from clusterddp.run.record import drop_secrets, log_event, read_run
 from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
-from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.control import JobNow, show_job
-from clusterddp.slurm.time_left import END_TIME, read_time_left_s
-from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
+from clusterddp.system.storage import retry_outage, storage_timeout_s
 
 _AGAIN = "clusterddp.launchers.slurm.again"
 _END_TIMEOUT_S = 3.0
@@ -48,9 +47,6 @@ _SRUN_TIMEOUT_AFTER_FAILURE_S = 1.5
 """How long srun may take to end when the end is recorded: with a failure a host may be lost, for which it waits."""
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run goes on in another one: no job that waits for its success may begin."""
-_KEPT_PREFIXES = ("SLURM_", "SLURMD_", "SPANK_", "_SLURM_SPANK_")
-_KEPT = frozenset({"TMPDIR", "HOME", "USER", "LOGNAME", "SHELL", "KRB5CCNAME"})
-"""What belongs to the host, or to this start of the job, not to the shell that submitted it."""
 _NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
 
 
@@ -147,55 +143,6 @@ def carry(carried: Carried, signals: Signals) -> int:
         end = _explain(carried, complaint, _read_from(log, said_before), signals)
         end_or_spool(run, attempt, carried.record.token, end)
     return _conclude(carried, attempt)
-
-
-def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str, str]:
-    """Put the environment of srun and the tasks together; what is this job's own beats what was submitted.
-
-    Raises: ClusterddpError: a file of it is damaged.
-    """
-    submitted: dict[str, str] = {}
-    for path in (run.job_environment, run.job_secrets):
-        submitted |= read_json(path) or {}
-    # Of the batch step, not of the job: srun would take it for what its tasks are to inherit.
-    ours = {
-        name: value
-        for name, value in own.items()
-        if (name in _KEPT or name.startswith(_KEPT_PREFIXES)) and name != "SLURM_EXPORT_ENV"
-    }
-    return {"PATH": own.get("PATH", os.defpath)} | submitted | ours | {COOKIE: cookie(token, "task")}
-
-
-def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
-    """Read what this start of a job carries.
-
-    Raises: ClusterddpError: the run has no plan for Slurm.
-    """
-    record = read_run(run)
-    plan = read_json(run.plan)
-    if not plan or not plan.get("slurm"):
-        raise ClusterddpError(f"{run.plan}: is gone, or is no plan for Slurm")
-    set_storage_timeout(plan["gang"].get("host_silence_s"))
-    environment = job_environment(run, environ, record.token)
-    if plan["slurm"].get("container"):
-        environment = job_end(start.job_id, environment) | environment
-    return Carried(
-        run=run,
-        record=record,
-        start=start,
-        restarts=int(plan["gang"]["restarts"]),
-        srun=tuple(plan["slurm"]["srun"]),
-        environment=environment,
-    )
-
-
-def job_end(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return when the job ends, as Slurm 23.02 and newer tell tasks: inside a container there is no scontrol."""
-    try:
-        left_s = read_time_left_s(run_slurm(["scontrol", "show", "job", "-o", job_id], environ=environ))
-    except SlurmError:
-        return {}
-    return {} if left_s is None else {END_TIME: str(int(time.time() + left_s))}
 
 
 def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:

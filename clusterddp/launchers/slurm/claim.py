@@ -1,80 +1,23 @@
-"""Which attempt a start of a Slurm job carries: it claims one, after it has buried what an earlier start left."""
+"""Which attempt a start of a Slurm job carries: it claims one, after it has closed a stale attempt."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launchers.slurm.carried import Carried, JobStart
 from clusterddp.run.attempts import end_run, make_attempt
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, read_json, write_json
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, write_end
-from clusterddp.run.record import RunRecord, log_event
+from clusterddp.run.record import log_event
 from clusterddp.slurm.commands import run_slurm
-from clusterddp.slurm.identity import tag_of
 from clusterddp.system.storage import retry_outage
 
 _ACCOUNTING_TIMEOUT_S = 5.0
 _MAX_ROUNDS = 100
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobStart:
-    """One start of one job: what its batch script is."""
-
-    job_id: str
-    """As Slurm's commands take it: `123`, or `123_7` for the task of an array."""
-    name: str
-    restart_count: int
-    """0 for a job's first start; one more each time that Slurm starts it again."""
-    host: str
-
-    @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> JobStart:
-        """Read which job's batch script this is.
-
-        Raises: ClusterddpError: none's.
-        """
-        job_id = environ.get("SLURM_JOB_ID")
-        if not job_id:
-            raise ClusterddpError(
-                "SLURM_JOB_ID is not set: this is the batch script of a Slurm job, and not for people"
-            )
-        task = environ.get("SLURM_ARRAY_TASK_ID")
-        return cls(
-            job_id=f"{environ.get('SLURM_ARRAY_JOB_ID', job_id)}_{task}" if task else job_id,
-            name=environ.get("SLURM_JOB_NAME", ""),
-            restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
-            host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        )
-
-    def carries(self, record: RunRecord) -> bool:
-        """Say whether this is the job that the run was last handed to, not one that was given up since."""
-        return tag_of(self.name) == record.job_tag or self.job_id == record.job_id
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
-    """The run that is carried, and by which start of which job."""
-
-    run: RunDir
-    record: RunRecord
-    start: JobStart
-    restarts: int
-    """Of the spec: how many further attempts there may be."""
-    srun: tuple[str, ...]
-    """argv; the attempt's number follows."""
-    environment: Mapping[str, str] = field(repr=False)
-    """For srun, the tasks and a follow-up job: the submitting shell's variables, the secrets, this job's own."""
-
-    def may_begin(self, attempt: int) -> bool:
-        """Say whether `restarts` allows this attempt; it bounds all further attempts, whatever they are for."""
-        return attempt - self.record.base_attempt <= self.restarts
 
 
 def claim_attempt(carried: Carried) -> AttemptDir | None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.launchers.slurm.jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
 from clusterddp.launchers.slurm.state import read_job_state
-from clusterddp.planning.entry import TRAINER
 from clusterddp.planning.environment import python_path, travelling_variables
 from clusterddp.planning.plan import Plan, move_plan, read_plan
+from clusterddp.planning.program import TRAINER
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.container import IMPORT_PATH
 from clusterddp.planning.slurm.options import without_waiting

@@ -7,7 +7,7 @@ import sys
 import time
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launchers.slurm.claim import Carried, JobStart
+from clusterddp.launchers.slurm.carried import Carried, JobStart
 from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, write_json

@@ -258,17 +258,12 @@ def _has_news(known: _Run) -> bool:
 
 def _quiet_s(known: _Run) -> float:
     """Seconds since a file of the run was last touched; a file server's clock that is far off counts as long ago."""
-    return abs(time.time() - max(_signs_of_life(known)))
-
-
-def _signs_of_life(known: _Run) -> Iterator[float]:
-    yield 0.0
     files: list[Path] = [known.run.record, *_job_logs(known.run)]
     if known.record.job_tag:
         files.append(known.run.job_answer(known.record.job_tag))
     if known.attempt:
         files += [known.attempt.path, known.attempt.ranks, known.attempt.claim]
-    yield from _times(files)
+    return abs(time.time() - max(_times(files), default=0.0))
 
 
 def _times(files: Iterable[Path]) -> Iterator[float]:

@@ -10,7 +10,7 @@ from clusterddp.errors import PreflightError, SshError
 from clusterddp.facts.checks import Result
 from clusterddp.facts.host import HostFacts
 from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts, reds_of
-from clusterddp.planning.entry import TRAINER
+from clusterddp.planning.program import TRAINER
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.ssh.session import Reply, Session, ask_all
 

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.network.interface import Interface, interface_towards, loopback, named_interface
 from clusterddp.network.port import walk_ports
-from clusterddp.planning.entry import entry_of, plan_program
-from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.entry import entry_of
+from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import Placement
-from clusterddp.planning.plan import Plan, move_plan
+from clusterddp.planning.plan import Plan, move_plan, plan_gang
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.program import plan_program
 from clusterddp.planning.ssh import plan_ssh_placement
-from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, spell_busy, take_leases
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.spec.model import JobSpec
 
 LAUNCHER = "join"
 _TRIES = 5
@@ -50,7 +49,6 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
     placement, spawns = with_one_process_each(resolved.job, placement)
     program = plan_program(here, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
     run, token = choose_run_name(runs_dir), secrets.token_hex(16)
-    gang = _gang(resolved.job, placement, run, token)
     entry = entry_of(program, here, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
     plan = Plan(
         run=run,
@@ -61,7 +59,7 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
         working_dir=working_dir,
         spec=filled_in(here),
         spec_text=spec_text(here.model_copy(update={"launcher": resolved.job.launcher})),
-        gang=dataclasses.replace(gang, entry=entry),
+        gang=plan_gang(resolved.job, placement, entry, run=run, token=token),
         rank0={},
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
         notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
@@ -120,28 +118,6 @@ def lease_own_gpus(plan: Plan, node_rank: int, count: int, environ: Mapping[str,
             nodes = tuple(_with_gpus(node, node_rank, free) for node in plan.gang.nodes)
             return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes)), lease
     raise PreflightError(f"{plan.name}: the GPUs that are free are taken by others again and again")
-
-
-def _gang(job: JobSpec, placement: Placement, run: str, token: str) -> Gang:
-    time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
-    return Gang(
-        run=run,
-        token=token,
-        nodes=placement.nodes,
-        entry=Entry(kind="module", target="", working_dir=""),
-        threads_per_rank=placement.threads_per_rank,
-        backend=placement.backend,
-        on_cpu=placement.on_cpu,
-        master_addr="",
-        master_port=None if job.network.master_port == "auto" else job.network.master_port,
-        interface=placement.interface,
-        env=dict(job.env),
-        restarts=job.restarts,
-        start=job.start,
-        time_limit_s=time_limit_s,
-        stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
-        **timeouts_of(job, len(placement.nodes)),
-    )
 
 
 def _interface(plan: Plan, master_addr: str, named: str | None) -> Interface:

@@ -21,11 +21,12 @@ from clusterddp.network.interface import read_links
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.network.socket_links import names_in
 from clusterddp.planning.command_lines import rank_command
-from clusterddp.planning.entry import TRAINER, entry_of, plan_program
+from clusterddp.planning.entry import entry_of
 from clusterddp.planning.environment import python_path
 from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.plan import Plan, move_plan
+from clusterddp.planning.program import TRAINER, plan_program
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.muster_words import Seen

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.planning.entry import TRAINER
+from clusterddp.planning.program import TRAINER
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Entry
 from tests.support.bare_python import make_bare_python

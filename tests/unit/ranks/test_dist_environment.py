@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from clusterddp.ranks.environment import RankPlace, Variable, cookie, inherited_environment, rank_variables
+from clusterddp.ranks.environment import (
+    RankPlace,
+    RankSettings,
+    Variable,
+    cookie,
+    inherited_environment,
+    rank_variables,
+)
 from clusterddp.run.directory import RunDir
 
 PLACE = RankPlace(rank=11, local_rank=3, node_rank=1, world_size=16, local_world_size=8, num_nodes=2)
@@ -23,7 +30,7 @@ def variables(**changes):
         "token": "abc",
         "user": {},
     }
-    return rank_variables(PLACE, **(options | changes))
+    return rank_variables(RankSettings(place=PLACE, **(options | changes)))
 
 
 def values(**changes):
