@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from clusterddp.agent.place import find_place
+from clusterddp.agent.storage import find_place
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.ranks.environment import inherited_environment
 

@@ -1,4 +1,4 @@
-"""What a launcher brings home of the runs on this host: who is alive, which files there are, pieces of them."""
+"""What is downloaded of the runs on this host: which processes are alive, which files there are, pieces of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from clusterddp.agent.types import Body, Host, Operation, Reply
 from clusterddp.run.cleanup import find_processes, read_cookie
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import boot_id
 from clusterddp.run.spool import read_spooled
+from clusterddp.system.files import read_json
 
 MAX_REPLY_BYTES = 8 << 20
 """So much data goes into one answer: it is held in memory here and there."""
@@ -25,13 +26,13 @@ _FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
 
 
 def changes(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Tell of runs who is alive, and which files they have: path -> [size, time of the last change in ns].
+    """List of runs which processes are alive, and which files they have: path -> [size, time of the last change in ns].
 
-    `runs`: [{"name", "token", "seen": the `sum` of the files that were told before}].
-    Files that are as they were are not told again (null).
+    `runs`: [{"name", "token", "seen": the `sum` of the files that were listed before}].
+    Files that are as they were are not listed again (null).
     """
     asked = {each["name"]: each for each in request["runs"]}
-    # Who lives is asked first: whoever was last to leave has written its files before.
+    # Processes are listed first: the last one to leave has written its files before.
     cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
     return {"runs": {name: _look(RunDir(host.run_dir(name)), each, cookies) for name, each in asked.items()}}
 
@@ -40,17 +41,17 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
     """Send pieces of files of the run `name`.
 
     `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece of a file that is not like
-    that is not sent. Told of each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`, when it
-    cannot be read.
+    that is not sent. The answer on each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`,
+    when it cannot be read.
     """
     run = RunDir(host.run_dir(request["name"]))
-    told, pieces, left = [], [], MAX_REPLY_BYTES
+    answers, pieces, left = [], [], MAX_REPLY_BYTES
     for part in request["parts"]:
         facts, piece = _read_part(run, part, left)
-        told.append(facts)
+        answers.append(facts)
         pieces.append(piece)
         left -= len(piece)
-    return Reply(facts={"parts": told}, chunks=pieces, size=sum(map(len, pieces)))
+    return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
 
 
 OPERATIONS: dict[str, Operation] = {"mirror.changes": changes, "mirror.read": read}
@@ -117,8 +118,8 @@ def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, 
         data = os.pread(descriptor, min(int(part["limit"]), left), int(part["offset"])) if fits and left > 0 else b""
     finally:
         os.close(descriptor)
-    told = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}
-    return told, data
+    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}
+    return facts, data
 
 
 def _is_like(descriptor: int, offset: int, length: int, sha256: str) -> bool:

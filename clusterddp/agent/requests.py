@@ -12,7 +12,7 @@ class _Run(TypedDict):
 
 
 class Seen(_Run, total=False):
-    """A run, and the `sum` of the files that were told of it before (agent/mirror.py)."""
+    """A run, and the `sum` of the files that were listed of it before (agent/mirror.py)."""
 
     seen: str
 

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from clusterddp.check.trials import Ground
     from clusterddp.facts.checks import Check
     from clusterddp.launchers.ssh.preflight import Told
-    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.launchers.ssh.sessions import HostSessions
     from clusterddp.planning.plan import Plan
 
 
-def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callable[[str], None]) -> list[Check]:
+def try_hosts(
+    plan: Plan, sessions: HostSessions, network: Network, told: Told, tell: Callable[[str], None]
+) -> list[Check]:
     """Try those hosts that have torch and a network in common."""
     from clusterddp.check.links import first_round, judge_trials, second_round
     from clusterddp.check.trials import Tryout
@@ -25,14 +27,14 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
 
     if network.settled is None or network.findings is None:
         return [Check(name="all-reduce", results={"here": note("not tried: there is no network for it")})]
-    grounds, checks = _grounds(plan, crew, network)
+    grounds, checks = _grounds(plan, sessions, network)
     hosts = [host for host in grounds if host in told.facts and told.facts[host].packages.torch]
     if not hosts:
         return [*checks, Check(name="all-reduce", results={"here": note("not tried: no host has torch")})]
     claims = _claims(network, grounds)
     with_gpus = plan.gang.backend == "nccl" and all(grounds[host].gpus for host in hosts)
     tryout = Tryout(
-        sessions=crew.sessions,
+        sessions=sessions.by_host,
         grounds=grounds,
         backend="nccl" if with_gpus else "gloo",
         variables=plan.gang.env | {"OMP_NUM_THREADS": str(plan.gang.threads_per_rank)},
@@ -47,7 +49,7 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
     return checks + judge_trials(tryout.trials, claims)
 
 
-def _grounds(plan: Plan, crew: Crew, network: Network) -> tuple[dict[str, Ground], list[Check]]:
+def _grounds(plan: Plan, sessions: HostSessions, network: Network) -> tuple[dict[str, Ground], list[Check]]:
     """Return where each host stands, with GPUs if those that the run asks for are free."""
     from clusterddp.check.trials import Ground
     from clusterddp.facts.checks import Check, note
@@ -60,8 +62,8 @@ def _grounds(plan: Plan, crew: Crew, network: Network) -> tuple[dict[str, Ground
     checks: list[Check] = []
     gpus: dict[int, tuple[str, ...]] = {}
     try:
-        sessions = {node_rank: crew.sessions[host] for node_rank, host in by_node.items()}
-        grants = lease_gpus(sessions, counts, run="doctor", when_busy="refuse")
+        by_rank = {node_rank: sessions.by_host[host] for node_rank, host in by_node.items()}
+        grants = lease_gpus(by_rank, counts, run="doctor", when_busy="refuse")
         gpus = {node_rank: grant.gpus for node_rank, grant in grants.items()}
     except PreflightError as error:
         checks.append(Check(name="matmul", results={"here": note(f"tried on the CPU only: {error.message}")}))

@@ -11,7 +11,7 @@ from clusterddp.errors import ClusterddpError
 if TYPE_CHECKING:
     from clusterddp.check.hosts_network import Clock, Network
     from clusterddp.facts.checks import Check, Result
-    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.launchers.ssh.sessions import HostSessions
     from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
@@ -29,7 +29,7 @@ def look_at_hosts(
     from clusterddp.check.hosts import judge_failures, merge
     from clusterddp.check.hosts_network import examine_network
     from clusterddp.facts.checks import Check, ok, red
-    from clusterddp.launchers.ssh.sessions import try_crew
+    from clusterddp.launchers.ssh.sessions import try_host_sessions
     from clusterddp.planning.plan import plan_run
 
     try:
@@ -39,16 +39,18 @@ def look_at_hosts(
     ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
     checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
     ways: list[dict[str, Any]] = []
-    with try_crew(plan, environ) as crew:
-        checks += judge_failures(crew.failed)
-        if crew.sessions:
-            network = examine_network(plan.gang, crew.sessions)
-            checks += _look(plan, crew, network, deep=deep, tell=tell)
+    with try_host_sessions(plan, environ) as sessions:
+        checks += judge_failures(sessions.failed)
+        if sessions.by_host:
+            network = examine_network(plan.gang, sessions.by_host)
+            checks += _look(plan, sessions, network, deep=deep, tell=tell)
             ways = network.findings.rows() if network.findings else []
     return merge(checks), ways
 
 
-def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
+def _look(
+    plan: Plan, sessions: HostSessions, network: Network, *, deep: bool, tell: Callable[[str], None]
+) -> list[Check]:
     from clusterddp.check.hosts import (
         judge_failures,
         judge_machine_size,
@@ -61,13 +63,13 @@ def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callabl
     from clusterddp.facts.judge_hosts import judge_hosts
     from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 
-    told = ask_hosts(plan, crew.sessions, thorough=True)
+    told = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
-    clocks = read_clocks(crew.sessions)
-    runs = look_for_runs(crew.sessions)
+    clocks = read_clocks(sessions.by_host)
+    runs = look_for_runs(sessions.by_host)
     checks = [
         *judge_failures(told.failed),
-        Check(name="ssh", results=_connections(crew, clocks)),
+        Check(name="ssh", results=_connections(sessions, clocks)),
         Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
         *judge_hosts(told.facts, needs, told.gpus),
         Check(name="cores", results=_each(told.facts, judge_machine_size)),
@@ -84,7 +86,7 @@ def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callabl
     if deep:
         from clusterddp.cli.doctor_deep import try_hosts
 
-        checks += try_hosts(plan, crew, network, told, tell)
+        checks += try_hosts(plan, sessions, network, told, tell)
     return checks
 
 
@@ -92,11 +94,11 @@ def _each(told: Mapping[str, _Told], judge: Callable[[_Told], Result]) -> dict[s
     return {host: judge(facts) for host, facts in told.items()}
 
 
-def _connections(crew: Crew, clocks: Mapping[str, Clock]) -> dict[str, Result]:
+def _connections(sessions: HostSessions, clocks: Mapping[str, Clock]) -> dict[str, Result]:
     from clusterddp.check.hosts import judge_connection
 
     results = {}
-    for host, session in crew.sessions.items():
+    for host, session in sessions.by_host.items():
         way, clock = session.connection.destination, clocks.get(host)
         jumps = [jump.host for jump in way.jumps]
         round_trip_s = clock.round_trip_s if clock else None

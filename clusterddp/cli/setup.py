@@ -14,7 +14,8 @@ from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
 from clusterddp.cli.watch import say_ending, say_note, watch_until_ended
 from clusterddp.errors import RunFailedError, UsageError
 from clusterddp.login.node import find_node
-from clusterddp.run.directory import RunDir, read_json, write_text
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json, write_text
 from clusterddp.system.templates import read_template
 
 _ACCURACY = 0.95

@@ -15,8 +15,9 @@ from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.errors import PreflightError
 from clusterddp.login.node import find_node
-from clusterddp.run.directory import find_run, read_json
+from clusterddp.run.directory import find_run
 from clusterddp.run.sweep import find_sweep
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial

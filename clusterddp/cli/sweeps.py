@@ -20,7 +20,7 @@ from clusterddp.cli.text.status import list_lines
 from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import Home, kept_fresh
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.sweep import SweepDir
 from clusterddp.system.units import format_count
 
@@ -65,8 +65,8 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
-    with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
-        home.look()
+    with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+        sync.update()
     status = read_sweep_status(sweep)
     if output == "json":
         put_json(status.to_json())
@@ -83,10 +83,10 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
-            status = _poll(sweep, home, deadline)
+        with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+            status = _poll(sweep, sync, deadline)
             if status.finished:
-                home.fetch()
+                sync.download()
     except KeyboardInterrupt:
         say(f"\ndetached; the sweep goes on. cancel: clusterddp cancel {sweep.name}")
         raise
@@ -141,7 +141,7 @@ def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOpti
     return 0
 
 
-def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
+def _poll(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepStatus:
     """Look until all runs have ended or the time is up, and print what has changed."""
     from clusterddp.look.sweep import read_sweep_status
 
@@ -149,7 +149,7 @@ def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
     said_at = 0.0
     while True:
         begun = time.monotonic()
-        home.look()
+        sync.update()
         status = read_sweep_status(sweep)
         now = time.monotonic()
         if status.finished or (deadline is not None and now >= deadline):

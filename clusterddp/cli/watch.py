@@ -17,8 +17,10 @@ from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.results.reports import demand_sight
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.run.attempts import Closeable
@@ -46,13 +48,13 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
             say(f"  status  clusterddp status {where}")
             say(f"  cancel  clusterddp cancel {where}")
             return 0
-        with kept_fresh([run], terminal.environ, say=say_note) as home:
+        with Synchroniser([run], terminal.environ, say=say_note) as sync:
             with contextlib.nullcontext() if submitted.tie else detaching(run, terminal):
                 if options.follow:
                     stream = sys.stderr if options.output == "json" else sys.stdout
-                    write_logs(run, "0", home, follow=True, stream=stream)
-                view = watch_until_ended(run, terminal, home)
-            return say_ending(run, view, terminal, home)
+                    write_logs(run, "0", sync, follow=True, stream=stream)
+                view = watch_until_ended(run, terminal, sync)
+            return say_ending(run, view, terminal, sync)
 
 
 @contextlib.contextmanager
@@ -74,10 +76,10 @@ def _attached(run: RunDir, tie: Closeable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Home]:
+def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
-    with detaching(run, terminal), kept_fresh([run], terminal.environ, say=say_note) as home:
-        yield home
+    with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
+        yield sync
 
 
 def say_note(text: str) -> None:
@@ -104,21 +106,21 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
 
 
 def watch_until_ended(
-    run: RunDir, terminal: Terminal, home: Home = ALL_HERE, *, timeout_s: float | None = None
+    run: RunDir, terminal: Terminal, sync: Synchroniser = NO_HOSTS, *, timeout_s: float | None = None
 ) -> RunView:
-    """Show how the run goes on until it has ended; `home` keeps its files as new as they can be.
+    """Show how the run goes on until it has ended; `sync` keeps its files as new as they can be.
 
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
     by then, or for a minute where there is no limit, and nothing is known of it.
     """
     with progress_bar(terminal) if terminal.can_redraw(sys.stderr) else progress_lines(run) as show:
-        return _poll(run, show, timeout_s, home)
+        return _poll(run, show, timeout_s, sync)
 
 
 def write_logs(
     run: RunDir,
     ranks: str,
-    home: Home = ALL_HERE,
+    sync: Synchroniser = NO_HOSTS,
     *,
     follow: bool,
     attempt: int | None = None,
@@ -133,17 +135,17 @@ def write_logs(
     from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
 
     if follow or ranks == "failed":
-        home.look()
+        sync.update()
     chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
-    home.want_logs(chosen, newest if attempt is None else attempt)
+    sync.want_logs(chosen, newest if attempt is None else attempt)
     if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
-        home.catch_up()
+        sync.update_logs()
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
-        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, source=home)
+        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, sync=sync)
     else:
         pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
     out = stream.buffer
@@ -164,11 +166,11 @@ def write_logs(
     return bool(last)
 
 
-def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_HERE) -> int:
+def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return the exit code that stands for it."""
     from clusterddp.look.status import find_job_log
 
-    fetched = home.fetch()
+    fetched = sync.download()
     end = view.end
     cause = end.root_cause if end else None
     text = f"{run.name} {state_text(view.state.value)}"
@@ -199,13 +201,13 @@ def exit_code_of(view: RunView) -> int:
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
 
 
-def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunView:
+def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:
     from clusterddp.launchers.state import read_state
     from clusterddp.look.progress import read_progress
 
     begun = time.monotonic()
     while True:
-        home.look()
+        sync.update()
         view = read_state(run)
         waited_s = time.monotonic() - begun
         if waited_s >= (_SIGHT_S if timeout_s is None else timeout_s):

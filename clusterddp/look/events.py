@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from clusterddp.network.nccl_log import SOCKETS
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, Start
+from clusterddp.system.files import read_jsonl
 from clusterddp.wire import build
 
 

@@ -21,9 +21,10 @@ from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import RunDir, is_file
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, loss_of_node, signal_name
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0

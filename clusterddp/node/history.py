@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.note import note
-from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import ProcessIdentity, drop_secrets, log_event
 from clusterddp.run.spool import spool_end
+from clusterddp.system.files import write_json
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:

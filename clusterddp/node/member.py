@@ -30,11 +30,12 @@ from clusterddp.node.stopped import StoppedRanks
 from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.cleanup import Sweep
-from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_dirs, read_json
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
 from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
+from clusterddp.system.files import is_file, read_json
 from clusterddp.system.gpu_cores import cores_for_ranks
 from clusterddp.system.storage import is_outage, storage_timeout_s
 

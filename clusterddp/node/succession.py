@@ -22,11 +22,12 @@ from clusterddp.node.link import GIVEN_UP, HOST_SILENT
 from clusterddp.node.note import note
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, is_file
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
 from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
+from clusterddp.system.files import is_file
 
 PROCESS_PATIENCE_S = 10.0
 """How long the guard of a head that was killed has for its work, its host being alive."""

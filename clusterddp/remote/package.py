@@ -31,7 +31,7 @@ def package() -> Package:
     data = buffer.getvalue()
     return Package(
         command=constant_command(),
-        boot=(home / "host" / "boot.py").read_bytes(),
+        boot=(home / "agent" / "boot.py").read_bytes(),
         sha256=hashlib.sha256(data).hexdigest(),
         data=data,
         hello=HELLO,

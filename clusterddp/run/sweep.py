@@ -21,20 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import (
-    MAX_RECORD_BYTES,
-    SWEEP_RECORD,
-    AttemptDir,
-    RunDir,
-    is_run_name,
-    list_places,
-    list_runs,
-    read_record,
-    read_regular,
-    write_json,
-)
+from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name, list_places, list_runs
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
 
 QueueState = Literal["RUNNING", "ENDED", "GONE", "UNKNOWN"]
 

@@ -18,7 +18,7 @@ from clusterddp.launchers.slurm.jobs import cancel_job, settle
 from clusterddp.launchers.slurm.launcher import submit_job
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.run.attempts import end_run
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
 from clusterddp.run.stop import request_stop
@@ -30,6 +30,7 @@ from clusterddp.slurm.queue import Slurm
 from clusterddp.submission.staging import refusal
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.staging import replace_files, take_back
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.sweep.plan import SweepPlan

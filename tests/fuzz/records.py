@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterddp.run.directory import read_json, write_json
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
+from clusterddp.system.files import read_json, write_json
 from tests.fuzz.hosts import value_of
 from tests.fuzz.mutations import TOKEN, Example, Target, rows
 from tests.support.handmade_runs import complete, fail, make_gang, make_run, start_attempt, train

@@ -15,7 +15,7 @@ from clusterddp.spec.image_sets import GENERATED
 from clusterddp.ssh.session import Reply, Session, ask_all
 
 if TYPE_CHECKING:
-    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.launchers.ssh.sessions import HostSessions
     from clusterddp.planning.plan import Plan
 
 _GPU_TIMEOUT_S = 60.0
@@ -31,13 +31,13 @@ class Told:
     failed: dict[str, SshError] = field(default_factory=dict)
 
 
-def preflight(plan: Plan, crew: Crew) -> None:
+def preflight(plan: Plan, sessions: HostSessions) -> None:
     """Look whether the run can start on its hosts; nothing is imported or written there.
 
     Raises: PreflightError: it cannot, with everything that is in the way and what mends it. SshError: a host does not
     answer.
     """
-    told = ask_hosts(plan, crew.sessions)
+    told = ask_hosts(plan, sessions.by_host)
     for error in told.failed.values():
         raise error
     # Who has the GPUs is settled when they are leased: one that is just ending may be waited for.

@@ -24,7 +24,7 @@ from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.rendezvous.signed import JOIN_KEY
 from clusterddp.run.attempts import Tell, silence
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.submission.join.head import Gathering
@@ -34,6 +34,7 @@ from clusterddp.submission.join.plan import hosts_of, join_port, lease_own_gpus,
 from clusterddp.submission.join.resuming import find_earlier, next_attempt, open_again, under_its_name
 from clusterddp.submission.join.words import read_facts
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import read_tail
 from clusterddp.system.gpu_lease import Lease
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ import time
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, make_attempt_dirs, read_json, write_json
+from clusterddp.run.directory import MAX_ATTEMPTS, RunDir, make_attempt_dirs
 from clusterddp.run.outcome import parse_end, write_end
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.submission.join.head import Gathering
 from clusterddp.submission.join.member import Seat
+from clusterddp.system.files import read_json, write_json
 from clusterddp.system.storage import retry_outage
 from clusterddp.wire import build
 

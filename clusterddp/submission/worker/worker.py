@@ -31,7 +31,7 @@ from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, co
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.muster_words import Seen
 from clusterddp.run.attempts import make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, find_run, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, find_run
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import (
     FOREIGN,
@@ -52,6 +52,7 @@ from clusterddp.submission.worker.place import (
     decide_networks,
     nodes_of,
 )
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec

@@ -15,10 +15,10 @@ import pytest
 
 from clusterddp.errors import SshError
 from clusterddp.remote.answers import ANSWERS
-from clusterddp.run.directory import write_json
 from clusterddp.run.host_reports import read_reports
 from clusterddp.ssh import session as session_module
 from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.system.files import write_json
 from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
 
 Answer = Callable[[dict[str, Any]], bytes]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.results.pull import PIECE_BYTES
+from clusterddp.remote.download import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts
@@ -150,7 +150,7 @@ def test_a_fetch_waits_for_those_who_may_still_write(hosts: Hosts) -> None:
 
     thread = threading.Thread(target=leave)
     thread.start()
-    mirror.fetch()
+    mirror.download()
     mirror.close()
     thread.join()
     assert hosts.run.attempt(0).stdout(0).read_bytes() == b"first last words"
@@ -164,7 +164,7 @@ def test_a_full_disk_is_said_once_and_costs_nothing_that_is_there(hosts: Hosts) 
         mirror = hosts.mirror()
         mirror.want_logs([0], 0)
         for _ in range(2):
-            mirror.catch_up()
+            mirror.update_logs()
         mirror.close()
         ours = hosts.run.attempt(0).stdout(0).read_bytes()
         assert ours
@@ -204,10 +204,10 @@ def test_when_the_network_is_back_the_hosts_that_follow_are_waited_for(hosts: Ho
     hosts.start()
     mirror = hosts.mirror()
     hosts.down.update(hosts.names)
-    mirror.look()
+    mirror.update()
     write_end(hosts.head.attempt(0), END)
     hosts.down.discard(hosts.names[0])
-    wait_until(lambda: mirror.look() or any("answers again" in words for words in hosts.said), 20)
+    wait_until(lambda: mirror.update() or any("answers again" in words for words in hosts.said), 20)
     threading.Timer(1.0, hosts.down.clear).start()
-    assert mirror.fetch()
+    assert mirror.download()
     mirror.close()

@@ -1,4 +1,4 @@
-"""Bringing home what hosts know of a run: real agents, real files; links break, hosts are down, disks are full."""
+"""Synchronising the copy of a run with its hosts: real agents, real files; connections break, hosts are down."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from clusterddp.agent import mirror as host_mirror
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
-from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end
 from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
+from clusterddp.system.files import append_jsonl, read_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.testbed.rack import wait_until
 
@@ -81,7 +82,7 @@ def test_a_link_that_breaks_while_somebody_follows_costs_no_byte_and_doubles_non
     mirror.want_logs([0], 0)
     for number in range(5):
         add(log, os.urandom(1000 + number))
-        mirror.catch_up()
+        mirror.update_logs()
         hosts.break_links()
     mirror.close()
     assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
@@ -144,7 +145,7 @@ def test_what_has_not_changed_is_not_asked_for_again(hosts: Hosts) -> None:
     hosts.process("s0")
     mirror = hosts.mirror()
     for _ in range(2):
-        mirror.catch_up()
+        mirror.update_logs()
     asked = [session.asked for session in hosts.sessions if session.host == "gpu01"]
     mirror.close()
     assert asked[0][-1] == "mirror.changes"
@@ -162,7 +163,7 @@ def test_a_host_that_is_down_is_said_to_be_once(hosts: Hosts) -> None:
     hosts.down.add("gpu02")
     mirror = hosts.mirror()
     for _ in range(3):
-        mirror.look()
+        mirror.update()
     mirror.close()
     assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)"]
 
@@ -170,12 +171,12 @@ def test_a_host_that_is_down_is_said_to_be_once(hosts: Hosts) -> None:
 def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
     hosts.start()
     mirror = hosts.mirror()
-    mirror.look()
+    mirror.update()
     hosts.down.add("gpu02")
     hosts.break_links()
-    mirror.look()
+    mirror.update()
     hosts.down.clear()
-    wait_until(lambda: mirror.look() or len(hosts.said) > 1, 20)
+    wait_until(lambda: mirror.update() or len(hosts.said) > 1, 20)
     mirror.close()
     assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)", "gpu02 answers again"]
 
@@ -211,11 +212,11 @@ def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> Non
 def test_a_hanging_host_holds_up_no_other(hosts: Hosts) -> None:
     hosts.start()
     mirror = hosts.mirror()
-    mirror.look()
+    mirror.update()
     hang = next(session for session in hosts.sessions if session.host == "gpu02")
     hang.process.send_signal(signal.SIGSTOP)
     append_jsonl(hosts.head.metrics, {"step": 1})
-    mirror.look(timeout_s=0.5)
+    mirror.update(timeout_s=0.5)
     assert hosts.run.metrics.exists()
     hang.process.send_signal(signal.SIGCONT)
     mirror.close()
@@ -229,8 +230,8 @@ def test_two_at_once_lose_nothing_and_double_nothing(hosts: Hosts) -> None:
         mirror = hosts.mirror()
         mirror.want_logs([0], 0)
         while not over.is_set():
-            mirror.look()
-        mirror.catch_up()
+            mirror.update()
+        mirror.update_logs()
         mirror.close()
 
     followers = [threading.Thread(target=follow) for _ in range(2)]
@@ -253,7 +254,7 @@ def test_a_damaged_record_keeps_no_other_run_from_being_looked_at(hosts: Hosts, 
     shutil.copytree(hosts.run.path, damaged.path)
     mirror = hosts.mirror(damaged, hosts.run)
     damaged.record.write_text("{")
-    mirror.look()
+    mirror.update()
     mirror.close()
     assert len(read_ranks(hosts.run.attempt(0))) == 4
 
@@ -267,7 +268,7 @@ def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_p
     add(log, b"two\n")
     mirror = hosts.mirror(RunDir(moved))
     mirror.want_logs([0], 0)
-    mirror.catch_up()
+    mirror.update_logs()
     mirror.close()
     assert [path.read_bytes() for path in (moved / "attempts/0/logs").iterdir()] == [b"one\ntwo\n"]
 
@@ -275,8 +276,8 @@ def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_p
 def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts: Hosts) -> None:
     hosts.start()
     mirror = hosts.mirror()
-    mirror.look()
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    mirror.update()
+    told = mirror.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
     mirror.close()
     assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
 
@@ -284,7 +285,7 @@ def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts:
 def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None:
     hosts.down.add("gpu02")
     mirror = hosts.mirror()
-    told = mirror.ask(hosts.run, "beat", {})
+    told = mirror.ask_hosts(hosts.run, "beat", {})
     mirror.close()
     assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
 
@@ -292,13 +293,13 @@ def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterddp.results.mirror.FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr("clusterddp.results.sync.FIRST_ANSWER_S", 0.2)
     hosts.start()
     mirror = hosts.mirror()
-    mirror.look(timeout_s=20)
+    mirror.update(timeout_s=20)
     late = next(session for session in hosts.sessions if session.host == "gpu02").process
     late.send_signal(signal.SIGSTOP)
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    told = mirror.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
     assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
 
     def answer_meanwhile(do: str) -> None:
@@ -307,8 +308,8 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
 
     for session in hosts.sessions:
         session.before_ask = answer_meanwhile
-    mirror.look(timeout_s=20)
-    mirror.look(timeout_s=20)
+    mirror.update(timeout_s=20)
+    mirror.update(timeout_s=20)
     mirror.close()
     assert set(read_reports(hosts.run)) == {"gpu01", "gpu02"}
 

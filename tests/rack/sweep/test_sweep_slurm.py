@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import list_runs, read_json
+from clusterddp.run.directory import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, read_sweep
+from clusterddp.system.files import read_json
 from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import Place, log_of

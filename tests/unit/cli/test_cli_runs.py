@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.run.directory import RunDir, append_jsonl, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.system.files import append_jsonl, write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 from tests.support.patience import PATIENCE
 

@@ -1,4 +1,4 @@
-"""How files travel: one stream of (head, name, content, sum), which says nothing but what a directory needs.
+"""Files as one stream of (head, name, content, sum), which can name nothing but files, links and directories.
 
 No tar: owners, devices, absolute names and hard links cannot even be said. Links come into being last, so nothing is
 ever written through one.
@@ -11,12 +11,12 @@ import hashlib
 import os
 import posixpath
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.system.tree import CHUNK_BYTES, KINDS, Entry, is_safe_name, show
+from clusterddp.system.file_set import CHUNK_BYTES, KINDS, Entry, FileSet, is_safe_name, show
 
 _HEAD = struct.Struct(">BIQq")  # kind, bytes of the name, bytes of the content, mtime_ns
 _SUM_BYTES = 32
@@ -28,25 +28,19 @@ Read = Callable[[int], bytes]
 
 
 @dataclass(kw_only=True, slots=True)
-class Sending:
-    """The files of a directory, on their way; one for every receiver."""
+class FileStream:
+    """A set of files as one stream of bytes; one for every receiver."""
 
-    root: Path
-    """The directory, or the file itself when `single`: that one may get another name."""
-    entries: tuple[Entry, ...]
-    single: bool = False
+    files: FileSet
     spoiled: list[str] = field(default_factory=list)
-    """What could not be read as it had been listed, in words; then the receiver refuses the whole."""
+    """Why files could not be read as they had been listed; then the receiver refuses the whole."""
 
     @property
     def size(self) -> int:
-        """How many bytes `chunks` will give: it is said before, whatever becomes of the files."""
-        heads = sum(_HEAD.size + len(entry.name) + len(_content(entry)) for entry in self.entries)
-        files = sum(entry.size + _SUM_BYTES for entry in self.entries if entry.is_file)
+        """How many bytes `chunks` yields: it is announced first, and holds even when files change."""
+        heads = sum(_HEAD.size + len(entry.name) + len(_content(entry)) for entry in self.files.entries)
+        files = sum(entry.size + _SUM_BYTES for entry in self.files.entries if entry.is_file)
         return heads + files + _HEAD.size
-
-    def path_of(self, entry: Entry) -> bytes:
-        return os.fsencode(self.root) if self.single else os.path.join(os.fsencode(self.root), entry.name)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the stream, small files together."""
@@ -61,7 +55,7 @@ class Sending:
         yield b"".join(gathered)
 
     def _pieces(self) -> Iterator[bytes]:
-        for entry in self.entries:
+        for entry in self.files.entries:
             size = entry.size if entry.is_file else len(_content(entry))
             yield _HEAD.pack(KINDS.index(entry.kind), len(entry.name), size, entry.mtime_ns) + entry.name
             if entry.is_file:
@@ -74,7 +68,7 @@ class Sending:
         """Yield as many bytes as were announced, and the sum of them if they are what was announced."""
         content, left, what = hashlib.sha256(), entry.size, None
         try:
-            with open(self.path_of(entry), "rb", buffering=0) as file:
+            with open(self.files.path_of(entry), "rb", buffering=0) as file:
                 while left and (chunk := file.read(min(left, CHUNK_BYTES))):
                     content.update(chunk)
                     left -= len(chunk)
@@ -90,14 +84,14 @@ class Sending:
             left -= (pad := min(left, CHUNK_BYTES))
             yield bytes(pad)
         if what is not None:
-            self.spoiled.append(f"{show(self.path_of(entry))}: {what}")
+            self.spoiled.append(f"{show(self.files.path_of(entry))}: {what}")
         yield content.digest() if what is None else _SPOILED
 
 
-def receive_tree(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
+def receive_files(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
     """Make what a stream says below `target`, an empty directory; return it, with the sums of what was written.
 
-    `read_only`: nobody has the right to write to the files; otherwise the umask decides.
+    `read_only`: the files are made without the right to write; otherwise the umask decides.
     Raises: ClusterddpError: it is no such stream, or not the whole of it. OSError: the disk refuses.
     """
     base, taken, made = os.fsencode(target), _exactly(read), {b""}
@@ -191,8 +185,3 @@ def _refusing(entry: Entry) -> Iterator[None]:
 
 def _content(entry: Entry) -> bytes:
     return entry.link if entry.kind == "link" else b""
-
-
-def total_bytes(entries: Iterable[Entry]) -> int:
-    """Weigh the contents of files."""
-    return sum(entry.size for entry in entries if entry.is_file)

@@ -1,6 +1,6 @@
-"""Sessions that are kept open while somebody watches, one per host, each in a thread of its own, made again when lost.
+"""Sessions with hosts that are kept open, each in a thread of its own, and opened again when they break.
 
-A host that hangs holds up nobody else: whoever asks many hosts waits for all of them a while, then goes on without.
+A host that hangs delays no other: a call to many hosts waits for all of them until its timeout, then goes on without.
 """
 
 from __future__ import annotations
@@ -12,31 +12,67 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterddp.errors import SshError
-
-if TYPE_CHECKING:
-    from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.remote.package import package
+from clusterddp.ssh.network import Network
+from clusterddp.ssh.session import HostAccess, Session, start_session
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
+_PER_BASTION = 8
 _LEAVE_S = 1.0
 """How long a thread may finish the file that it writes."""
 
-Work = Callable[["Session"], Any]
-Open = Callable[["HostAccess"], "Session"]
+Work = Callable[[Session], Any]
+Open = Callable[[HostAccess], Session]
+
+
+class Opener:
+    """Opens sessions, from any thread; hosts on the way are shared by all of them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._network = Network(environ, _PER_BASTION)
+
+    def __call__(self, access: HostAccess) -> Session:
+        """Open a session.
+
+        Raises: SshError.
+        """
+        network = self._network
+        try:
+            connection = network.connect(access.host, pinned=access.host_key)
+        except SshError:
+            self._forget(network)
+            raise
+        with self._lock:  # it is made once, and not in every thread
+            sent = package()
+        session = start_session(connection, access, sent)
+        if isinstance(session, SshError):
+            raise session
+        return session
+
+    def _forget(self, network: Network) -> None:
+        """Start again: a network remembers which host on the way could not be reached."""
+        with self._lock:
+            if self._network is not network:
+                return
+            self._network = Network(self._environ, _PER_BASTION)
+        network.__exit__()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Our own mistake in a thread; whoever waits raises it."""
+    """Our own mistake in a thread; the caller that waits raises it."""
 
     error: BaseException
 
 
 @dataclass(kw_only=True)
-class _Link:
+class _Host:
     """One host: what it is asked is done in its thread, one after the other."""
 
     access: HostAccess
@@ -113,13 +149,13 @@ class _Link:
                 session.close()
 
 
-class Links:
-    """The links to many hosts."""
+class SessionPool:
+    """Sessions with many hosts, opened when they are first needed."""
 
     def __init__(self, open_session: Open) -> None:
         self._open = open_session
         self._changed = threading.Condition()
-        self._links: dict[HostAccess, _Link] = {}
+        self._hosts: dict[HostAccess, _Host] = {}
 
     def run(
         self, kind: str, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool = False
@@ -131,43 +167,43 @@ class Links:
         for its result, at once while it is too early to try it again.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        links = {access: self._link(access) for access in works}
+        hosts = {access: self._host(access) for access in works}
         if anew:
-            self._await(links.values(), deadline)
+            self._await(hosts.values(), deadline)
         results: dict[HostAccess, Any] = {}
         posted = []
-        for access, link in links.items():
-            if link.busy:
+        for access, host in hosts.items():
+            if host.busy:
                 continue
-            if link.last_error is not None and time.monotonic() < link.retry_at:
-                results[access] = link.last_error
+            if host.last_error is not None and time.monotonic() < host.retry_at:
+                results[access] = host.last_error
             else:
-                posted.append(link)
-                link.post(kind, works[access])
+                posted.append(host)
+                host.post(kind, works[access])
         self._await(posted, deadline)
-        for access, link in links.items():
-            if not link.busy and link.kind == kind and link.result is not None:
-                results[access], link.result = link.result, None
+        for access, host in hosts.items():
+            if not host.busy and host.kind == kind and host.result is not None:
+                results[access], host.result = host.result, None
         for result in results.values():
             if isinstance(result, Failed):
                 raise result.error
         return results
 
-    def _link(self, access: HostAccess) -> _Link:
-        if access not in self._links:
-            self._links[access] = _Link(access=access, open_session=self._open, changed=self._changed)
-        return self._links[access]
+    def _host(self, access: HostAccess) -> _Host:
+        if access not in self._hosts:
+            self._hosts[access] = _Host(access=access, open_session=self._open, changed=self._changed)
+        return self._hosts[access]
 
-    def _await(self, links: Collection[_Link], deadline: float | None) -> None:
+    def _await(self, hosts: Collection[_Host], deadline: float | None) -> None:
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with self._changed:
-            self._changed.wait_for(lambda: not any(link.busy for link in links), timeout_s)
+            self._changed.wait_for(lambda: not any(host.busy for host in hosts), timeout_s)
 
     def close(self) -> None:
         """Let go of all hosts; a thread that still waits for one is left behind."""
-        for link in self._links.values():
-            link.close()
+        for host in self._hosts.values():
+            host.close()
         deadline = time.monotonic() + _LEAVE_S
-        for link in self._links.values():
-            if link.thread is not None and link.session is not None:  # one that connects writes nothing
-                link.thread.join(max(0.0, deadline - time.monotonic()))
+        for host in self._hosts.values():
+            if host.thread is not None and host.session is not None:  # one that connects writes nothing
+                host.thread.join(max(0.0, deadline - time.monotonic()))

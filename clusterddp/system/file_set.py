@@ -1,4 +1,4 @@
-"""What a directory holds: names as the file system has them, kinds, sizes, sums; on both ends of a connection."""
+"""A set of files: names as the file system has them, kinds, sizes, sums; the same on both ends of a connection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ class Entry:
     size: int = 0
     mtime_ns: int = 0
     link: bytes = b""
-    """Where a link leads."""
+    """Where a link points."""
     sum: bytes = b""
     """sha256 of a file's content; empty: not known."""
 
@@ -42,13 +42,64 @@ class Entry:
 _MAX_PART = 255  # NAME_MAX of Linux's file systems
 
 
-def list_tree(root: Path) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """List what is below a directory, sorted, and the names of what can not be copied: sockets, devices.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSet:
+    """Files of a directory, as they were when they were listed."""
+
+    root: Path
+    """The directory, or the file itself when `single`: that one may get another name."""
+    entries: tuple[Entry, ...]
+    single: bool = False
+    left_out: tuple[str, ...] = ()
+    """Names of what cannot be copied: sockets, devices."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.size for entry in self.entries if entry.is_file)
+
+    def path_of(self, entry: Entry) -> bytes:
+        return os.fsencode(self.root) if self.single else os.path.join(os.fsencode(self.root), entry.name)
+
+    def subset(self, numbers: Iterable[int]) -> FileSet:
+        """Return some of the entries, by their numbers."""
+        return replace(self, entries=tuple(self.entries[number] for number in sorted(numbers)))
+
+    def with_sums(self, numbers: Iterable[int]) -> FileSet:
+        """Return the same with the sums of some files.
+
+        Raises: ClusterddpError: one cannot be read.
+        """
+        entries = list(self.entries)
+        for number in numbers:
+            path = self.path_of(entries[number])
+            try:
+                entries[number] = replace(entries[number], sum=read_sum(path))
+            except OSError as error:
+                raise ClusterddpError(f"{show(path)}: cannot be read: {error.strerror}") from error
+        return replace(self, entries=tuple(entries))
+
+    def digest(self) -> str:
+        """Sum up the set: sha256 over the sorted names, kinds and contents, empty directories aside.
+
+        Raises: OSError: a file cannot be read.
+        """
+        total = hashlib.sha256()
+        for entry in sorted(self.entries, key=lambda entry: os.fsdecode(entry.name)):
+            if entry.kind != "dir":
+                content = read_sum(self.path_of(entry)) if entry.is_file else hashlib.sha256(entry.link).digest()
+                total.update(entry.name + f"\0{entry.kind}\0{content.hex()}\n".encode())
+        for name in self.left_out:
+            total.update(f"{name}\0other\n".encode())
+        return total.hexdigest()
+
+
+def list_files(root: Path) -> FileSet:
+    """List what is below a directory, sorted.
 
     Raises: ClusterddpError: a directory cannot be read.
     """
     entries: list[Entry] = []
-    strange: list[str] = []
+    left_out: list[str] = []
     waiting = [b""]
     base = os.fsencode(root)
     try:
@@ -61,7 +112,7 @@ def list_tree(root: Path) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
                 name = folder + b"/" + item.name if folder else item.name
                 entry = read_entry(base, name)
                 if entry is None:
-                    strange.append(show(name))
+                    left_out.append(show(name))
                 elif entry.kind == "dir":
                     waiting.append(name)
                 else:
@@ -69,7 +120,25 @@ def list_tree(root: Path) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     except OSError as error:
         place = show(os.fsencode(error.filename or root))
         raise ClusterddpError(f"{place}: cannot be read: {error.strerror}") from error
-    return tuple(sorted(entries, key=lambda entry: entry.name)), tuple(sorted(strange))
+    entries.sort(key=lambda entry: entry.name)
+    return FileSet(root=root, entries=tuple(entries), left_out=tuple(sorted(left_out)))
+
+
+def choose_files(root: Path, names: Iterable[str]) -> FileSet:
+    """Look at the files of a directory with these names.
+
+    Raises: OSError: one is gone, or cannot be looked at.
+    """
+    entries = (read_entry(os.fsencode(root), os.fsencode(name)) for name in sorted(names))
+    return FileSet(root=root, entries=tuple(entry for entry in entries if entry is not None))
+
+
+def has_digest(root: Path, digest: str) -> bool:
+    """Say whether a directory is there, and holds just the files with this digest."""
+    try:
+        return stat.S_ISDIR(os.lstat(root).st_mode) and list_files(root).digest() == digest
+    except (OSError, ClusterddpError):
+        return False
 
 
 def read_entry(base: bytes, name: bytes) -> Entry | None:
@@ -118,7 +187,7 @@ def to_json(entries: Iterable[Entry]) -> list[list[Any]]:
 def from_json(rows: Any) -> Iterator[Entry]:
     """Read entries that `to_json` wrote.
 
-    Raises: ValueError: somebody else wrote them.
+    Raises: ValueError: another program wrote them.
     """
     for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
         raw = _raw(name)
