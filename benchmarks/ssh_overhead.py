@@ -28,8 +28,9 @@ from pathlib import Path
 
 from clusterddp.run.directory import RunDir
 from tests.support.ssh_place import SshPlace, ssh_place_on
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = "/opt/bare/bin/python"

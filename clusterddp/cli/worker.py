@@ -12,8 +12,8 @@ import click
 from clusterddp.cli.arguments import command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError, SpecError
-from clusterddp.rendezvous.muster import muster
-from clusterddp.rendezvous.signed import JOIN_KEY
+from clusterddp.rendezvous.handshake import JOIN_KEY
+from clusterddp.rendezvous.ranks import meet_ranks
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
@@ -60,10 +60,9 @@ def worker(
             environ=terminal.environ,
             resume=resume,
         )
-        told, door = muster(
-            launched, own, here.decide, start_timeout_s(resolved.job), terminal.environ.get(JOIN_KEY, "")
-        )
-        decided = Decided.from_json(told, launched.world_size)
+        key = terminal.environ.get(JOIN_KEY, "")
+        answer, master = meet_ranks(launched, own, here.decide, start_timeout_s(resolved.job), key)
+        decided = Decided.from_json(answer, launched.world_size)
         run = here.settle(decided)
         if launched.rank == 0:
             _print_met(here, decided, run.path)
@@ -76,8 +75,8 @@ def worker(
             error.message = f"{host}: {error.message}"
         raise
     environment.pop(JOIN_KEY, None)  # the program needs it for nothing
-    if door is not None and not launched.port_is_taken:
-        environment |= door.keep_over_exec(listening=here.takes_listener)
+    if master is not None and not launched.port_is_taken:
+        environment |= master.keep_over_exec(listening=here.takes_listener)
     os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
 
 

@@ -72,7 +72,7 @@ def read_parts(
 
     Raises: SshError.
     """
-    reply = session.ask("mirror.read", {"name": run_name, "parts": parts}, timeout_s=ASK_TIMEOUT_S)
+    reply = session.ask("results.read", {"name": run_name, "parts": parts}, timeout_s=ASK_TIMEOUT_S)
     answers: list[Part] = reply.facts["parts"]
     if len(answers) != len(parts) or sum(answer["length"] for answer in answers) != len(reply.data):
         raise NonsenseError(session.host, f"{len(answers)} parts of {len(parts)}, with {len(reply.data):,} bytes")

@@ -18,7 +18,7 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 @functools.cache
 def package() -> Package:
-    """Return what is sent; the same sources give the same sum."""
+    """Return what is uploaded; the same sources give the same sum."""
     home = Path(clusterddp.__file__).parent
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

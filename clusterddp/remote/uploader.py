@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from clusterddp.system.file_stream import FileStream
 
 _AT_ONCE = 8
 """To so many hosts files go at the same time."""
-_HEARTBEAT_S = 60.0
 UPLOAD_TIMEOUT_S = 120.0
 """How long a host may take to look at what it has, or to store what it has received."""
 _STEP_BYTES = 1_000_000
@@ -76,38 +75,26 @@ class Uploader:
 
         self.at_all(streams, put)
 
-    def at_all(
-        self, hosts: Sequence[str] | Mapping[str, Any], function: Callable[[str], _Result]
-    ) -> dict[str, _Result]:
-        """Call a function for hosts, several at a time; send heartbeats to those that wait, so that their agents stay.
+    def at_all(self, hosts: Iterable[str], function: Callable[[str], _Result]) -> dict[str, _Result]:
+        """Call a function for hosts, several at a time.
 
+        The caller sends heartbeats to those that wait (launchers/ssh/heartbeat.py).
         Raises: ClusterddpError, SshError, PreflightError: of the hosts for which it failed.
         """
-        slots = threading.Semaphore(_AT_ONCE)
-        finished = threading.Event()
         left = set(hosts)
 
         def call(host: str) -> _Result | ClusterddpError:
             try:
-                while not slots.acquire(timeout=_HEARTBEAT_S):
-                    self.sessions[host].ask("beat")
-                try:
-                    result = function(host)
-                finally:
-                    slots.release()
-                    left.discard(host)
-                    if not left:
-                        finished.set()
-                while not finished.wait(_HEARTBEAT_S):
-                    self.sessions[host].ask("beat")
-                return result
+                return function(host)
             except ClusterddpError as error:
                 return error
+            finally:
+                left.discard(host)
 
         try:
-            results = Fan(hosts, call, lambda result: None).results(max(1, len(hosts)))
+            results = Fan(list(hosts), call, lambda result: None).results(_AT_ONCE)
         except BaseException:
-            for host in left:  # a put in its middle ends only with its connection; the host then forgets what it has
+            for host in left:  # an upload in its middle ends only with its connection; the host then drops what it has
                 self.sessions[host].channel.close()
             raise
         return results_of(results)
@@ -154,18 +141,11 @@ def results_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(sees: Mapping[str, set[str]]) -> Groups:
-    """Put together who sees whom, in the order of the hosts."""
-    leader = {host: host for host in sees}
-
-    def find(host: str) -> str:
-        while leader[host] != host:
-            host = leader[host]
-        return host
-
-    order = {host: number for number, host in enumerate(sees)}
-    for host, others in sees.items():
-        for other in others:
-            first, second = sorted((find(host), find(other)), key=order.__getitem__)
-            leader[second] = first
-    heads = dict.fromkeys(find(host) for host in sees)
-    return tuple(tuple(host for host in sees if find(host) == head) for head in heads)
+    """Group the hosts that see each other's marks, in the order of the hosts."""
+    groups: dict[str, list[str]] = {}
+    leaders: dict[str, str] = {}
+    for host in sees:
+        first = next(other for other in sees if other == host or other in sees[host] or host in sees[other])
+        leaders[host] = leaders.get(first, first)
+        groups.setdefault(leaders[host], []).append(host)
+    return tuple(map(tuple, groups.values()))

@@ -7,7 +7,6 @@ is what the manifest says, or has not changed while it was copied.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from clusterddp.remote.download import (
 )
 from clusterddp.results.download import Downloaded, downloading
 from clusterddp.results.host_run import HostRun
+from clusterddp.system.file_set import read_sum
 from clusterddp.system.files import sync_directory, write_bytes
 from clusterddp.wire import read_object
 
@@ -60,7 +60,7 @@ def download_large(
     with downloading(host_run.run, "fetch", _LOCK_S) as done:
         if done.is_locked:
             return done
-        missing = {path: each for path, each in wanted.items() if read_listed(host_run.place_of(path)) != tuple(each)}
+        missing = {path: listed for path, listed in wanted.items() if not _is_here(host_run.place_of(path), listed)}
         if missing:
             num_bytes = sum(listed[0] for listed in missing.values())
             count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
@@ -159,18 +159,19 @@ def _put_in_place(partial: Path, place: Path) -> None:
     sync_directory(place.parent)
 
 
+def _is_here(place: Path, listed: Listed) -> bool:
+    try:
+        return read_listed(place) == tuple(listed)
+    except OSError:  # a name that this disk does not take keeps no other file from being downloaded
+        return False
+
+
 def _is(path: Path, expected: Sum) -> bool:
     """Say whether the file at `path` is the one that a manifest speaks of."""
     try:
-        if path.stat().st_size != expected.num_bytes:
-            return False
-        total = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                total.update(chunk)
+        return path.stat().st_size == expected.num_bytes and read_sum(os.fsencode(path)).hex() == expected.sha256
     except FileNotFoundError:
         return False
-    return total.hexdigest() == expected.sha256
 
 
 def _demand_room(host_run: HostRun, num_bytes: int) -> None:

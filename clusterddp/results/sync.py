@@ -231,7 +231,7 @@ class Synchroniser:
         """Ask a host for what is new of runs, and download it; in the host's own thread."""
         known = {each.name: self._listings.setdefault((access, each.name), _Listing()) for each in host_runs}
         asked = [{"name": each.name, "token": each.token, "seen": known[each.name].total} for each in host_runs]
-        reply = session.ask("mirror.changes", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
+        reply = session.ask("results.list", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         visits = []
         for host_run in host_runs:
             answer, listing = reply.facts["runs"].get(host_run.name), known[host_run.name]

@@ -145,7 +145,7 @@ def mirrored(root: Path) -> Target:
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
         asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
-        told = session.ask("mirror.changes", {"runs": asks}).facts["runs"].get(host_run.name)
+        told = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
         if told is None:
             return
         host_run = host_run.wanting_from(newest_attempt(run, told["files"] or {}))
@@ -189,8 +189,8 @@ def requests(root: Path) -> Target:
         {"do": "beat"},
         {"do": "facts.clock"},
         {"do": "login.lay_out", "at": ".", "files": {"spec.yaml": "name: a"}, "sum": None, "within": ".", "git": None},
-        {"do": "mirror.changes", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
-        {"do": "mirror.read", "name": name, "parts": [part, part]},
+        {"do": "results.list", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
+        {"do": "results.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},

@@ -185,7 +185,7 @@ def nodes_reports(root: Path) -> Target:
     from clusterddp.check.job import JobAnswer, _all_done, _collect
     from clusterddp.check.nodes import judge_nodes
     from clusterddp.check.probe import print_lines
-    from clusterddp.facts.judge import Needs
+    from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build
 
@@ -213,7 +213,7 @@ def nodes_reports(root: Path) -> Target:
         _all_done(SimpleNamespace(num_nodes=1), folder)  # type: ignore[arg-type]
         reports, words = _collect(folder)
         answer = JobAnswer(
-            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, words=words
+            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, output=words
         )
         judge_nodes(answer, here, Needs())
 

@@ -118,28 +118,28 @@ class Hosts:
         self.sessions.append(session)
         return session
 
-    def mirror(self, *runs: RunDir) -> Synchroniser:
+    def sync(self, *runs: RunDir) -> Synchroniser:
         return Synchroniser(
             runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open
         )
 
     def look(self) -> None:
         """Ask once, as a command does that is not going to watch."""
-        mirror = self.mirror()
-        mirror.update()
-        mirror.close()
+        sync = self.sync()
+        sync.update()
+        sync.close()
 
     def fetch(self) -> bool:
-        mirror = self.mirror()
-        done = mirror.download()
-        mirror.close()
+        sync = self.sync()
+        done = sync.download()
+        sync.close()
         return done
 
     def logs(self, *ranks: int, first_attempt: int | None = None) -> None:
-        mirror = self.mirror()
-        mirror.want_logs(ranks, first_attempt)
-        mirror.update_logs()
-        mirror.close()
+        sync = self.sync()
+        sync.want_logs(ranks, first_attempt)
+        sync.update_logs()
+        sync.close()
 
     def break_links(self) -> None:
         for session in self.sessions:

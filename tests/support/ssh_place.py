@@ -22,9 +22,9 @@ from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, wait_until
+from tests.testbed.rack import Rack
 
 
 @dataclass(frozen=True, kw_only=True)

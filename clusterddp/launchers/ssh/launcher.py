@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.heartbeat import Tie, tied
-from clusterddp.launchers.ssh.interfaces import settle_network
+from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import HostSessions, each, open_host_sessions
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
@@ -169,7 +169,7 @@ def _name_the_cause(error: PreflightError, sessions: HostSessions, attempt: int)
     plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
-        facts = sessions.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
+        facts = sessions.of_node(0).ask("results.list", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
     told = facts["runs"].get(name)
@@ -209,7 +209,7 @@ def _settle(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
     grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
-    settled = settle_network(plan.gang, sessions.by_node)
+    settled = settle_network(plan.gang, sessions.by_host)
     nodes = []
     for node in plan.gang.nodes:
         interface, address, why = settled.nodes[node.node_rank]

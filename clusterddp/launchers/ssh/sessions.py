@@ -1,4 +1,4 @@
-"""The hosts of a run while somebody speaks to them: a session with each, and what is asked of all of them."""
+"""Sessions with all hosts of a run: opened together, asked together, closed together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
 @dataclass(kw_only=True)
 class HostSessions:
-    """The hosts of one run, in the order of the nodes; closed by whoever opened it."""
+    """A session with each host of one run, in the order of the nodes; the caller that opened them closes them."""
 
     plan: Plan
     by_host: dict[str, Session]
@@ -35,7 +35,7 @@ class HostSessions:
     def ask_all(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host.
 
-        Raises: SshError, PreflightError: what the hosts say that refuse, or cannot be asked any more.
+        Raises: SshError, PreflightError: the answers of hosts that refuse, or why they cannot be asked any more.
         """
         replies = self._ask(do, facts, timeout_s)
         raise_for(errors_of(replies).values())
@@ -62,7 +62,7 @@ class HostSessions:
 
 
 def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> HostSessions:
-    """Speak to the hosts of a run.
+    """Open a session with every host of a run.
 
     Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False only when none can.
     """
@@ -74,7 +74,7 @@ def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bo
 
 
 def try_host_sessions(plan: Plan, environ: Mapping[str, str]) -> HostSessions:
-    """Speak to those hosts of a run that can be used; the others are then in `failed`."""
+    """Open a session with every host of a run that can be used; the others are then in `failed`."""
     assert plan.ssh is not None
     results = open_sessions(plan.ssh.accesses(), environ=environ, package=package())
     return HostSessions(

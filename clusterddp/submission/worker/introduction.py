@@ -14,18 +14,18 @@ from clusterddp.planning.job_values import spec_text
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
 from clusterddp.ranks.launched_pmi import ask_pmi
-from clusterddp.rendezvous.muster import DEFAULT_TIMEOUT_S
-from clusterddp.rendezvous.muster_words import own_hello
+from clusterddp.rendezvous.rank_messages import introduce_rank
+from clusterddp.rendezvous.ranks import DEFAULT_TIMEOUT_S
 from clusterddp.submission.worker.place import count_gpus
 
 if TYPE_CHECKING:
     from clusterddp.ranks.launched import Launched
-    from clusterddp.rendezvous.muster_words import Hello
+    from clusterddp.rendezvous.rank_messages import RankHello
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
 
-def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, Hello]:
+def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, RankHello]:
     """Complete what PMI reports, and describe this rank to the others."""
     timeout_s = start_timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
@@ -33,7 +33,7 @@ def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, 
     size = launched.told.get("WORLD_SIZE")
     port_is_given = launched.master_port is not None and not launched.port_is_taken
     gpus = count_gpus(resolved.job, environ)
-    return launched, own_hello(
+    return launched, introduce_rank(
         rank=launched.rank,
         world_size=launched.world_size,
         world_size_from=size.origin if size else "alone",

@@ -19,7 +19,7 @@ from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.system.files import read_json
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 SCRIPT = """\
 import os, sys, time

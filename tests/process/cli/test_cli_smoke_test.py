@@ -15,7 +15,7 @@ from clusterddp.run.directory import list_runs
 from clusterddp.system.files import read_json
 from clusterddp.train.place import Place
 from clusterddp.train.smoke_test import check_program
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 TRAINER = """\
 name: tiny

@@ -18,8 +18,9 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 from clusterddp.system.files import read_json
 from tests.support.bare_python import make_bare_python
-from tests.support.gang_runs import GangRun, make_gang, start_gang, wait_until
+from tests.support.gang_runs import GangRun, make_gang, start_gang
 from tests.support.train_gang import TINY
+from tests.support.waiting import wait_until
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors

@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.remote.upload import note_left_out, read_data
 from clusterddp.system.file_set import list_files
 from tests.support.ssh_person import Person
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

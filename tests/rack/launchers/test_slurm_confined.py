@@ -16,9 +16,10 @@ from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
 from tests.support.slurm_place import ROOT, Place
 from tests.support.slurm_runs import await_job_state
+from tests.support.waiting import wait_until
 from tests.testbed.confinement import find_obstacle_to_confinement
 from tests.testbed.plan import HEAD, USER, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -132,7 +133,7 @@ def test_a_rank_that_wants_more_memory_than_its_job_has_is_told_so(confined):
     say(place, "fill")
     cause = end(place, run)
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (3, "node2", 137)
-    assert "a process of this job, which has used up its 512.0 MiB of memory" in cause["error"]
+    assert "a process of this job, which has used up its 512 MiB of memory" in cause["error"]
 
 
 def test_a_killed_supervisor_takes_its_ranks_along(confined):
