@@ -17,8 +17,8 @@ from clusterddp.importing.findings import Fate, Findings, set_variable
 from clusterddp.importing.values import Text
 from clusterddp.planning.environment import is_secret
 from clusterddp.spec import tree
-from clusterddp.spec.conflict import MAX_RANKS
 from clusterddp.spec.hostfile import read_hostfile
+from clusterddp.spec.section import MAX_RANKS
 
 Host = tuple[str, int | None]
 """A host or a set of hosts, and its slots where they are given."""

@@ -14,9 +14,9 @@ from clusterddp.importing.findings import Findings
 from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions
 from clusterddp.importing.options import Option
 from clusterddp.importing.values import Text, as_written, fixed_number, is_fixed
-from clusterddp.spec.conflict import MAX_RANKS
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import expand_all
+from clusterddp.spec.section import MAX_RANKS
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
 
 _RIVALS = (

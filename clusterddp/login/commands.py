@@ -23,8 +23,8 @@ from clusterddp.system.tree_stream import Sending
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.spec.login import Login
     from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import Login
 
 SPEC, _CONFIG = "spec.yaml", "config.yaml"
 """Names of the files that go along with a command."""

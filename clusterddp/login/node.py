@@ -14,7 +14,7 @@ from clusterddp.errors import SpecError, SshError, UsageError
 from clusterddp.login.record import SentRun, write_sent_run
 
 if TYPE_CHECKING:
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
 """Set where a command runs for a laptop: it looks for no further login node."""
@@ -56,7 +56,7 @@ def node_of_run(sent: SentRun, environ: Mapping[str, str]) -> Node:
 
     A host that no profile of the user's names gets none of the run's secrets.
     """
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
     login = Login.model_validate(sent.login)
     try:
