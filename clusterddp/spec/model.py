@@ -95,6 +95,21 @@ class Network(Section):
     )
 
 
+class Stop(Section):
+    """The time that ranks have to write a checkpoint and end: before a time limit, when preempted, when stopped."""
+
+    lead: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long before the time limit the ranks are asked to stop, written as time is, at most half of "
+        "the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 minute before the job ends.",
+    )
+    grace: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
+        'attempt has failed. Default: "2:00", 2 minutes.',
+    )
+
+
 class Container(Section):
     """The container that every rank runs in, on Slurm."""
 
@@ -144,6 +159,7 @@ class JobSpec(Section):
     )
     resources: Resources = Field(default_factory=Resources, description="Machines, ranks, GPUs, cores, time.")
     network: Network = Field(default_factory=Network, description="Interface, port and backend of the gang.")
+    stop: Stop = Field(default_factory=Stop, description="The time that ranks have to write a checkpoint and end.")
     env: dict[fields.Variable, fields.LooseText] = Field(
         default={}, description="Variables for every rank; they beat what clusterddp would set."
     )
