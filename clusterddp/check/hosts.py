@@ -90,7 +90,7 @@ def _check_reached(
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-    return checks + (try_hosts(plan, sessions, network, machines, tell) if deep else [])
+    return checks + (try_hosts(sessions, network, machines, tell) if deep else [])
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
