@@ -24,7 +24,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.sweep import load_sweep
 from clusterddp.sweep.plan import SweepPlan, plan_sweep
 from tests.support.slurm_runs import environment
