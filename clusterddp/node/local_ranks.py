@@ -15,30 +15,27 @@ from dataclasses import dataclass, field
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
-from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.history import record_end
 from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
-from clusterddp.node.rank_records import RankRecords, with_end
+from clusterddp.node.rank_records import RankRecords, new_record, with_end
 from clusterddp.node.rank_watch import ConnectionWatch, NcclWatch, StoppedRanks
-from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter, choose_cores
-from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
+from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter, choose_cores, plan_launch
+from clusterddp.ranks.environment import cookie
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Sweep
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
 from clusterddp.run.record import RankRecord
-from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.system.files import is_file, read_json
+from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import is_outage
 
 TERM_GRACE_S = 1.0
 """How long ranks have between SIGTERM and SIGKILL when the gang is ended."""
-_EMPTY_STOP_FILE_S = 0.3
-"""A stop file without content is either being written or was made by hand; the first does not last."""
 
 
 @dataclass(slots=True)
@@ -158,7 +155,7 @@ class LocalRanks:
         self._hear_news()
         if not self._cancel_seen and is_file(self._run.cancel_file):
             self._cancel_seen = True
-            self._report({"kind": "cancel", "reason": self._cancel_reason()})
+            self._report({"kind": "cancel", "reason": cancel_reason(self._run)})
         self._write_records(now)
         attempt = self._attempt
         if attempt is None:
@@ -187,7 +184,7 @@ class LocalRanks:
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
             return
-        if _is_complete(attempt.dir) if complete else is_file(attempt.dir.stop_file):
+        if is_complete(attempt.dir.stop_file) if complete else is_file(attempt.dir.stop_file):
             attempt.stop_seen = True
             self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
 
@@ -222,49 +219,25 @@ class LocalRanks:
             make_attempt_dirs(directory)
             attempt.cores = choose_cores(self._node, self._gang.env)
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
-            self._starter.start({rank: self._launch_of(rank, order, attempt) for rank in node.ranks})
+            self._starter.start({rank: self._launch(rank, order, attempt) for rank in node.ranks})
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
         self._hear_news()
 
-    def _launch_of(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
-        variables = attempt.network.gang.variables_of(
-            rank,
-            run_dir=str(self._run.path),
-            attempt=order["attempt"],
-            restart=order["restart"],
-            master_port=attempt.master_port,
-        )
-        if not inherited_environment().keys().isdisjoint(VARIABLES):
-            variables = {
-                name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS
-            }
-        if rank in attempt.cores:
-            variables = variables | {CORES: Variable(attempt.cores[rank], "near the rank's GPU")}
-        return Launch(
-            run_dir=self._run.path,
-            variables=variables,
-            stdout=attempt.dir.stdout(rank),
-            stderr=attempt.dir.stderr(rank),
-            listener=order.get("listener") if rank == 0 else None,
-            agent_port=order.get("agent_port"),
-            agents_listener=order.get("agents_listener"),
-        )
+    def _launch(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
+        gang, cores = attempt.network.gang, attempt.cores.get(rank)
+        return plan_launch(self._run, gang, rank, order, master_port=attempt.master_port, cores=cores)
 
     def _rank_started(self, attempt: _Attempt, news: Started) -> None:
         node, network = self._node, attempt.network
         attempt.running.add(news.rank)
-        attempt.records[news.rank] = RankRecord(
-            rank=news.rank,
-            node_rank=node.node_rank,
-            local_rank=node.ranks.index(news.rank),
-            host=node.host,
-            pid=news.pid,
+        attempt.records[news.rank] = new_record(
+            news.rank,
+            news.pid,
+            node,
             interface=network.interface,
-            master_addr=network.gang.master_addr,
-            master_port=attempt.master_port,
-            started=time.time(),
+            master=(network.gang.master_addr, attempt.master_port),
         )
         if len(attempt.records) == len(node.ranks):
             self._records.put(attempt.dir, *attempt.records.values())
@@ -332,22 +305,6 @@ class LocalRanks:
             left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
             self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
 
-    def _cancel_reason(self) -> str:
-        try:
-            by = (read_json(self._run.cancel_file) or {}).get("by")
-        except (ClusterddpError, OSError, AttributeError):
-            by = None
-        return f"cancelled by {by}" if by else "cancelled"
-
     def _fail(self, error: str) -> None:
         # It may follow from how a rank ended: that one is then the first of two equals.
         self._report({"kind": "failed", "error": error, "weight": OWN})
-
-
-def _is_complete(attempt: AttemptDir) -> bool:
-    """Say whether the stop file is there with all that will be in it."""
-    try:
-        found = attempt.stop_file.stat()
-    except OSError:
-        return False
-    return found.st_size > 0 or time.time() - found.st_mtime > _EMPTY_STOP_FILE_S

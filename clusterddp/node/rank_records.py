@@ -8,6 +8,7 @@ import time
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import RankEnd
 from clusterddp.run.directory import AttemptDir
+from clusterddp.run.gang import Node
 from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.system.storage import storage_timeout_s
 
@@ -41,6 +42,21 @@ class RankRecords:
             raise
         self._write_by = float("inf")
         return True
+
+
+def new_record(rank: int, pid: int, node: Node, *, interface: str | None, master: tuple[str, int]) -> RankRecord:
+    """Return the record of a rank that has just started."""
+    return RankRecord(
+        rank=rank,
+        node_rank=node.node_rank,
+        local_rank=node.ranks.index(rank),
+        host=node.host,
+        pid=pid,
+        interface=interface,
+        master_addr=master[0],
+        master_port=master[1],
+        started=time.time(),
+    )
 
 
 def with_end(record: RankRecord, end: RankEnd) -> RankRecord:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.log import log_line
 from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import SUPERVISOR_PID, Variable
+from clusterddp.ranks.environment import CORES, SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.gang import Entry, Node
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.outcome import signal_name
 from clusterddp.system.gpu_cores import cores_for_ranks
 
@@ -253,3 +255,26 @@ def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
         ranks = spell_ranks([rank for rank in cores if cores[rank] == each])
         log_line(f"{ranks} keep to cores {each}, near the GPU")
     return cores
+
+
+def plan_launch(
+    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, master_port: int, cores: str | None
+) -> Launch:
+    """Return what a rank of the attempt that the head orders to start is started with; `cores`: it keeps to these."""
+    attempt = run.attempt(int(order["attempt"]))
+    variables = gang.variables_of(
+        rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
+    )
+    if not inherited_environment().keys().isdisjoint(VARIABLES):
+        variables = {name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS}
+    if cores is not None:
+        variables = variables | {CORES: Variable(cores, "near the rank's GPU")}
+    return Launch(
+        run_dir=run.path,
+        variables=variables,
+        stdout=attempt.stdout(rank),
+        stderr=attempt.stderr(rank),
+        listener=order.get("listener") if rank == 0 else None,
+        agent_port=order.get("agent_port"),
+        agents_listener=order.get("agents_listener"),
+    )
