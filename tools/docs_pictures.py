@@ -33,6 +33,11 @@ def status_text() -> str:
     return _run(["status", "brisk-otter-3"], files=["docs/pictures/runs"])
 
 
+def status_json() -> str:
+    """Return what `status -o json` prints for that run."""
+    return _run(["status", "brisk-otter-3", "-o", "json"], files=["docs/pictures/runs"])
+
+
 def plan_text() -> str:
     """Return the first part of what `submit -n` prints for a job of 16 ranks on Slurm, colours included."""
     text = _run(["submit", "jobs/resnet18_2x8.yaml", "--dry-run"], files=["jobs/resnet18_2x8.yaml"])

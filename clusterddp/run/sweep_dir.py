@@ -42,6 +42,7 @@ class SweepDir:
 
     @property
     def record(self) -> Path:
+        """What the sweep is: keys, values, throttle, job id."""
         return self.path / SWEEP_RECORD
 
     @property
@@ -51,6 +52,7 @@ class SweepDir:
 
     @property
     def environment(self) -> Path:
+        """As of a run; the runs have links to it."""
         return self.path / "env.json"
 
     @property
@@ -60,6 +62,7 @@ class SweepDir:
 
     @property
     def code(self) -> Path:
+        """As of a run; the runs have links to it."""
         return self.path / "code"
 
     @property
@@ -69,6 +72,7 @@ class SweepDir:
 
     @property
     def queue_log(self) -> Path:
+        """What the queue did."""
         return self.launcher_dir / "queue.log"
 
     @property
