@@ -15,9 +15,8 @@ import click
 import pytest
 import yaml
 
+import clusterddp
 from clusterddp.cli.main import cli
-from clusterddp.spec.load import load_spec
-from clusterddp.spec.model import JobSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,9 +113,8 @@ def test_yaml_reads_as_a_spec(block: Block) -> None:
         keys = set(yaml.safe_load(document))
         if keys == {"profiles"}:
             continue
-        assert keys <= set(JobSpec.model_fields)
         more = ("" if "name" in keys else "name: piece\n") + ("launcher: slurm\n" if "container" in keys else "")
-        load_spec(more + document, environ={})
+        clusterddp.load_spec(more + document, environ={})
 
 
 @pytest.mark.parametrize(

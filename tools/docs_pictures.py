@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,13 @@ def plan_text() -> str:
     text = _run(["submit", "jobs/resnet18_2x8.yaml", "--dry-run"], files=["jobs/resnet18_2x8.yaml"])
     head, _, _ = text.partition("\x1b[1mvariables of rank 0")
     return re.sub(r"(plan for \S*?)[a-z]+-[a-z]+-\d+", r"\1brisk-otter-3", head).rstrip() + "\n"
+
+
+def command_output(*arguments: str) -> str:
+    """Return what the command prints in this repository, without colour."""
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {"NO_COLOR": "1"}
+    argv = [sys.executable, "-m", "clusterddp", *arguments]
+    return subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def _run(arguments: list[str], *, files: list[str]) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -17,7 +15,7 @@ else:  # mypy's and pip's own
     import tomli as tomllib
 
 import click
-from docs_pictures import ROOT
+from docs_pictures import ROOT, command_output
 from docs_records import files_page, json_page
 from docs_spec import spec_page
 from docs_text import WIDTH, cell, filled, head, items, page
@@ -122,7 +120,7 @@ def environment_page() -> str:
                  "set stays as it is."),
         "",
         "```text",
-        _command("explain", "jobs/script_entry.yaml").rstrip("\n"),
+        command_output("explain", "jobs/script_entry.yaml").rstrip("\n"),
         "```",
     ]  # fmt: skip
     return page(lines)
@@ -170,9 +168,3 @@ def _tree(kind: type[errors.ClusterddpError], depth: int) -> Iterator[tuple[type
 
 def _variables(texts: Mapping[str, str]) -> list[str]:
     return ["| variable | |", "|---|---|", *(f"| `{name}` | {cell(text)} |" for name, text in texts.items()), ""]
-
-
-def _command(*arguments: str) -> str:
-    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {"NO_COLOR": "1"}
-    argv = [sys.executable, "-m", "clusterddp", *arguments]
-    return subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=True, timeout=120).stdout

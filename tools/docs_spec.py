@@ -1,4 +1,4 @@
-"""The page of the keys of a spec, from the JSON Schema that the model gives."""
+"""The page of the keys of a spec, from the JSON Schema that `clusterddp schema` prints."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from docs_pictures import command_output
 from docs_text import filled, head, page
-
-from clusterddp.spec.schema import json_schema
 
 _NO_LIMIT = 2**31 - 1
 
 
 def spec_page() -> str:
-    schema = json_schema()
+    schema = json.loads(command_output("schema"))
     sections = schema["$defs"]
     lines = head(
         "Keys of a spec",

@@ -62,7 +62,7 @@ class Ssh(SshPython):
     )
     fetch: fields.Fetch = Field(
         default=("logs", "metrics", "checkpoints"),
-        description="What comes home into the run's directory when the run has ended: a list of logs, metrics and "
+        description="What is copied back into the run's directory when the run has ended: a list of logs, metrics and "
         "checkpoints (with the first host's output/), or all, or none.",
     )
     when_busy: Annotated[Literal["refuse", "wait"], Word] = Field(
