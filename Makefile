@@ -13,10 +13,10 @@ help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
 	@echo "make test    what CI runs: linters, types, import contracts, all tests"
 	@echo "make check   linters, types and import contracts only"
-	@echo "make unit    tests that take no longer than ten seconds each"
+	@echo "make unit    the tests that start no processes of a run, in two minutes"
 	@echo "make gpu-check  what clusterddp does on the GPUs of this machine, as a file to send: make gpu-check DATA=DIR (CIFAR-10)"
 	@echo "make fuzz    mutate everything that is read from outside: make fuzz SEED=1 CASES=200000"
-	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/rack/README.md)"
+	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/testbed/README.md)"
 	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
 	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
 	@echo "make docs    write what docs/ takes from the code, and build the site into site/"
@@ -27,14 +27,14 @@ demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
 test: check
-	tests/rack/install
+	tests/testbed/install
 	tests/run_all $(BIN)/pytest
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 tests/unit
 
 fuzz: $(VENV)/.dev
-	$(BIN)/python tests/fuzz.py --seed $(SEED) --cases $(CASES)
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --cases $(CASES)
 
 gpu-check: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu_check.py $(if $(DATA),--data-dir $(DATA))
@@ -47,11 +47,11 @@ check: $(VENV)/.dev
 
 ifeq ($(RELEASE),)
 rack:
-	CLUSTERDDP_TEST_RACK=required tests/rack/install
-	cd tests && $(PYTHON) -m rack
+	CLUSTERDDP_TEST_RACK=required tests/testbed/install
+	$(PYTHON) -m tests.testbed
 else
 rack: $(VENV)/.dev
-	cd tests && rack/in_release $(RELEASE) ../$(BIN)/python -m rack
+	tests/testbed/in_release $(RELEASE) $(BIN)/python -m tests.testbed
 endif
 
 test-slurm: $(VENV)/.dev

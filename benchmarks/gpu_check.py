@@ -35,7 +35,7 @@ from trainer_peers_setup import Peers
 from trainer_rounds import ROOT, Contender, describe_machine, play, say
 from trainer_runs import LocalPlace
 
-from clusterddp.doctor.page import render_page
+from clusterddp.check.page import render_page
 from clusterddp.facts.checks import Check, Result, is_healthy, red, to_json
 from clusterddp.facts.judge import Needs, judge_machine
 from clusterddp.facts.machine import Machine, read_machine

@@ -19,16 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-from handmade_runs import train  # noqa: E402
-from handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, name_of_job  # noqa: E402
-from rack.plan import RackPlan  # noqa: E402
-from rack.rack import Rack, running_rack  # noqa: E402
-
-from clusterddp.run.directory import RunDir  # noqa: E402
-from clusterddp.slurm.jobs import SEPARATOR  # noqa: E402
+from clusterddp.run.directory import RunDir
+from clusterddp.slurm.jobs import SEPARATOR
+from tests.support.handmade_runs import train
+from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, name_of_job
+from tests.support.paths import ROOT
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import Rack, running_rack
 
 TAG = "0123456789abcdef0123"
 
@@ -109,7 +106,7 @@ def measure(directory: Path, options: argparse.Namespace, rack: Rack | None) -> 
 
 def list_once(runs_dir: Path, limit: int, rack: Rack | None) -> tuple[float, dict[str, int]]:
     argv = [sys.executable, "-m", "clusterddp", "list", "-n", str(limit), "--runs", str(runs_dir)]
-    variables = {"PYTHONPATH": str(HERE.parent)}
+    variables = {"PYTHONPATH": str(ROOT)}
     if rack:
         argv = rack.argv("head", argv, env=variables)
     before = time.monotonic()

@@ -5,7 +5,7 @@
 Kinds: "cable out" (5, 9, 15 or 25 s) and "supervisor stopped" (20 s) over SSH, "job suspended" (90 s) on Slurm. A run
 trains on two hosts with one rank each. Right is that it completes in its first attempt with the `params_sha256` of a
 run without an outage. One line of JSON per run, a summary at the end; on standard error the logs of what went wrong.
-tests/outages.py holds the rules.
+tests/support/outages.py holds the rules.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import collections
 import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from outages import Theatre, draw_outages
+from tests.support.outages import Theatre, draw_outages
 
 
 def main() -> int:

@@ -16,10 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import RackPlan
-from rack.rack import Rack, running_rack
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import Rack, running_rack
 
 STEP = """\
 import os, time

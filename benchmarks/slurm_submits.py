@@ -1,6 +1,6 @@
 """Submit to a real Slurm that loses answers, with launchers and the controller killed; count doubled and lost runs.
 
-    python benchmarks/slurm_submits.py [SEED [COUNT]]        (root: it starts a rack, tests/rack/README.md)
+    python benchmarks/slurm_submits.py [SEED [COUNT]]        (root: it starts a rack, tests/testbed/README.md)
 
 Each of COUNT (500) submits is one of a job that is held, so that none ever runs. Two in five of them never read the
 controller's answer (strace makes sbatch's fifth recvfrom fail), one in four is killed with SIGKILL at a random moment,
@@ -25,11 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from rack.plan import HEAD, RackPlan  # noqa: E402
-from rack.rack import SYSTEM_PATH, Rack, running_rack  # noqa: E402
+from tests.support.paths import ROOT
+from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.rack import SYSTEM_PATH, Rack, running_rack
 
 SPEC = """
 name: chaos

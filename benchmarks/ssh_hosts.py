@@ -33,12 +33,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import HEAD, RackPlan
-from rack.rack import running_rack
-from ssh_person import Person
-from ssh_place import SshPlace
+from tests.support.ssh_person import Person
+from tests.support.ssh_place import SshPlace
+from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.rack import running_rack
 
 CONNECT = """
 import json, os, resource, sys, threading
@@ -61,7 +59,7 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 """
 AGENTS = """
 import json, os, resource, sys, threading
-from clusterddp.launch.ssh.package import package
+from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, Session, open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ, package=package())

@@ -9,7 +9,7 @@ start or later; VICTIM names some of them. Right is, within 20 s, and 45 s where
 on any host that is on, a host whose cable is pulled included, or, where the run has to bear it, the same ranks as
 before; and a `status` asked for in that time tells the right state and cause (it waits 5 s for a host that is silent).
 One line of JSON per kill, a summary at the end; on standard error all logs of what was borne otherwise.
-tests/ssh_kills.py holds the rules. A guard is two processes, of which one is killed.
+tests/support/ssh_kills.py holds the rules. A guard is two processes, of which one is killed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.rack import running_rack
-from ssh_kill_kinds import LAN, draw_kills
-from ssh_kills import play_round
+from tests.support.ssh_kill_kinds import LAN, draw_kills
+from tests.support.ssh_kills import play_round
+from tests.testbed.rack import running_rack
 
 
 def main() -> int:

@@ -26,13 +26,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import HEAD, RackPlan
-from rack.rack import Rack, running_rack, wait_until
-from ssh_place import SshPlace, ssh_place_on
-
 from clusterddp.run.directory import RunDir
+from tests.support.ssh_place import SshPlace, ssh_place_on
+from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.rack import Rack, running_rack, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = "/opt/bare/bin/python"
@@ -87,8 +84,8 @@ def trace(owner, name, show=None):
 
 import clusterddp.cli.main
 import clusterddp.cli.submit
-import clusterddp.launch.submit as submit
-from clusterddp.launch.ssh import crew, launcher as ssh
+import clusterddp.submission.submit as submit
+from clusterddp.launchers.ssh import crew, launcher as ssh
 from clusterddp.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")

@@ -18,17 +18,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import RackPlan
-from rack.rack import Rack, running_rack
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import Rack, running_rack
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
-from clusterddp.launch.ssh.cargo import Cargo
-from clusterddp.launch.ssh.data import send_data
-from clusterddp.launch.ssh.package import package
+from clusterddp.remote.upload import Cargo
+from clusterddp.remote.upload_data import send_data
+from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, open_sessions
 sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ, package=package())
 times = []

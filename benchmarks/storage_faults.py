@@ -7,7 +7,7 @@ a disk of ext4 is full, or has turned read-only, for good. On Slurm all hosts sh
 host's, the head's or the other's. Right is: a run whose storage was away is COMPLETED with the ranks that it had, its
 directory was not made anew, no process is left; on a disk that takes no record a rank fails, and `status` names it as
 the cause. One line of JSON per fault, a summary at the end; on standard error all logs of what was borne otherwise.
-tests/storage_rounds.py holds the rules.
+tests/support/storage_rounds.py holds the rules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import collections
 import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.plan import RackPlan
-from rack.rack import running_rack
-from ssh_kill_kinds import LAN
-from storage_rounds import NODES, draw_faults, play_round
+from tests.support.ssh_kill_kinds import LAN
+from tests.support.storage_rounds import NODES, draw_faults, play_round
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import running_rack
 
 PLANS = {"slurm": RackPlan(nodes=NODES), "ssh": LAN}
 

@@ -1,6 +1,6 @@
 """How long the submit of a sweep takes on a real Slurm: `clusterddp submit ... --sweep`, the start of Python included.
 
-    python benchmarks/sweep_submit.py [--runs 1000] [--repeat 5]        (as root: it starts a rack, tests/rack)
+    python benchmarks/sweep_submit.py [--runs 1000] [--repeat 5]        (as root: it starts a rack, tests/testbed)
 
 The runs are held in the queue, so that none starts. `processor` is the processor time of the submit; `sbatch` is a bare
 `sbatch --array` of as many tasks, the part that is Slurm's own.
@@ -16,11 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-from rack.plan import RackPlan  # noqa: E402
-from rack.rack import Rack, running_rack  # noqa: E402
+from tests.support.paths import ROOT
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import Rack, running_rack
 
 SPEC = """
 name: sweep_submit
@@ -61,7 +59,7 @@ def submit(rack: Rack, place: Path, runs: int) -> float:
     values = ",".join(map(str, range(runs)))
     argv = [sys.executable, "-m", "clusterddp", "submit", "job.yaml", f"env.SEED={values}", "--sweep", "-o", "json"]
     begun = time.perf_counter()
-    done = rack.run("head", argv, cwd=place, env={"PYTHONPATH": str(HERE.parent)})
+    done = rack.run("head", argv, cwd=place, env={"PYTHONPATH": str(ROOT)})
     taken = time.perf_counter() - begun
     submitted = json.loads(done.stdout)
     records = sorted((place / "runs" / submitted["sweep"]).glob("*/run.json"))

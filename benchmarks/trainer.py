@@ -29,18 +29,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import platformdirs
-from rack.plan import RackPlan
-from rack.rack import find_obstacle, running_rack
-from ssh_place import ssh_place_on
 from trainer_gpu import measure_gpu
 from trainer_peers_setup import Peers
 from trainer_rounds import Contender, Turn, play, say, write_result
 from trainer_runs import LocalPlace, rack_turn, read_curve
 from trainer_table import write_tables
+
+from tests.support.ssh_place import ssh_place_on
+from tests.testbed.plan import RackPlan
+from tests.testbed.rack import find_obstacle, running_rack
 
 MODES = ("exact", "bf16", "powersgd:4", "local:4", "local:8")
 AUTO = {"comm": "auto", "comm_allow": list(MODES[1:])}

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from rack.rack import RackError
-from ssh_place import SshPlace
 from trainer_rounds import ROOT, Turn, UnavailableError
 
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from tests.support.ssh_place import SshPlace
+from tests.testbed.rack import RackError
 
 TURN_LIMIT_S = 900
 _FACTS = ("precision", "comm", "exact", "loss", "accuracy", "accuracy_tta", "accuracy_ema")

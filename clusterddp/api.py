@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.dist.environment import STOP_FILE
 from clusterddp.errors import UsageError
+from clusterddp.ranks.environment import STOP_FILE
 from clusterddp.run.directory import RunDir, find_run, read_jsonl
 
 if TYPE_CHECKING:
-    from clusterddp.launch.fresh import Home
-    from clusterddp.launch.plan import Plan
+    from clusterddp.planning.plan import Plan
+    from clusterddp.results.fresh import Home
     from clusterddp.spec.load import ResolvedSpec
 
 DEFAULT_RUNS_DIR = "runs"
@@ -42,7 +42,7 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended, or the time is up; return its state then."""
-        from clusterddp.launch.submit import wait
+        from clusterddp.submission.submit import wait
 
         with self._home() as home:
             view = wait(RunDir(self.path), timeout_s, home=home)
@@ -76,7 +76,7 @@ class Run:
 
     def cancel(self, *, save: bool = False) -> str:
         """End the run, with `save` after a checkpoint; return in words what became of it."""
-        from clusterddp.launch.submit import cancel
+        from clusterddp.submission.submit import cancel
 
         return cancel(RunDir(self.path), save=save)
 
@@ -88,7 +88,7 @@ class Run:
 
     def _home(self) -> AbstractContextManager[Home]:
         """Keep the files fresh: of a run on SSH hosts they are brought home before they are read."""
-        from clusterddp.launch.fresh import kept_fresh
+        from clusterddp.results.fresh import kept_fresh
 
         return kept_fresh([RunDir(self.path)], os.environ)
 
@@ -136,7 +136,7 @@ def plan(
 
     Raises: ClusterddpError: it could not be carried out, with the reason.
     """
-    from clusterddp.launch.plan import plan_run
+    from clusterddp.planning.plan import plan_run
 
     place = Path.cwd() if working_dir is None else Path(working_dir)
     if callable(spec):
@@ -173,8 +173,8 @@ def submit(
 
     Raises: ClusterddpError: nothing was started.
     """
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.submit import submit as carry_out
+    from clusterddp.planning.plan import Plan
+    from clusterddp.submission.submit import submit as carry_out
 
     if isinstance(spec, Plan):
         if overrides or args or kwargs or base or profile or hosts or runs_dir:
@@ -202,7 +202,7 @@ def _function_spec(
     working_dir: Path,
 ) -> tuple[Path | str, list[str]]:
     """Return the spec that calls a function, as a source and what is laid over it."""
-    from clusterddp.launch.functions import describe_function, function_name
+    from clusterddp.planning.functions import describe_function, function_name
     from clusterddp.spec.write import flow_yaml
 
     entry = describe_function(

@@ -4,10 +4,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from rack.plan import HEAD, RackPlan
-from rack.rack import Rack, find_obstacle, running_rack
-from ssh_person import Person, own_ssh_dir
-from ssh_place import SshPlace, ssh_place_on
+
+from tests.support.ssh_person import Person, own_ssh_dir
+from tests.support.ssh_place import SshPlace, ssh_place_on
+from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.rack import Rack, find_obstacle, running_rack
 
 LONG = (
     "launch_table",

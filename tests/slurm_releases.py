@@ -1,6 +1,6 @@
 """Run the tests that need a Slurm in other Debian releases, and write what came of it into docs/slurm.md.
 
-As root: `.venv/bin/python tests/slurm_releases.py [--failed] RELEASE...`; rack/in_release makes those that are missing.
+As root: `.venv/bin/python tests/slurm_releases.py [--failed] RELEASE...`; testbed/in_release makes a missing release.
 With `--failed` only the tests that the page names as failed are run again.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs/slurm.md"
-ENTER = HERE / "rack/in_release"
+ENTER = HERE / "testbed/in_release"
 ORDER = ("bullseye", "bookworm", "trixie", "sid")
 NAMES = (
     "rack",
@@ -32,7 +32,7 @@ NAMES = (
     "storage_rack",
     "launch_table_rack",
 )
-"""Of the files: tests/test_NAME*.py, and those of other commands on Slurm."""
+"""Of the files: test_NAME*.py in any room, and those of other commands on Slurm."""
 BEGIN, END = "<!-- releases: written by make test-slurm -->", "<!-- end of releases -->"
 HEAD = "| Debian | Slurm | Python of the tests | passed | failed | skipped | on |\n|---|---|---|---|---|---|---|"
 
@@ -62,7 +62,7 @@ def main(releases: list[str]) -> int:
 
 def find_files() -> list[str]:
     """List the test files that have to do with Slurm."""
-    found = {path for name in NAMES for path in HERE.glob(f"test_{name}*.py")} | set(HERE.glob("test_*_slurm.py"))
+    found = {path for name in NAMES for path in HERE.rglob(f"test_{name}*.py")} | set(HERE.rglob("test_*_slurm.py"))
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
@@ -88,7 +88,7 @@ def run_failed(release: str, page: str) -> Outcome:
     words = re.search(rf"^\* {release}: .*$", page, re.MULTILINE)
     if row is None or words is None:
         raise SystemExit(f"{release}: {PAGE} names no test that failed")
-    names = [f"tests/{name}" for name in re.findall(r"`([^`]+)` failed", words[0])]
+    names = [_find_test(name) for name in re.findall(r"`([^`]+)` failed", words[0])]
     outcome = run_pytest(release, names)
     outcome.passed += int(row[1])
     for count, reason in re.findall(r"(\d+) skipped: ([^;\n]+)", words[0]):
@@ -145,12 +145,25 @@ def write_row(page: str, release: str, versions: tuple[str, str], outcome: Outco
     date = time.strftime("%Y-%m-%d", time.gmtime())
     counts = f"{outcome.passed} | {len(outcome.failed)} | {outcome.skipped.total()}"
     rows[release] = f"| {release} | {slurm} | {python} | {counts} | {date} |"
-    notes = [f"`{Path(name).name}` failed: {why.replace(';', ',')}" for name, why in sorted(outcome.failed.items())]
+    notes = [f"`{_short(name)}` failed: {why.replace(';', ',')}" for name, why in sorted(outcome.failed.items())]
     notes += [f"{count} skipped: {reason}" for reason, count in sorted(outcome.skipped.items())]
     words[release] = f"* {release}: {'; '.join(notes)}" if notes else ""
     lines = [HEAD, *(rows[name] for name in ORDER if name in rows), ""]
     lines += [words[name] for name in ORDER if words.get(name)]
     return f"{before}{BEGIN}\n\n" + "\n".join(lines).rstrip() + f"\n\n{END}{after}"
+
+
+def _find_test(short: str) -> str:
+    """Return the name of a test that the page names by its file's name."""
+    name, _, test = short.partition("::")
+    [path] = HERE.rglob(name)
+    return f"{path.relative_to(ROOT)}::{test}"
+
+
+def _short(name: str) -> str:
+    """Name a test by its file's name; its parameters may hold slashes, too."""
+    path, _, test = name.partition("::")
+    return f"{Path(path).name}::{test}"
 
 
 if __name__ == "__main__":

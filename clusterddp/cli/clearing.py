@@ -20,7 +20,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.ssh.table import Machines
+    from clusterddp.look.ps import Machines
     from clusterddp.run.leftovers import Ended, RunHere
     from clusterddp.run.stored import Removed, Storage
 

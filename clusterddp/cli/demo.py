@@ -11,7 +11,7 @@ from clusterddp.cli.terminal import Terminal, duration, say
 from clusterddp.cli.watch import say_ending, watch_until_ended
 from clusterddp.errors import RunFailedError
 from clusterddp.run.directory import RunDir, read_json
-from clusterddp.run.templates import read_template
+from clusterddp.system.templates import read_template
 
 _ACCURACY = 0.95
 
@@ -24,9 +24,9 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
 
     Ctrl-C ends the run.
     """
-    from clusterddp.launch.plan import plan_run
-    from clusterddp.launch.submit import cancel, submit
+    from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
+    from clusterddp.submission.submit import cancel, submit
 
     resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
     plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)

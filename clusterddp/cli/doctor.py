@@ -17,7 +17,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.doctor.job import JobRequest
+    from clusterddp.check.job import JobRequest
     from clusterddp.facts.checks import Check, Level, Result
     from clusterddp.facts.judge import Needs
     from clusterddp.facts.machine import Machine
@@ -146,7 +146,7 @@ def _show(checks: list[Check], output: str, **more: Any) -> int:
 def _write_report(path: Path, measured: dict[str, Any]) -> None:
     import json
 
-    from clusterddp.doctor.page import render_page
+    from clusterddp.check.page import render_page
 
     path.with_name(f"{path.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
     path.with_name(f"{path.name}.html").write_text(render_page(measured, title="clusterddp doctor --job --deep"))
@@ -191,7 +191,7 @@ def _load(
 def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple[Machine, Needs, list[Check]]:
     import dataclasses
 
-    from clusterddp.doctor.login import judge_login
+    from clusterddp.check.login import judge_login
     from clusterddp.facts.checks import Check
     from clusterddp.facts.judge import Needs, judge_here, judge_machine
     from clusterddp.facts.machine import read_machine
@@ -217,7 +217,7 @@ def _look_here(job: JobSpec | None, runs_dir: Path, terminal: Terminal) -> tuple
 def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterator[tuple[str, Result]]:
     """Plan the submit of the spec, and ask Slurm about that very plan."""
     from clusterddp.facts.checks import note, ok, red
-    from clusterddp.launch.plan import plan_run
+    from clusterddp.planning.plan import plan_run
 
     try:
         plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
@@ -226,13 +226,13 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
         return
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is not None:
-        from clusterddp.launch.slurm.launcher import check_data
+        from clusterddp.launchers.slurm.launcher import SlurmLauncher
 
         try:
-            check_data(plan)
+            SlurmLauncher().check(plan)
         except PreflightError as error:
             yield "data", red(error.message, error.hint or "train.data_dir names where they are")
-        from clusterddp.launch.slurm.ask import ask_scheduler
+        from clusterddp.launchers.slurm.ask import ask_scheduler
         from clusterddp.slurm.explain import advise_refusal
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
@@ -247,8 +247,8 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal) -> Iterato
 
 
 def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:
-    from clusterddp.doctor.job import JobRequest
-    from clusterddp.launch.environment import process_environment
+    from clusterddp.check.job import JobRequest
+    from clusterddp.planning.environment import process_environment
 
     environment = process_environment("", terminal.environ)
     return JobRequest(
@@ -263,8 +263,8 @@ def _request(job: JobSpec | None, terminal: Terminal) -> JobRequest:
 def _look_at_nodes(
     here: Machine, needs: Needs, request: JobRequest, *, runs_dir: Path, timeout_s: float, terminal: Terminal
 ) -> list[Check]:
-    from clusterddp.doctor.job import run_job
-    from clusterddp.doctor.nodes import judge_nodes
+    from clusterddp.check.job import run_job
+    from clusterddp.check.nodes import judge_nodes
 
     answer = run_job(request, runs_dir=runs_dir.absolute(), environ=terminal.environ, timeout_s=timeout_s, say=say)
     return judge_nodes(answer, here, needs)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import PreflightError
 
 if TYPE_CHECKING:
+    from clusterddp.check.hosts_network import Network
+    from clusterddp.check.trials import Ground
     from clusterddp.facts.checks import Check
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh.crew import Crew
-    from clusterddp.launch.ssh.examine import Network
-    from clusterddp.launch.ssh.preflight import Told
-    from clusterddp.launch.ssh.trials import Ground
+    from clusterddp.launchers.ssh.preflight import Told
+    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.planning.plan import Plan
 
 
 def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callable[[str], None]) -> list[Check]:
     """Try those hosts that have torch and a network in common."""
-    from clusterddp.doctor.links import first_round, judge_trials, second_round
+    from clusterddp.check.links import first_round, judge_trials, second_round
+    from clusterddp.check.trials import Tryout
     from clusterddp.facts.checks import Check, note
     from clusterddp.facts.trial import Trials
-    from clusterddp.launch.ssh.trials import Tryout
 
     if network.settled is None or network.findings is None:
         return [Check(name="all-reduce", results={"here": note("not tried: there is no network for it")})]
@@ -49,9 +49,9 @@ def try_hosts(plan: Plan, crew: Crew, network: Network, told: Told, tell: Callab
 
 def _grounds(plan: Plan, crew: Crew, network: Network) -> tuple[dict[str, Ground], list[Check]]:
     """Return where each host stands, with GPUs if those that the run asks for are free."""
+    from clusterddp.check.trials import Ground
     from clusterddp.facts.checks import Check, note
-    from clusterddp.launch.ssh.gpus import lease_gpus
-    from clusterddp.launch.ssh.trials import Ground
+    from clusterddp.launchers.ssh.gpus import lease_gpus
 
     assert network.settled is not None
     assert plan.ssh is not None

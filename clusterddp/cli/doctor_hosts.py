@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from clusterddp.errors import ClusterddpError
 
 if TYPE_CHECKING:
+    from clusterddp.check.hosts_network import Clock, Network
     from clusterddp.facts.checks import Check, Result
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh.crew import Crew
-    from clusterddp.launch.ssh.examine import Clock, Network
+    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 _Told = TypeVar("_Told")
@@ -26,11 +26,11 @@ def look_at_hosts(
 
     Returns the checks, and all ways between the hosts that were tried.
     """
-    from clusterddp.doctor.hosts import judge_failures, merge
+    from clusterddp.check.hosts import judge_failures, merge
+    from clusterddp.check.hosts_network import examine_network
     from clusterddp.facts.checks import Check, ok, red
-    from clusterddp.launch.plan import plan_run
-    from clusterddp.launch.ssh.crew import try_crew
-    from clusterddp.launch.ssh.examine import examine_network
+    from clusterddp.launchers.ssh.sessions import try_crew
+    from clusterddp.planning.plan import plan_run
 
     try:
         plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
@@ -49,17 +49,17 @@ def look_at_hosts(
 
 
 def _look(plan: Plan, crew: Crew, network: Network, *, deep: bool, tell: Callable[[str], None]) -> list[Check]:
-    from clusterddp.doctor.hosts import (
+    from clusterddp.check.hosts import (
         judge_failures,
         judge_machine_size,
         judge_offset,
         judge_runs,
     )
+    from clusterddp.check.hosts_network import look_for_runs, read_clocks
     from clusterddp.facts.checks import Check
     from clusterddp.facts.judge import judge_locked_memory
     from clusterddp.facts.judge_hosts import judge_hosts
-    from clusterddp.launch.ssh.examine import look_for_runs, read_clocks
-    from clusterddp.launch.ssh.preflight import ask_hosts, needs_of
+    from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 
     told = ask_hosts(plan, crew.sessions, thorough=True)
     needs = needs_of(plan)
@@ -93,7 +93,7 @@ def _each(told: Mapping[str, _Told], judge: Callable[[_Told], Result]) -> dict[s
 
 
 def _connections(crew: Crew, clocks: Mapping[str, Clock]) -> dict[str, Result]:
-    from clusterddp.doctor.hosts import judge_connection
+    from clusterddp.check.hosts import judge_connection
 
     results = {}
     for host, session in crew.sessions.items():
@@ -105,8 +105,8 @@ def _connections(crew: Crew, clocks: Mapping[str, Clock]) -> dict[str, Result]:
 
 
 def _judge_network(plan: Plan, network: Network) -> list[Check]:
-    from clusterddp.dist.network_words import say_shared
-    from clusterddp.doctor.hosts import judge_network
+    from clusterddp.check.hosts import judge_network
+    from clusterddp.network.explanation import say_shared
 
     settled, findings = network.settled, network.findings
     if settled is None or findings is None:

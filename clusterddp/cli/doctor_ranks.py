@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from clusterddp.cli.terminal import Terminal
     from clusterddp.facts.checks import Check
     from clusterddp.facts.deep_check import Finding
-    from clusterddp.launch.entry import Trial
-    from clusterddp.launch.plan import Plan
+    from clusterddp.planning.entry import Trial
+    from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 _RUN_S = 900.0
@@ -34,7 +34,7 @@ def measure_ranks(
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
-    from clusterddp.doctor.ranks import judge_hang, judge_ranks, judge_transports, to_report
+    from clusterddp.check.ranks import judge_hang, judge_ranks, judge_transports, to_report
 
     plan = _plan(resolved, runs_dir, terminal, "deep check")
     tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
@@ -65,7 +65,7 @@ def measure_ranks(
 
 
 def _plan(resolved: ResolvedSpec, runs_dir: Path, terminal: Terminal, trial: Trial) -> Plan:
-    from clusterddp.launch.plan import plan_run
+    from clusterddp.planning.plan import plan_run
 
     job = resolved.job.model_copy(update={"restarts": 0})
     return plan_run(
@@ -92,8 +92,8 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
 
     Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
     """
-    from clusterddp.launch.submit import submit
     from clusterddp.run.view import RunState
+    from clusterddp.submission.submit import submit
 
     run = Run(submit(plan, tell=tell).run_dir)
     deadline = time.monotonic() + timeout_s

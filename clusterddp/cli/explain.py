@@ -13,7 +13,7 @@ from clusterddp.cli.arguments import command, output_option
 from clusterddp.cli.terminal import Terminal, put, put_json
 
 if TYPE_CHECKING:
-    from clusterddp.launch.origins import Origin
+    from clusterddp.planning.explain import Origin
 
 _COLUMNS = 110
 _NOTE = "Under another launcher variables that are set already stay as they are; numbers that disagree are an error."
@@ -33,7 +33,7 @@ def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under:
     clusterddp explain job.yaml --under mpirun
     clusterddp explain job.yaml -o json | jq '.srun.RANK'
     """
-    from clusterddp.launch import origins
+    from clusterddp.planning import explain as origins
     from clusterddp.spec.load import load_spec
 
     job = load_spec("-" if spec == "-" else Path(spec), overrides, environ=terminal.environ).job

@@ -13,8 +13,8 @@ from clusterddp.cli.terminal import Terminal, put, say
 from clusterddp.errors import UsageError
 
 if TYPE_CHECKING:
-    from clusterddp.launch.importing.findings import Left
-    from clusterddp.launch.importing.reading import Kind
+    from clusterddp.importing.findings import Left
+    from clusterddp.importing.reading import Kind
 
 _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 
@@ -39,7 +39,7 @@ def import_(
     clusterddp import train.slurm -o job.yaml && clusterddp submit job.yaml -n
     clusterddp import hostfile .deepspeed_env      hosts and variables, in one spec
     """
-    from clusterddp.launch.importing.reading import import_files
+    from clusterddp.importing.reading import import_files
     from clusterddp.run.directory import write_text
 
     imported = import_files(files, kind=cast("Kind | None", kind), line=line)
@@ -75,7 +75,7 @@ def manifest(
     \b
     clusterddp manifest job.yaml --image registry/train:1 --claim runs | kubectl apply -f -
     """
-    from clusterddp.launch.manifest import write_manifest
+    from clusterddp.importing.manifest import write_manifest
     from clusterddp.spec.load import load_spec, resolved_yaml
 
     source = "-" if spec == "-" else Path(spec)
@@ -85,7 +85,7 @@ def manifest(
 
 
 def _say_left(left: tuple[Left, ...]) -> None:
-    from clusterddp.launch.importing.writing import HEADINGS, spell
+    from clusterddp.importing.writing import HEADINGS, spell
 
     for fate, heading in HEADINGS.items():
         lines = [spell(each) for each in left if each.fate == fate]

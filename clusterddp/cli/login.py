@@ -16,12 +16,12 @@ import click
 from clusterddp.cli.login_streams import Output, RunNote
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import RunNotFoundError, SpecError, SshError, UsageError
-from clusterddp.launch.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
+from clusterddp.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
 from clusterddp.run.directory import find_run
 from clusterddp.run.sweep_dir import find_sweep
 
 if TYPE_CHECKING:
-    from clusterddp.launch.login.commands import Errand, Word
+    from clusterddp.login.commands import Errand, Word
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.login import Login
 
@@ -97,7 +97,7 @@ def demand_node(profile: str, terminal: Terminal) -> Node:
 
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
     """Run the command that is being run, which has read a spec, on the login node, with its code."""
-    from clusterddp.launch.login.commands import Errand, Sent, plan_code
+    from clusterddp.login.commands import Errand, Sent, plan_code
     from clusterddp.spec.profiles import config_path
 
     context = click.get_current_context()
@@ -122,7 +122,7 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
 
     Raises: click.exceptions.Exit: with its exit code, when that is not 0.
     """
-    from clusterddp.launch.login.commands import Errand
+    from clusterddp.login.commands import Errand
 
     context = click.get_current_context()
     said = bytearray()
@@ -134,7 +134,7 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
 
 def _go(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the command that is being run on the login node, about a run that is there."""
-    from clusterddp.launch.login.commands import Errand
+    from clusterddp.login.commands import Errand
 
     variables = _variables(context.obj, node.secrets)
     return _run(node, Errand(arguments=_words(context, changed, []), variables=variables), context)
@@ -143,7 +143,7 @@ def _go(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
 def _run(
     node: Node, errand: Errand, context: click.Context, *, write_out: Callable[[bytes], object] | None = None
 ) -> int:
-    from clusterddp.launch.login.commands import run_at_login
+    from clusterddp.login.commands import run_at_login
 
     terminal: Terminal = context.obj
     note = None

@@ -14,8 +14,8 @@ from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.slurm.ask import Verdict
+    from clusterddp.launchers.slurm.ask import Verdict
+    from clusterddp.planning.plan import Plan
     from clusterddp.run.gang import Entry
 
 _MASK = "********"
@@ -28,7 +28,7 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
     if plan.ssh:
-        from clusterddp.launch.plan import plan_on_hosts
+        from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
     return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
@@ -51,7 +51,7 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
 def plan_lines(plan: Plan) -> list[str]:
     """Tell everything that a submit would do."""
     if plan.ssh:
-        from clusterddp.launch.plan import plan_on_hosts
+        from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
     lines = [f"plan for {click.style(plan.run, bold=True)}  (dry run: nothing was started or written)", ""]

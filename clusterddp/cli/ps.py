@@ -19,7 +19,7 @@ from clusterddp.run.directory import find_run
 from clusterddp.run.record import read_run
 
 if TYPE_CHECKING:
-    from clusterddp.launch.ssh.table import Machines
+    from clusterddp.look.ps import Machines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _AGE = re.compile(r"([0-9]{1,5})([hdw])")
@@ -160,7 +160,7 @@ def _open(
 
     Raises: UsageError: of a run on Slurm it is not known which they are.
     """
-    from clusterddp.launch.ssh.table import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
+    from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
     from clusterddp.spec.hosts import expand_all
     from clusterddp.ssh.session import HostAccess
 

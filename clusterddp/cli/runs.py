@@ -20,11 +20,11 @@ from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.launch.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
+from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
+from clusterddp.results.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
 from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
 from clusterddp.run.record import FOREIGN, read_run
-from clusterddp.run.state import read_state
 from clusterddp.run.sweep_dir import find_sweep
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 @click.pass_obj
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
-    from clusterddp.launch.submit import cancel as cancel_run
-    from clusterddp.launch.sweep.cancel import cancel_sweep
+    from clusterddp.submission.submit import cancel as cancel_run
+    from clusterddp.sweep.cancel import cancel_sweep
 
     exit_code = 0
     for name in names:
@@ -272,8 +272,8 @@ def _state_word(text: str) -> str:
 
 def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
     """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
+    from clusterddp.launchers.state import announce
     from clusterddp.look.status import read_summary
-    from clusterddp.run.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
         with kept_fresh(batch, terminal.environ, say=say_note) as home:

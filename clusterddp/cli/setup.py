@@ -13,7 +13,7 @@ from clusterddp.cli.login import ask_login, find_node, profile_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
-from clusterddp.run.templates import read_template
+from clusterddp.system.templates import read_template
 
 _ACTIVATION = {
     "bash": 'add to ~/.bashrc:  eval "$(clusterddp completion bash)"',

@@ -13,8 +13,8 @@ from clusterddp.cli.terminal import rank_span, table
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.ssh.plan import SshNode, SshPlan
+    from clusterddp.planning.plan import Plan
+    from clusterddp.planning.ssh import SshNode, SshPlan
 
 _COMMAND_SHOWN = 78
 """Characters of the constant command that are shown."""
@@ -47,7 +47,7 @@ def ssh_table(plan: Plan) -> list[str]:
 
 def ssh_lines(plan: Plan) -> list[str]:
     """Tell what is written and started on the hosts."""
-    from clusterddp.launch.plan_details import files_on_hosts
+    from clusterddp.planning.details import files_on_hosts
 
     assert plan.ssh is not None
     names = [node.host for node in plan.ssh.hosts]

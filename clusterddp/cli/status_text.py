@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
     from clusterddp.look.transport import NodeTransport
     from clusterddp.run.directory import RunDir
-    from clusterddp.run.record import RootCause
+    from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8

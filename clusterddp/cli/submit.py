@@ -18,17 +18,17 @@ from clusterddp.cli.place import named_hosts, place_flags, place_options
 from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.launch.fresh import kept_fresh
 from clusterddp.look.printable import printable
+from clusterddp.results.fresh import kept_fresh
 from clusterddp.run.directory import RunDir, find_run, read_json
 from clusterddp.run.sweep_dir import SweepDir, find_sweep
 
 if TYPE_CHECKING:
-    from clusterddp.launch.attempts import Closeable
-    from clusterddp.launch.plan import Plan
-    from clusterddp.launch.submit import Submitted
-    from clusterddp.launch.sweep.plan import SweepPlan
+    from clusterddp.planning.plan import Plan
+    from clusterddp.run.attempts import Closeable
     from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.submission.submit import Submitted
+    from clusterddp.sweep.plan import SweepPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FOLLOWS_ONE = "--follow shows one run, and this is a sweep of many; --wait waits for all of them"
@@ -101,7 +101,7 @@ def submit(
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
-    from clusterddp.launch.plan import plan_run
+    from clusterddp.planning.plan import plan_run
     from clusterddp.spec.sweep import load_sweep
 
     over_ssh = bool(hosts is not None or hostfile)
@@ -122,7 +122,7 @@ def submit(
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=dry_run)
     if read.keys:
-        from clusterddp.launch.sweep.plan import plan_sweep
+        from clusterddp.sweep.plan import plan_sweep
 
         if attach:
             raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
@@ -175,7 +175,7 @@ def rerun(
 
     It starts where the earlier one was started, with the code that lies there now.
     """
-    from clusterddp.launch.plan import plan_run
+    from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
 
     parent = find_run(runs_dir, name)
@@ -209,7 +209,7 @@ def resume(terminal: Terminal, *, name: str, wait: bool, follow: bool, output: s
 
     With the name of a sweep: with what is left of it, in its queue.
     """
-    from clusterddp.launch.submit import resume as resume_run
+    from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(runs_dir, name)
     if sweep:
@@ -225,7 +225,7 @@ def carry_out(plan: Plan, terminal: Terminal, *, dry_run: bool, wait: bool, foll
     """Show the plan, or submit it and stay with the run as long as was asked for; return the exit code."""
     if dry_run:
         return _show(plan, terminal, output)
-    from clusterddp.launch.submit import submit as submit_plan
+    from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:
         say(f"note: {printable(note)}")
@@ -246,7 +246,7 @@ def _show(plan: Plan, terminal: Terminal, output: str) -> int:
 
     verdict = None
     if plan.slurm:
-        from clusterddp.launch.slurm.ask import ask_scheduler
+        from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
     if output == "json":
@@ -266,7 +266,7 @@ def _carry_out_sweep(
         raise click.UsageError(_FOLLOWS_ONE)
     if dry_run:
         return sweeps.show_plan(plan, terminal, output=output)
-    from clusterddp.launch.sweep.submit import submit_sweep
+    from clusterddp.sweep.submit import submit_sweep
 
     for note in plan.base.notes:
         say(f"note: {printable(note)}")
@@ -277,7 +277,7 @@ def _carry_out_sweep(
 
 def _resume_sweep(sweep: SweepDir, terminal: Terminal, *, wait: bool, follow: bool, output: str) -> int:
     from clusterddp.cli import sweeps
-    from clusterddp.launch.sweep.queue_control import resume_sweep
+    from clusterddp.sweep.queue_control import resume_sweep
 
     if follow:
         raise click.UsageError(_FOLLOWS_ONE)
@@ -320,7 +320,7 @@ def _tell_and_stay(
 @contextlib.contextmanager
 def _ending(run: RunDir, tie: Closeable) -> Iterator[None]:
     """Let the run end with the watching, however that ends."""
-    from clusterddp.launch.submit import cancel
+    from clusterddp.submission.submit import cancel
 
     try:
         yield

@@ -18,14 +18,14 @@ from clusterddp.cli.status_text import list_lines, state_text
 from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, table
 from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.launch.fresh import Home, kept_fresh
 from clusterddp.look.printable import printable
+from clusterddp.results.fresh import Home, kept_fresh
 
 if TYPE_CHECKING:
-    from clusterddp.launch.sweep.plan import SweepPlan
-    from clusterddp.launch.sweep.queue_control import SubmittedSweep
     from clusterddp.look.sweep import SweepStatus
     from clusterddp.run.sweep_dir import SweepDir
+    from clusterddp.sweep.plan import SweepPlan
+    from clusterddp.sweep.queue_control import SubmittedSweep
 
 MOST_RUNS_SHOWN = 40
 _POLL_INTERVAL_S = 1.0
@@ -38,7 +38,7 @@ def show_plan(plan: SweepPlan, terminal: Terminal, *, output: str) -> int:
     """Show the plan of a sweep and what the scheduler says of it; return the exit code."""
     verdict = None
     if plan.job:
-        from clusterddp.launch.slurm.ask import ask_scheduler
+        from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.job, terminal.environ)
     if output == "json":

@@ -20,8 +20,8 @@ from clusterddp.cli.status_text import (
 )
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
-from clusterddp.launch.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.look.printable import printable
+from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
 from clusterddp.run.directory import RunDir, read_json
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def exit_code_of(view: RunView) -> int:
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunView:
+    from clusterddp.launchers.state import read_state
     from clusterddp.look.progress import read_progress
-    from clusterddp.run.state import read_state
 
     begun = time.monotonic()
     while True:

@@ -14,21 +14,21 @@ import click
 
 from clusterddp.cli.arguments import command, runs_option
 from clusterddp.cli.terminal import Terminal, say
-from clusterddp.dist.environment import Variable
-from clusterddp.dist.interface import read_links
-from clusterddp.dist.muster import DEFAULT_TIMEOUT_S, muster
-from clusterddp.dist.muster_words import own_hello
-from clusterddp.dist.signed import JOIN_KEY
-from clusterddp.dist.socket_links import tell_links
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.network.interface import read_links
+from clusterddp.network.socket_links import tell_links
+from clusterddp.ranks.environment import Variable
+from clusterddp.rendezvous.muster import DEFAULT_TIMEOUT_S, muster
+from clusterddp.rendezvous.muster_words import own_hello
+from clusterddp.rendezvous.signed import JOIN_KEY
 
 if TYPE_CHECKING:
-    from clusterddp.dist.launched import Launched
-    from clusterddp.dist.muster_words import Hello
-    from clusterddp.launch.foreign.place import Decided
-    from clusterddp.launch.foreign.worker import Worker
+    from clusterddp.ranks.launched import Launched
+    from clusterddp.rendezvous.muster_words import Hello
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
+    from clusterddp.submission.worker.place import Decided
+    from clusterddp.submission.worker.worker import Worker
 
 
 @command("worker")
@@ -50,10 +50,10 @@ def worker(
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 MASTER_PORT=29500 clusterddp worker job.yaml
     CLUSTERDDP_JOIN_KEY=... for all ranks                      no process without the key takes part
     """
-    from clusterddp.dist.launched import find_place
-    from clusterddp.launch.foreign.place import Decided
-    from clusterddp.launch.foreign.worker import Worker
+    from clusterddp.ranks.launched import find_place
     from clusterddp.spec.load import load_spec
+    from clusterddp.submission.worker.place import Decided
+    from clusterddp.submission.worker.worker import Worker
 
     try:
         launched = find_place(terminal.environ)
@@ -90,10 +90,10 @@ def worker(
 
 def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, Hello]:
     """Complete what PMI tells, and introduce this rank to the others."""
-    from clusterddp.dist.interface import own_addresses
-    from clusterddp.dist.launched_pmi import ask_pmi
-    from clusterddp.launch.foreign.place import count_gpus
-    from clusterddp.launch.job_values import spec_text
+    from clusterddp.network.interface import own_addresses
+    from clusterddp.planning.job_values import spec_text
+    from clusterddp.ranks.launched_pmi import ask_pmi
+    from clusterddp.submission.worker.place import count_gpus
 
     timeout_s = _timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
@@ -136,7 +136,7 @@ def _with_spec_port(launched: Launched, job: JobSpec) -> Launched:
 
 
 def _refuse_what_cannot_be(job: JobSpec, environ: Mapping[str, str]) -> None:
-    from clusterddp.launch.prerequisites import check_secrets
+    from clusterddp.planning.prerequisites import check_secrets
 
     if job.entry and job.entry.owns_ranks:
         raise UsageError(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.dist.devices import read_driver
 from clusterddp.facts.login import Logout, read_logout
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.packages import Packages, ask_packages
+from clusterddp.system.devices import read_driver
 
 DataState = Literal["there", "empty", "missing", "not readable"]
 

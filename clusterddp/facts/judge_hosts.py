@@ -13,7 +13,7 @@ from clusterddp.facts.login import Logout
 from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
 from clusterddp.facts.torch import driver_trouble
-from clusterddp.run.lease import spell_busy
+from clusterddp.system.gpu_lease import spell_busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.devices import visible_gpus
-from clusterddp.dist.interface import read_links
 from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch
-from clusterddp.run.exclusive import Method, probe_exclusive
-from clusterddp.run.storage import find_mount
+from clusterddp.network.interface import read_links
+from clusterddp.system.devices import visible_gpus
+from clusterddp.system.exclusive import Method, probe_exclusive
+from clusterddp.system.storage import find_mount
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
 

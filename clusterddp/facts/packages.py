@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.facts.torch import find_compile_obstacle
-from clusterddp.run.torch_files import find_package, read_torch_values
+from clusterddp.system.torch_files import find_package, read_torch_values
 from clusterddp.wire import build, read_object
 
 _TIMEOUT_S = 20.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.dist.devices import read_driver
+from clusterddp.system.devices import read_driver
 
 INSTALL_CUDA = "install torch with CUDA: https://pytorch.org/get-started/locally"
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}

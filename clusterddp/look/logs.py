@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from clusterddp.errors import UsageError
+from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.run.directory import AttemptDir, RunDir, read_json
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import read_end, read_gang, read_ranks
-from clusterddp.run.state import read_state
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import read_gang, read_ranks
 
 PIECE_BYTES = 64 * 1024
 """A line longer than this is handed on in pieces, so that no line is too long for memory."""

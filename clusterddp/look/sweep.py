@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.launchers.state import announce, read_state
 from clusterddp.look.status import RunSummary, read_summary
 from clusterddp.run.record import read_run
-from clusterddp.run.state import announce, read_state
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
 from clusterddp.run.sweep_queue import QueueRecord, read_queue
 from clusterddp.run.view import RunState

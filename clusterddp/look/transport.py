@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from clusterddp.dist.nccl_log import SOCKETS
+from clusterddp.network.nccl_log import SOCKETS
 from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.wire import build
 

@@ -5,13 +5,15 @@ Nothing here touches a process, a file or a clock; the head feeds it and acts on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Literal
 
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import AttemptEnd, RootCause
+from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by
 
 SETTLE_S = 0.5
 """How long a connection loss waits for the failure that it may come from."""
@@ -19,6 +21,9 @@ SETTLE_OWN_S = 0.15
 """How long an exception waits for a signal to another rank that it may come from."""
 SETTLE_SPAWNED_S = 4.0
 """`SETTLE_S` where programs start their ranks themselves: one ends its other ranks before it says which failed."""
+
+Restart = Literal["none", "here", "another job"]
+"""Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
 
 
 class Attempt:
@@ -106,7 +111,7 @@ class Attempt:
             words = f"did not stop before Slurm takes the job away ({self.stop_reason})"
         if words is not None:
             host = self._gang.node_of(rank).host
-            self.fail(Failure(rank=rank, host=host, error=f"{self._spell(self.running)} {words}"), now)
+            self.fail(Failure.at(host, f"{self._spell(self.running)} {words}", rank=rank), now)
 
     def is_over(self, now: float) -> bool:
         """Say whether the verdict is due: what is left of the gang is then ended."""
@@ -121,10 +126,9 @@ class Attempt:
     def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
         """Say how the attempt ended. `stop_confirmed`: the program has recorded that it ended because of the stop."""
         if self.cancel_reason is not None:
-            return AttemptEnd(outcome="CANCELLED", reason=self.cancel_reason)
+            return cancelled(self.cancel_reason)
         if self._failures:
-            cause = self.cause()
-            return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=self._root_cause(cause))
+            return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return self._stopped(self.stop_reason)
         return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
@@ -146,11 +150,9 @@ class Attempt:
     def _stopped(self, reason: str) -> AttemptEnd:
         if self.job_failure is None:
             return AttemptEnd(outcome="STOPPED", reason=reason)
-        cause = RootCause(
-            rank=None, host=self._gang.nodes[0].host, exit_code=None, error=self.job_failure, log="launcher/job.log"
-        )
+        end = failed(self.job_failure, host=self._gang.nodes[0].host, log="launcher/job.log")
         words = "" if self.begun is None else "; the ranks stopped at a checkpoint"
-        return AttemptEnd(outcome="FAILED", reason=f"{self.job_failure}{words}", root_cause=cause)
+        return dataclasses.replace(end, reason=f"{self.job_failure}{words}")
 
     def cause(self) -> Failure:
         """Return the failure that the others follow from: the weightiest, of equal ones the first."""
@@ -160,25 +162,39 @@ class Attempt:
             return first
         rank = leavers[0]
         host = self._gang.node_of(rank).host
-        words = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.error}"
-        return Failure(rank=rank, host=host, exit_code=0, error=words, restartable=True)
+        words = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.cause.error}"
+        cause = RootCause(rank=rank, host=host, exit_code=0, error=words, log=None)
+        return Failure(cause=cause, restartable=True)
+
+    def restart_after(self, end: AttemptEnd, *, on_slurm: bool, final: bool, able: bool) -> Restart:
+        """Decide what follows `end`, when the run still has restarts and no user has cancelled it.
+
+        `final`: something has happened after which nothing is started again; `able`: all supervisors are there to start
+        it, and have confirmed that nothing of this attempt is left.
+        """
+        if end.outcome in {"COMPLETED", "CANCELLED"}:
+            return "none"
+        if self.job_ends:
+            # Slurm takes the job away; what failed meanwhile, failed because of that or fails again.
+            return "another job"
+        if end.outcome == "STOPPED":
+            return "here" if self.stopped_by_time_limit and able and not final else "none"
+        if self.stop_reason is not None:
+            return "none"
+        cause = self.cause()
+        if cause.restartable and able and not final:
+            return "here"
+        return "another job" if on_slurm and (cause.job_restartable or cause.restartable) and not final else "none"
 
     def _spell(self, ranks: Iterable[int]) -> str:
         return spell_ranks(self._gang.carried_by(ranks))
 
-    def _root_cause(self, cause: Failure) -> RootCause:
-        rank = cause.rank if self.begun is not None else None
-        log = None
-        if rank is not None:
-            log = str(self._run.attempt(self.number).stderr(rank).relative_to(self._run.path))
-        return RootCause(
-            rank=rank,
-            host=cause.host,
-            exit_code=cause.exit_code,
-            error=cause.error,
-            log=log,
-            traceback=cause.traceback,
-        )
+    def _with_log(self, cause: RootCause) -> RootCause:
+        """Name the log of the rank that failed; no rank did where none had started."""
+        if cause.rank is None or self.begun is None:
+            return dataclasses.replace(cause, rank=None)
+        log = self._run.attempt(self.number).stderr(cause.rank).relative_to(self._run.path)
+        return dataclasses.replace(cause, log=str(log))
 
 
 def _may_be_earlier(end: RankEnd) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterddp.dist.connections import was_connected
+from clusterddp.network.connections import was_connected
 
 _FIRST_S = 1.0
 _EVERY_S = 20.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from clusterddp.dist.environment import node_cookies
+from clusterddp.ranks.environment import node_cookies
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import AttemptEnd
-from clusterddp.run.sweep import sweep
+from clusterddp.run.outcome import AttemptEnd
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm once they have given up."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, entry_environment
-from clusterddp.dist.placeholders import fill_in, placeholder_values
+from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, entry_environment
+from clusterddp.ranks.placeholders import fill_in, placeholder_values
 
 
 def run_entry(run_dir: str) -> None:

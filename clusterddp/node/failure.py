@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.ranks import spell_ranks
-from clusterddp.node.last_words import last_words
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, read_tail
 from clusterddp.run.gang import Gang
-from clusterddp.run.record import signal_name
+from clusterddp.run.outcome import RootCause, signal_name
 
 CERTAIN = 0
 """A signal from outside, a lost node: no other rank's end brings it about."""
@@ -36,6 +35,10 @@ _CASCADE = re.compile(
     r"|failed to recv, got 0 bytes|wait timeout after|Timed out (?:after|waiting)|monitoredBarrier",
     re.I,
 )
+_LINES = 20
+_HEAD = "Traceback (most recent call last):"
+_TORCHRUNS = "ChildFailedError"
+"""torchrun's own exception, which says only that a rank had one; the rank's stands before it."""
 _WORDS = 400
 _TRACEBACK = 8_000
 
@@ -52,7 +55,7 @@ class RankEnd:
     """One line: the exception, or what else is known; None for an exit code without a word."""
     traceback: str | None = None
     """The exception's; where there is none, the last lines of standard error."""
-    last_words: str | None = None
+    last_line: str | None = None
     """One line that it said, where it left with an exit code and no exception is known."""
     weight: int = OWN
     on_order: bool = False
@@ -61,22 +64,23 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Something that ends the attempt."""
+    """Something that ends the attempt, and what it is worth as the cause of other failures."""
 
-    rank: int | None
-    host: str
-    error: str
-    exit_code: int | None = None
-    traceback: str | None = None
+    cause: RootCause
     weight: int = CERTAIN
     restartable: bool = False
     """True when starting the ranks again may help: a rank failed, while all supervisors are well."""
     job_restartable: bool = False
     """True when another start of the job may help, where there is a job: a node is lost."""
 
+    @classmethod
+    def at(cls, host: str, error: str, *, rank: int | None = None, **weighed: Any) -> Failure:
+        """Return a failure of which nothing is known but where it was seen."""
+        return cls(cause=RootCause(rank=rank, host=host, exit_code=None, error=error, log=None), **weighed)
+
 
 def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: bool) -> RankEnd:
-    """Find out how a rank ended from its return code (negative: a signal), its error file and its last words."""
+    """Find out how a rank ended from its return code (negative: a signal), its error file and its standard error."""
     if returncode == 0:
         return RankEnd(rank=rank, exit_code=0, on_order=on_order)
     error, traceback = read_error_file(attempt.error_file(rank))
@@ -89,14 +93,14 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
         weight = CERTAIN
     if name == "SIGABRT" and error is None:
         error = _one_line(said.rpartition("\n")[2]) or None
-    words = last_words(said) if error is None and name is None else None
+    words = find_last_line(said) if error is None and name is None else None
     return RankEnd(
         rank=rank,
         exit_code=128 - returncode if returncode < 0 else returncode,
         signal=name,
         error=error,
         traceback=words[1] if words else traceback,
-        last_words=_one_line(words[0]) if words else None,
+        last_line=_one_line(words[0]) if words else None,
         weight=weight,
         on_order=on_order,
     )
@@ -114,16 +118,9 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
         words = f"{who}: {end.error}"
     else:
         words = f"{who} left with exit code {end.exit_code}"
-        words += f"; its last words: {end.last_words}" if end.last_words else ""
-    return Failure(
-        rank=end.rank,
-        host=host,
-        error=words,
-        exit_code=end.exit_code,
-        traceback=end.traceback,
-        weight=end.weight,
-        restartable=True,
-    )
+        words += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
+    cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=words, log=None, traceback=end.traceback)
+    return Failure(cause=cause, weight=end.weight, restartable=True)
 
 
 def read_error_file(path: Path) -> tuple[str | None, str | None]:
@@ -137,6 +134,40 @@ def read_error_file(path: Path) -> tuple[str | None, str | None]:
         return _gist(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
+
+
+def find_last_line(said: str) -> tuple[str, str] | None:
+    """Return the line that says the most, and the lines around it: a traceback's, or the last ones.
+
+    None where nothing was said.
+    """
+    lines = [line for line in said.splitlines() if re.search(r"\w", line)]
+    if not lines:
+        return None
+    if any(line.startswith("torch.distributed.elastic") and _TORCHRUNS in line for line in lines):
+        told = [block for block in _tracebacks(said.splitlines()) if _TORCHRUNS not in block[-1]]
+        if told:
+            return told[-1][-1].strip(), "\n".join(told[-1])
+    return lines[-1].strip(), "\n".join(said.splitlines()[-_LINES:])
+
+
+def _tracebacks(lines: list[str]) -> list[list[str]]:
+    """Find the tracebacks, each from its head to the line of its exception.
+
+    torchrun puts `[rank1]: ` before the lines of its ranks, when it is asked to show them all.
+    """
+    found: list[list[str]] = []
+    block: list[str] | None = None
+    for line in lines:
+        words = re.sub(r"^\[[^\]]*\]:? ?", "", line)
+        if words.startswith(_HEAD):
+            block = [words]
+        elif block is not None:
+            block.append(words)
+            if words and not words.startswith((" ", "\t")):
+                found.append(block)
+                block = None
+    return found
 
 
 def _weigh(told: str) -> int:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from clusterddp.dist.interface import Link, interface_towards, is_loopback, loopback, named_interface, read_links
-from clusterddp.dist.socket_links import names_in
+from clusterddp.network.interface import Link, interface_towards, is_loopback, loopback, named_interface, read_links
+from clusterddp.network.socket_links import names_in
 from clusterddp.node.link import Message
 from clusterddp.run.gang import Gang, Node
 

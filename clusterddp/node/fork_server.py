@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.dist.environment import LISTENER_FD, SUPERVISOR_PID
-from clusterddp.dist.gloo import await_threads_before_destroy
+from clusterddp.network.gloo import await_threads_before_destroy
 from clusterddp.node.processes import die_with_parent, open_for_append
+from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What people and Slurm send to all processes of a run to stop it. The supervisor gets it too and asks the ranks."""

@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, cookie, node_cookies
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
+from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
+from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import AttemptDir, RunDir, is_file
-from clusterddp.run.record import AttemptEnd, RootCause, read_ranks, write_rank
-from clusterddp.run.sweep import find_processes, sweep
+from clusterddp.run.outcome import failed_by, loss_of_node
+from clusterddp.run.record import read_ranks, write_rank
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
@@ -183,17 +184,18 @@ def bury(facts: Facts, what_happened: str) -> None:
     while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
         time.sleep(0.05)
     left = sweep(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
-    words = f"{what_happened}; its {facts.ranks_in_words} ended with it"
-    if not facts.started:
-        words = f"{what_happened} before any rank was started"
+    cause = loss_of_node(
+        what_happened,
+        host=facts.host,
+        ranks=facts.ranks,
+        ranks_in_words=facts.ranks_in_words,
+        attempt=facts.attempt_dir if facts.started else None,
+    )
     if left:
-        words += f"; processes {', '.join(map(str, left))} could not be killed"
-    rank = min(facts.ranks) if facts.started else None
-    log = str(facts.attempt_dir.stderr(rank).relative_to(facts.run_dir)) if rank is not None else None
-    cause = RootCause(rank=rank, host=facts.host, exit_code=None, error=words, log=log)
+        words = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
+        cause = dataclasses.replace(cause, error=words)
     goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
-    end = AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
-    record_end(facts.attempt_dir, end, facts.token)
+    record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
 
 
 def _write(pipe: int, line: bytes) -> None:

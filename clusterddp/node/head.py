@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from clusterddp.dist.entry_environment import RENDEZVOUS_FILE
-from clusterddp.dist.interface import is_cut_off
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.attempt import Attempt
+from clusterddp.network.interface import is_cut_off
+from clusterddp.node.attempt import Attempt, Restart
 from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
@@ -21,11 +19,12 @@ from clusterddp.node.muster import Muster
 from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
-from clusterddp.node.sequel import Sequel, sequel_of
+from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir, is_file
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import AttemptEnd, signal_name
-from clusterddp.run.storage import storage_timeout_s
+from clusterddp.run.outcome import AttemptEnd, loss_of_node, signal_name
+from clusterddp.system.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
 """So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
@@ -130,7 +129,7 @@ class Head:
             error, weight = str(report["error"]), int(report["weight"])
             rank = int(report.get("rank", min(node.ranks)))
             lost = "rank" in report
-            self._fail(Failure(rank=rank, host=node.host, error=error, weight=weight, job_restartable=lost), now)
+            self._fail(Failure.at(node.host, error, rank=rank, weight=weight, job_restartable=lost), now)
 
     def lose(self, node_rank: int, why: str, now: float) -> None:
         """Take in that the link to a node's supervisor is no more."""
@@ -209,7 +208,7 @@ class Head:
         try:
             self._rendezvous.open(attempt.number, self._muster.reached)
         except ClusterddpError as error:
-            self._fail(Failure(rank=None, host=gang.nodes[0].host, error=error.message), now)
+            self._fail(Failure.at(gang.nodes[0].host, error.message), now)
             return
         attempt.begun = now
         self._guard.know(started=True)
@@ -236,7 +235,7 @@ class Head:
             if now < self._start_due and self._ending is None:
                 return  # the next tick tries again
             note(f"the start could not be recorded: {error}")
-            self._fail(Failure(rank=0, host=self._gang.nodes[0].host, error=str(error)), now)
+            self._fail(Failure.at(self._gang.nodes[0].host, str(error), rank=0), now)
         self._start_recorded, self._start_due = True, float("inf")
 
     def _cancel(self, reason: str) -> None:
@@ -251,7 +250,7 @@ class Head:
                 return  # srun ends what is left of a step when one of its tasks was killed
         reason = str(report["reason"])
         self._stop(reason, now)
-        if not reason.startswith("SIGTERM to ") and self._attempt.stop_reason == reason:
+        if report.get("signal") != "SIGTERM" and self._attempt.stop_reason == reason:
             self._attempt.stopped_by_people = True
 
     def _hear_job(self, job: JobWatch, now: float) -> None:
@@ -273,12 +272,16 @@ class Head:
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
         ranks = [rank for node in nodes for rank in node.ranks]
-        words = f"{what} before any rank was started"
-        if self._attempt.begun is not None:
-            whose = "its " if len(nodes) < len(self._gang.nodes) else ""
-            words = f"{what}; {whose}{spell_ranks(self._gang.carried_by(ranks))} ended with it"
-        rank, host = (min(place.ranks), place.host) if place else (min(ranks), nodes[0].host)
-        self._fail(Failure(rank=rank, host=host, error=words, job_restartable=True), now)
+        seen = place or nodes[0]
+        cause = loss_of_node(
+            what,
+            host=seen.host,
+            ranks=seen.ranks if place else ranks,
+            ranks_in_words=spell_ranks(self._gang.carried_by(ranks)),
+            attempt=None if self._attempt.begun is None else self._run.attempt(self._attempt.number),
+            whose="its " if len(nodes) < len(self._gang.nodes) else "",
+        )
+        self._fail(Failure(cause=cause, job_restartable=True), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
@@ -311,12 +314,12 @@ class Head:
         end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
         warning = attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port)
         end = dataclasses.replace(end, warning=warning)
-        sequel = self._sequel(end, all_gone=ending.all_gone)
-        if sequel == "here" and not self._make_next(attempt):
-            sequel = "nothing"
-        if sequel != "nothing":
-            end = dataclasses.replace(end, will_restart=True, needs_job=sequel == "another job")
-        if sequel == "here":
+        restart = self._restart_after(end, all_gone=ending.all_gone)
+        if restart == "here" and not self._make_next(attempt):
+            restart = "none"
+        if restart != "none":
+            end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")
+        if restart == "here":
             restarts_left = self._job is not None and self._restarts_before(attempt) + 1 < self._gang.restarts
             self._guard.know(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
         self._record = EndRecord(directory, end, self._gang.token)
@@ -360,12 +363,11 @@ class Head:
         for node_rank in self._muster.pids.keys() - self._lost:
             self._tell(node_rank, order)
 
-    def _sequel(self, end: AttemptEnd, *, all_gone: bool) -> Sequel:
+    def _restart_after(self, end: AttemptEnd, *, all_gone: bool) -> Restart:
         attempt = self._attempt
         if is_file(self._run.cancel_file) or self._restarts_before(attempt) >= self._gang.restarts:
-            return "nothing"
-        return sequel_of(
-            attempt,
+            return "none"
+        return attempt.restart_after(
             end,
             on_slurm=self._job is not None,
             final=self._final,

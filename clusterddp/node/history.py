@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.note import note
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, drop_secrets, log_event, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.record import ProcessIdentity, drop_secrets, log_event
 from clusterddp.run.spool import spool_end
-from clusterddp.run.storage import is_outage, storage_timeout_s
+from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
     from clusterddp.node.link import Message

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import SUPERVISOR_PID, inherited_environment
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
+from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment
 
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt
 from clusterddp.node.note import note
-from clusterddp.node.order import SlurmOrder
+from clusterddp.run.supervisors import SlurmOrder
 
 _ASK_AGAIN_S = 10.0
 _RETRY_S = 15.0

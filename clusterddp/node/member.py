@@ -14,12 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clusterddp.dist.environment import CORES, USERS, Variable, cookie, inherited_environment
-from clusterddp.dist.gpu_cores import cores_for_ranks
-from clusterddp.dist.nccl_log import VARIABLES
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
+from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
 from clusterddp.node.footing import Footing, find_footing
@@ -30,12 +27,16 @@ from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
+from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.cleanup import Sweep
 from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_dirs, read_json
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import RankRecord, parse_end, write_rank
+from clusterddp.run.outcome import parse_end
+from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.run.storage import is_outage, storage_timeout_s
-from clusterddp.run.sweep import Sweep
+from clusterddp.system.gpu_cores import cores_for_ranks
+from clusterddp.system.storage import is_outage, storage_timeout_s
 
 TERM_GRACE_S = 1.0
 """How long ranks have between SIGTERM and SIGKILL when the gang is ended."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterddp.dist.ranks import spell_ranks
-from clusterddp.dist.socket_links import faster_networks
+from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.failure import Failure
 from clusterddp.node.link import Message
 from clusterddp.node.note import note
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.gang import Gang, Node
 
 
@@ -64,4 +64,4 @@ class Muster:
         for node in unready:
             words.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
         error = f"{' and '.join(words)} within {self._timeout_s:g} s"
-        return Failure(rank=None, host=(absent + unready)[0].host, error=error, job_restartable=True)
+        return Failure.at((absent + unready)[0].host, error, job_restartable=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusterddp.dist.nccl_log import Transport, merge, read_transport
+from clusterddp.network.nccl_log import Transport, merge, read_transport
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 2.0, 300.0
 """After the ranks have begun: NCCL chooses when they first communicate, and opens links as it needs them."""

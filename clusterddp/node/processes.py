@@ -1,6 +1,6 @@
 """Processes of one node: started, signalled as long as their pid is theirs, reaped.
 
-What they left behind, whatever it turned into, is found and ended by run/sweep.py.
+What they left behind, whatever it turned into, is found and ended by run/cleanup.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterddp.dist.environment import LISTENER_FD
+from clusterddp.ranks.environment import LISTENER_FD
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
 """What asks the whole gang to stop, when a supervisor gets it."""

@@ -75,7 +75,7 @@ def run_rank(run_dir: str) -> None:
         _drop_unwritten_output()
         _ignore_late_signals()
         if "torch.distributed" in sys.modules:
-            from clusterddp.dist.gloo import await_gloo_threads
+            from clusterddp.network.gloo import await_gloo_threads
 
             await_gloo_threads()
 
@@ -140,7 +140,7 @@ def _keep_to_cores() -> None:
     text = os.environ.pop("CLUSTERDDP_CORES", None)
     if text is None:
         return
-    from clusterddp.dist.gpu_cores import read_cores
+    from clusterddp.system.gpu_cores import read_cores
 
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a core went offline meanwhile; no Linux
         os.sched_setaffinity(0, read_cores(text))

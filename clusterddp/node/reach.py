@@ -7,19 +7,19 @@ import os
 import selectors
 import socket
 
-from clusterddp.dist.interface import LOOPBACK_ADDRESS, read_links
-from clusterddp.dist.port import walk_ports
-from clusterddp.dist.socket_links import tell_links
+from clusterddp.network.interface import LOOPBACK_ADDRESS, read_links
+from clusterddp.network.port import walk_ports
+from clusterddp.network.socket_links import tell_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import Message, listen, listen_on_walk
-from clusterddp.node.order import Order
 from clusterddp.node.peer import Limits
 from clusterddp.node.search import Finder, KnownHead, SearchedHead
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
+from clusterddp.run.supervisors import SupervisorOrder
 
 CONNECT_S = 8.0
 """How long the head's host may take to answer at first: the head listens before anybody is told of it."""
@@ -27,7 +27,7 @@ LINK_PORTS = 16
 """How many ports the link's walk has: as many jobs whose walks begin at the same port can run on one host."""
 
 
-def open_tasks(order: Order, selector: selectors.BaseSelector) -> Tasks | None:
+def open_tasks(order: SupervisorOrder, selector: selectors.BaseSelector) -> Tasks | None:
     """Wait for the tasks of this node from now on, with torchrun one; None where none have been started."""
     if order.tasks is None:
         return None
@@ -37,7 +37,7 @@ def open_tasks(order: Order, selector: selectors.BaseSelector) -> Tasks | None:
 
 
 def reach_head(
-    order: Order,
+    order: SupervisorOrder,
     selector: selectors.BaseSelector,
     *,
     guard: Guard,
@@ -79,22 +79,22 @@ def reach_head(
     )
 
 
-def _finder(order: Order, selector: selectors.BaseSelector, join: Message) -> Finder:
+def _finder(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Finder:
     if order.link is not None:
         timeout_s = min(CONNECT_S, order.gang.start_timeout_s)
-        return KnownHead(order.link, order.gang.token, join, timeout_s=timeout_s)
+        return KnownHead((order.link["host"], order.link["port"]), order.gang.token, join, timeout_s=timeout_s)
     assert order.slurm is not None
     ports = _link_ports(order.slurm.job_id)
     return SearchedHead(order.slurm.heads, ports, order.gang.token, join, selector=selector)
 
 
-def _listen_as_head(order: Order) -> socket.socket:
+def _listen_as_head(order: SupervisorOrder) -> socket.socket:
     if order.slurm is None or not order.spans_hosts:
         return listen(order.gang.master_addr or LOOPBACK_ADDRESS)
     return listen_on_walk(_link_ports(order.slurm.job_id))
 
 
-def _make_head(order: Order, guard: Guard, here: HeadHere, allocation: Allocation | None, now: float) -> Head:
+def _make_head(order: SupervisorOrder, guard: Guard, here: HeadHere, allocation: Allocation | None, now: float) -> Head:
     slurm = order.slurm
     return Head(
         order.run,

@@ -6,9 +6,9 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 
-from clusterddp.dist.interface import LOOPBACK_ADDRESS, is_loopback, named_interface
-from clusterddp.dist.port import LAST_OF_ALL, hold_port, reserve_port
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback, named_interface
+from clusterddp.network.port import LAST_OF_ALL, hold_port, reserve_port
 from clusterddp.run.gang import Gang
 
 

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Sequence
 from typing import Protocol
 
-from clusterddp.dist.interface import is_loopback
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import is_loopback
 from clusterddp.node.connecting import Authenticating, Found
 from clusterddp.node.link import Channel, Message, connect
 from clusterddp.node.note import note

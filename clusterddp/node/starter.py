@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.dist.environment import SUPERVISOR_PID, Variable
 from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
+from clusterddp.ranks.environment import SUPERVISOR_PID, Variable
 from clusterddp.run.gang import Entry
-from clusterddp.run.record import signal_name
+from clusterddp.run.outcome import signal_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from clusterddp.run.process_table import is_stopped
 from clusterddp.run.record import RankRecord
+from clusterddp.system.processes import is_stopped
 
 LOOK_EVERY_S = 5.0
 """A rank that is stopped at two looks is reported: those of a suspended job may be resumed a moment after us."""

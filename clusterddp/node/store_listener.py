@@ -1,7 +1,7 @@
 """Gives torch's store on rank 0 the socket that listens at the master port already, in place of one that it would bind.
 
 Whoever starts rank 0 hands it that socket (LISTENER_FD), so the port is never without a listener of this run, and no
-other user can take it (dist/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that
+other user can take it (network/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that
 Python code makes is a TCPStore, which does (`master_listen_fd`): its constructor is wrapped once torch is imported.
 A socket of Python's that the program binds to the port itself becomes the listener, too.
 """
@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from clusterddp.dist.environment import LISTENER_FD
+from clusterddp.ranks.environment import LISTENER_FD
 
 WITH_LISTENER = "clusterddp.node.store_listener"
 """Of `python -m MODULE ARGUMENTS` it makes `python -m clusterddp.node.store_listener MODULE ARGUMENTS`."""

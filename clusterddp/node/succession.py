@@ -14,17 +14,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clusterddp.dist.environment import COOKIE, cookie
-from clusterddp.dist.interface import is_cut_off
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import SlurmError
+from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
 from clusterddp.node.link import GIVEN_UP, HOST_SILENT
 from clusterddp.node.note import note
-from clusterddp.node.order import Order, SlurmOrder
+from clusterddp.ranks.environment import COOKIE, cookie
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, is_file
-from clusterddp.run.record import AttemptEnd, RootCause, read_end
+from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
+from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
 
@@ -50,7 +50,9 @@ class Loss:
 class Succession:
     """One node's part, from the loss of the head until it is known that the end is recorded."""
 
-    def __init__(self, order: Order, slurm: SlurmOrder, allocation: Allocation, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, order: SupervisorOrder, slurm: SlurmOrder, allocation: Allocation, environ: Mapping[str, str]
+    ) -> None:
         self._order = order
         self._slurm = slurm
         self._allocation = allocation
@@ -99,12 +101,11 @@ class Succession:
             self._cancel_job()
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
-        """Hand over to the program that knows all ways to start a job again: the launcher's."""
-        command = [sys.executable, "-m", "clusterddp.launch.slurm.again", str(self._order.run.path)]
+        """Run the command that the job's batch script has left for this."""
         environment = dict(self._environ) | {COOKIE: cookie(self._order.gang.token, "task")}
         try:
             again = subprocess.Popen(
-                [*command, str(attempt.number)],
+                [sys.executable, *self._slurm.start_again, str(attempt.number)],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 env=environment,
@@ -127,7 +128,7 @@ class Witness:
     The head's own record, or its guard's, is the better one; but its host may be gone for good.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SupervisorOrder) -> None:
         self._order = order
         self._speak_at: float | None = None
 
@@ -151,15 +152,18 @@ def _has_end(attempt: AttemptDir) -> bool:
         return False
 
 
-def _end_without_head(order: Order, attempt: AttemptDir, loss: Loss, *, goes_on: bool) -> AttemptEnd:
+def _end_without_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, *, goes_on: bool) -> AttemptEnd:
     lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss.why}"
     if loss.why.startswith(GIVEN_UP):
         lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss.why}"
     elif loss.why == HOST_SILENT and is_cut_off(loss.interface):
         lost, what = order.node, f"{order.node.host} is cut off, its {loss.interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-    words = f"{what}; its {spell_ranks(order.gang.carried_by(lost.ranks))} ended with it"
-    rank = min(lost.ranks) if started else None
-    log = str(attempt.stderr(rank).relative_to(order.run.path)) if rank is not None else None
-    cause = RootCause(rank=rank, host=lost.host, exit_code=None, error=words, log=log)
-    return AttemptEnd(outcome="FAILED", reason=words, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+    cause = loss_of_node(
+        what,
+        host=lost.host,
+        ranks=lost.ranks,
+        ranks_in_words=spell_ranks(order.gang.carried_by(lost.ranks)),
+        attempt=attempt if started else None,
+    )
+    return failed_by(cause, goes_on=goes_on)

@@ -2,33 +2,10 @@
 
     python -m clusterddp.node.supervisor        with CLUSTERDDP_COOKIE=<token>.s<node rank> in its environment
 
-The order is one line of JSON on standard input; the pipe stays open:
-
-    {"run_dir": str,            the run's directory on this host
-     "gang": Gang.to_json(),
-     "node_rank": int,
-     "attempt": int,            number of the first attempt; restarts count on from it
-     "link": {"host": str, "port": int} | null,     null for node 0, which is the head and listens
-     "parent_bound": bool,      true: the end of standard input means that who started us is dead, and ends the gang
-     "tasks": int,              on Slurm: the inherited socket that this node's tasks connect to (tasks.py); they start
-                                the ranks
-     "over_ssh": bool,          optional: who started us is an agent, and dies with the launcher's connection
-     "hold": [int],             optional: inherited descriptors that this process and its guard have open until the
-                                node's processes are gone; no rank gets them (run/lease.py)
-     "slurm": {"job_id": str, "restart_count": int, "used_restarts": int, "job_tag": str | null, "heads": [str]}}
-                                on Slurm: the start of the job, how many restarts the run used before it, and where the
-                                head may be, for no link is told; the gang names no master address
-
-Afterwards any of them may be told `{"detach": true}`: who started it goes away for good, and the end of standard input
-means nothing any more. Node 0 may be told, one line each, that another node's supervisor has ended, `{"ended": node
-rank, "exit_code": int}` (negative: a signal): if it had not joined yet, nobody need wait for it until the start
-time-out.
-
-Node 0 answers with one line of JSON on standard output, `{"link": {"host": str, "port": int}}`: the link that the
-orders of the other nodes must name. With "over_ssh" the others say `{"joined": true}` when the head has taken them in.
-Nothing else is ever said there. Each supervisor logs to
-`launcher/supervisor-<node>.log` in its run directory. It exits with 0 when the run was completed, stopped or cancelled,
-with 1 when it failed; how it ended is in the last attempt's `end.json`, written by the head before it exits.
+The order is one line of JSON on standard input (a `SupervisorOrder`); run/supervisors.py also has what else passes
+between a supervisor and its parent. Each supervisor logs to `launcher/supervisor-<node>.log` in its run directory. It
+exits with 0 when the run was completed, stopped or cancelled, with 1 when it failed; how it ended is in the last
+attempt's `end.json`, written by the head before it exits.
 
 SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
 
@@ -52,10 +29,7 @@ import selectors
 import signal
 import sys
 import traceback
-from typing import Any
 
-from clusterddp.dist.environment import inherited_environment
-from clusterddp.dist.ranks import spell_ranks
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
@@ -64,14 +38,17 @@ from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
 from clusterddp.node.member import Member
 from clusterddp.node.note import note, open_log
-from clusterddp.node.order import Order
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
 from clusterddp.node.succession import Loss, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
-from clusterddp.run.storage import set_storage_timeout
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.system.storage import set_storage_timeout
+from clusterddp.wire import read_object
 
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02
@@ -105,7 +82,7 @@ class Parent:
         self.pid = os.getppid()
         self._unread = b""
 
-    def read_order(self) -> dict[str, Any]:
+    def read_order(self) -> SupervisorOrder:
         """Wait for the order; what follows it is kept for `read`."""
         while b"\n" not in self._unread:
             data = os.read(sys.stdin.fileno(), 65536)
@@ -114,7 +91,7 @@ class Parent:
             self._unread += data
         os.set_blocking(sys.stdin.fileno(), False)
         line, _, self._unread = self._unread.partition(b"\n")
-        return dict(json.loads(line))
+        return SupervisorOrder.from_json(read_object(line))
 
     def read(self) -> tuple[list[bytes], bool]:
         """Return the lines that were said since, and whether the pipe has ended."""
@@ -132,7 +109,7 @@ class Parent:
 class Supervisor:
     """The loop of one supervisor. One thread only: a rank's parent-death signal follows the thread that started it."""
 
-    def __init__(self, order: Order, parent: Parent, signals: Signals, guard: Guard) -> None:
+    def __init__(self, order: SupervisorOrder, parent: Parent, signals: Signals, guard: Guard) -> None:
         self._order = order
         self._signals = signals
         self._guard = guard
@@ -288,7 +265,7 @@ def main() -> int:
     """Read the order, supervise, leave nothing behind."""
     signals = Signals()
     parent = Parent()
-    order = Order.from_json(parent.read_order())
+    order = parent.read_order()
     set_storage_timeout(order.gang.host_silence_s)
     with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
         open_log(order.run, order.node.node_rank)
@@ -328,7 +305,7 @@ def main() -> int:
     return exit_code
 
 
-def _give_up(order: Order, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
+def _give_up(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
     facts = guard.facts
     what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
     if supervisor is not None:

@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, cookie, inherited_environment
-from clusterddp.dist.slurm_step import StepPlace, read_place
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.holder import Holder, connect
 from clusterddp.node.processes import STOP_SIGNALS
 from clusterddp.node.taskwire import MAX_PACKET, socket_name
+from clusterddp.ranks.environment import START_AGAIN, inherited_environment
+from clusterddp.ranks.slurm_step import StepPlace, read_place
 
 _START_TIMEOUT_S = 600.0
 """How long the node's supervisor may take to be there, where the plan of an older version does not say."""
@@ -87,57 +87,51 @@ class Task:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(self._name)
         listener.listen(1024)
-        node_rank = self._place.node_rank
-        log = os.open(
-            self._run_dir / "launcher" / f"supervisor-{node_rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
-        )
         # Until it takes them itself: at its start a signal would end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.supervisor"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            cwd=self._run_dir / "launcher",
-            env=inherited_environment() | {COOKIE: cookie(gang["token"], f"s{node_rank}")},
-            start_new_session=True,
-            pass_fds=[listener.fileno()],
-        )
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(log)
-        order = self._order_of_supervisor(gang) | {"tasks": listener.fileno()}
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        process.stdin.flush()
+        try:
+            process = self._start(gang, listener)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._supervisor = process
         # `send_signal` first looks whether the process was reaped: its number may be another's by then.
         self._holder.forward = process.send_signal
         listener.close()
 
-    def _order_of_supervisor(self, gang: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
+        # Only here, for the other tasks of the node import next to nothing.
+        from clusterddp.run.gang import Gang
+        from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder, start_supervisor
+
+        place = self._place
+        record = _read_json(self._run_dir / "run.json")
+        order = SupervisorOrder(
+            run_dir=self._run_dir,
+            gang=Gang.from_json(gang | {"nodes": self._nodes_of_step(gang)}),
+            node_rank=place.node_rank,
+            attempt=self._attempt,
+            link=None,
+            parent_bound=False,
+            tasks=listener.fileno(),
+            slurm=SlurmOrder(
+                job_id=place.job_id,
+                restart_count=place.restart_count,
+                used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
+                job_tag=record.get("job_tag"),
+                heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
+                start_again=tuple(json.loads(os.environ.pop(START_AGAIN, "[]"))),
+            ),
+        )
+        return start_supervisor(order, inherited_environment(), answers=False)
+
+    def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         place = self._place
         # With torchrun a task is not a rank but a node's, and the plan says which ranks that has.
         shares = [node["ranks"] for node in gang["nodes"]] if _one_for_each_node(gang) else place.ranks
-        nodes = [
+        return [
             {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
             for node_rank, (host, ranks) in enumerate(zip(place.hosts, shares, strict=True))
         ]
-        record = _read_json(self._run_dir / "run.json")
-        return {
-            "run_dir": str(self._run_dir),
-            "gang": gang | {"nodes": nodes},
-            "node_rank": place.node_rank,
-            "attempt": self._attempt,
-            "link": None,
-            "parent_bound": False,
-            "slurm": {
-                "job_id": place.job_id,
-                "restart_count": place.restart_count,
-                "used_restarts": max(0, self._attempt - int(record.get("base_attempt", 0))),
-                "job_tag": record.get("job_tag"),
-                "heads": [place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")],
-            },
-        }
 
     def _reach_supervisor(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s

@@ -20,12 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.dist.acceptor import Acceptor, Refusals
-from clusterddp.dist.environment import GPU, USERS
 from clusterddp.node.gpus import TaskGpus, choose_gpus
 from clusterddp.node.note import note
 from clusterddp.node.starter import Ended, Launch, Lost, News, Started
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
+from clusterddp.ranks.environment import GPU, USERS
+from clusterddp.rendezvous.acceptor import Acceptor, Refusals
 
 _UNLESS_SET = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"})
 """What is chosen for a rank only if its task's environment has no word on it."""

@@ -18,19 +18,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.dist.environment import COOKIE, USERS, cookie
-from clusterddp.dist.ranks import spell_ranks
-from clusterddp.dist.torchrun import torchrun_words
 from clusterddp.node.clock import Clock
-from clusterddp.node.order import Order
 from clusterddp.node.processes import start_agent
 from clusterddp.node.starter import Ended, Launch, Lost, News
 from clusterddp.node.store_listener import WITH_LISTENER
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.taskwire import PREFIX
+from clusterddp.ranks.environment import COOKIE, USERS, cookie
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.torchrun import torchrun_words
+from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import read_tail
-from clusterddp.run.record import signal_name
-from clusterddp.run.sweep import sweep
+from clusterddp.run.outcome import signal_name
+from clusterddp.run.supervisors import SupervisorOrder
 
 START_TIMEOUT_S = 180.0
 """How long torchrun may take to start the ranks: it imports torch, and waits for the other nodes' agents."""
@@ -48,7 +48,7 @@ class Torchrun:
 
     def __init__(
         self,
-        order: Order,
+        order: SupervisorOrder,
         environment: Mapping[str, str],
         selector: selectors.BaseSelector,
         tasks: Tasks | None,

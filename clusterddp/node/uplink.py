@@ -10,9 +10,8 @@ import time
 from collections import deque
 from typing import Protocol
 
-from clusterddp.dist.acceptor import Acceptor, Refusals
-from clusterddp.dist.interface import plain_address
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import plain_address
 from clusterddp.node.connecting import Authenticating, Connecting, Found
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
@@ -20,6 +19,7 @@ from clusterddp.node.link import GIVEN_UP, HOST_SILENT, JOIN_TIMEOUT_S, Channel,
 from clusterddp.node.note import note
 from clusterddp.node.peer import Limits, Peer
 from clusterddp.node.search import Finder
+from clusterddp.rendezvous.acceptor import Acceptor, Refusals
 from clusterddp.run.gang import Gang
 
 _MAX_STRANGERS = 32

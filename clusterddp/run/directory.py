@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, TypeVar
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
-from clusterddp.run.exclusive import name_new
+from clusterddp.system.exclusive import name_new
 from clusterddp.wire import build, read_object, read_value
 
 _T = TypeVar("_T")

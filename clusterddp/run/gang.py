@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from clusterddp.dist.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
-from clusterddp.dist.environment import GPU, RankPlace, Variable, rank_variables
-from clusterddp.dist.liveness import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
+from clusterddp.ranks.environment import GPU, RankPlace, RankSettings, Variable, rank_variables
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
@@ -160,15 +160,15 @@ class Gang:
     ) -> dict[str, Variable]:
         """Compute the variables of one rank: what the plan shows is what the supervisor sets.
 
-        See `rank_variables` for `restart`, and for a `master_port` in words.
+        See `RankSettings` for `restart`, and for a `master_port` in words.
         """
         node = self.node_of(rank)
         gpus, variables = node.gpus, {}
         if any(gpu.startswith("MIG-") for gpu in gpus) and len(gpus) == len(node.ranks) > 1:
             gpus = (gpus[node.ranks.index(rank)],)
             variables[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
-        return variables | rank_variables(
-            RankPlace(
+        settings = RankSettings(
+            place=RankPlace(
                 rank=rank,
                 local_rank=node.ranks.index(rank),
                 node_rank=node.node_rank,
@@ -192,6 +192,7 @@ class Gang:
             user=self.env,
             on_cpu=self.on_cpu,
         )
+        return variables | rank_variables(settings)
 
     def to_json(self) -> dict[str, Any]:
         # Not dataclasses.asdict, which copies every number: a sweep writes a thousand gangs.

@@ -10,7 +10,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, read_json, write_json
-from clusterddp.run.record import AttemptEnd, RunRecord, parse_end
+from clusterddp.run.outcome import AttemptEnd, parse_end
+from clusterddp.run.record import RunRecord
 from clusterddp.wire import build
 
 

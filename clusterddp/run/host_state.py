@@ -1,6 +1,6 @@
 """The state of a run on SSH hosts: from its files as they were brought home, and from what its hosts last said of it.
 
-Nobody is asked here: whoever wants news brings them home first (launch/ssh/mirror.py). Node 0's host holds the truth,
+Nobody is asked here: whoever wants news brings them home first (results/mirror.py). Node 0's host holds the truth,
 and its `end.json` comes home. Without one the question is who is left to write it. Somebody on any host: the run goes
 on. Nobody on any: LOST. A head that does not answer leaves it open, unless another node has recorded that it was lost.
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from clusterddp.run.directory import AttemptDir, RunDir, read_tail
 from clusterddp.run.host_reports import HostReport, read_reports, start_of
-from clusterddp.run.record import AttemptEnd, ProcessIdentity, RunRecord, Start, read_gang, read_start
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_gang, read_start
 from clusterddp.run.view import RunState, RunView, final_view
 
 

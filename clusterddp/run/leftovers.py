@@ -16,10 +16,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.dist.environment import COOKIE
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import COOKIE
+from clusterddp.run.cleanup import answers_for_its_run
 from clusterddp.run.directory import RunDir, list_runs, read_json
-from clusterddp.run.process_table import (
+from clusterddp.system.processes import (
     Process,
     find_carriers,
     find_descendants,
@@ -28,7 +29,6 @@ from clusterddp.run.process_table import (
     read_owner,
     read_process,
 )
-from clusterddp.run.sweep import answers_for_its_run
 
 END_TIMEOUT_S = 5.0
 _LOOKS = 2

@@ -1,4 +1,4 @@
-"""The record of a run: who it is (`run.json`), how an attempt began and ended, what became of each rank.
+"""The record of a run: who it is (`run.json`), how an attempt began, what became of each rank; outcome.py has its end.
 
 Each file has one writer, or several of whom the first wins (`end.json`), so no lock is needed and a crash at any point
 leaves files that can be read.
@@ -10,25 +10,20 @@ import contextlib
 import dataclasses
 import errno
 import os
-import re
-import signal
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
-from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_json, read_record, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_record, write_json
 from clusterddp.run.gang import Gang
-from clusterddp.run.process_table import read_process
 from clusterddp.slurm.identity import is_tag
+from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
 FOREIGN = "none"
 """The launcher of a run that torchrun, mpirun or the like has started; `job_id` says who."""
-_LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
-"""What a root cause may name as its log, relative to the run's directory."""
-AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,35 +114,6 @@ class JobAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RootCause:
-    """Why an attempt failed: the first failure, not the ones that followed from it."""
-
-    rank: int | None
-    """The rank that failed first; for a lost node the lowest of its ranks; None when it failed before any started."""
-    host: str
-    exit_code: int | None
-    """As a shell would say it: 128 + signal for a rank that a signal ended."""
-    error: str
-    log: str | None
-    traceback: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptEnd:
-    """`end.json`: how an attempt ended. The first to write it is right."""
-
-    outcome: AttemptOutcome
-    reason: str
-    root_cause: RootCause | None = None
-    will_restart: bool = False
-    needs_job: bool = False
-    """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
-    ended: float = 0.0
-    warning: str = ""
-    """What the outcome does not tell and a person should look at."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
     """`ranks/003.json`: one rank of one attempt, written when it starts and once more when it has ended."""
 
@@ -229,42 +195,10 @@ def read_start(attempt: AttemptDir) -> Start | None:
     return read_record(Start, attempt.start)
 
 
-def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
-    """Record how the attempt ended; False when another process has (what it wrote stands).
-
-    With the end of the run its secrets go, whichever process records it.
-    """
-    is_first = write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
-    run = RunDir(attempt.path.parents[1])
-    with contextlib.suppress(OSError):
-        # Not when the run has been resumed meanwhile: then they are the new attempt's.
-        if is_first and not end.will_restart and run.newest_attempt().number == attempt.number:
-            drop_secrets(run)
-    return is_first
-
-
 def drop_secrets(run: RunDir) -> None:
     """Remove the values of the run's secrets, which no process needs any more."""
     with contextlib.suppress(OSError):
         run.job_secrets.unlink(missing_ok=True)
-
-
-def read_end(attempt: AttemptDir) -> AttemptEnd | None:
-    data = read_json(attempt.end)
-    return None if data is None else parse_end(data, str(attempt.end))
-
-
-def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
-    """Make an end of what `end.json` holds.
-
-    The log of a root cause is one of the run's own, or none: a host or another user may have written the file.
-    Raises: ClusterddpError: it holds something else, `where`.
-    """
-    end = build_record(AttemptEnd, data, where)
-    cause = end.root_cause
-    if cause is None or cause.log is None or _LOG.fullmatch(cause.log):
-        return end
-    return dataclasses.replace(end, root_cause=dataclasses.replace(cause, log=None))
 
 
 def write_rank(attempt: AttemptDir, record: RankRecord) -> None:
@@ -293,14 +227,6 @@ def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
     """
     with contextlib.suppress(OSError):
         append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
-
-
-def signal_name(number: int) -> str:
-    """Name a signal as people know it."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def boot_id() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, read_json, write_json
-from clusterddp.run.record import AttemptEnd, parse_end, write_end
+from clusterddp.run.outcome import AttemptEnd, parse_end, write_end
 
 
 def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from clusterddp.dist.environment import COOKIE
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir
-from clusterddp.run.process_table import find_carriers, read_environment
-from clusterddp.run.record import read_end
+from clusterddp.run.outcome import read_end
+from clusterddp.system.processes import find_carriers, read_environment
 
 Kind = Literal["run", "code", "package", "remnant"]
 _SLOWEST_TRANSFER_S = 86_400.0

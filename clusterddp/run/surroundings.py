@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.git import describe_commit
-from clusterddp.run.torch_files import find_package, read_torch_values
+from clusterddp.system.torch_files import find_package, read_torch_values
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
 

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.record import AttemptEnd
+from clusterddp.run.outcome import AttemptEnd
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job

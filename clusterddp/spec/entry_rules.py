@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.dist.placeholders import VARIABLES, find_placeholders
+from clusterddp.ranks.placeholders import VARIABLES, find_placeholders
 from clusterddp.spec.conflict import Conflict
 from clusterddp.spec.problems import did_you_mean
 

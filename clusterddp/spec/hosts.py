@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.dist.hostlist import count, expand
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.network.hostlist import count, expand
 from clusterddp.spec.scalars import problem, read_text, refuse
 from clusterddp.spec.tree import Scalar, show
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from clusterddp.dist.hostlist import expand
 from clusterddp.errors import SpecError
+from clusterddp.network.hostlist import expand
 from clusterddp.spec import fields
 from clusterddp.spec.check import check_section
 from clusterddp.spec.problems import problem_at

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from clusterddp.dist.liveness import HOST_SILENCE_S
 from clusterddp.spec.conflict import MAX_RANKS, Conflict
 from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts, start_conflicts
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_rules import ssh_conflicts
 from clusterddp.spec.train_rules import train_conflicts
+from clusterddp.system.timeouts import HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec

@@ -25,7 +25,7 @@ import json, os, sys
 order = json.loads(sys.stdin.buffer.readline())
 root = os.path.abspath(os.path.expanduser(order["root"]))
 sys.path.insert(0, os.path.join(root, "packages", order["package"]))
-from clusterddp.host.relay import main
+from clusterddp.agent.relay import main
 main()
 """
 """What the constant command runs, in the place of the boot, when that has put our package on the host."""

@@ -26,7 +26,7 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, write_bytes
 from clusterddp.run.fencing import refuse_if_stale
-from clusterddp.run.storage import retry_outage
+from clusterddp.system.storage import retry_outage
 from clusterddp.train.host_copy import cut_apart
 from clusterddp.wire import read_object
 

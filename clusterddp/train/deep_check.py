@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clusterddp.dist.devices import ask_nvidia_smi
 from clusterddp.facts.deep_check import (
     Compile,
     Environment,
@@ -37,6 +36,7 @@ from clusterddp.facts.deep_check import (
     Training,
 )
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from clusterddp.dist.gloo import await_gloo_threads
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.gloo import await_gloo_threads
 from clusterddp.train.place import Place, choose_device
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set

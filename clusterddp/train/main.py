@@ -19,9 +19,9 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, read_json
-from clusterddp.run.process_table import read_age_s
 from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
-from clusterddp.run.storage import retry_outage, set_storage_timeout
+from clusterddp.system.processes import read_age_s
+from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.group import join_group, leave_group

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from clusterddp.dist.devices import read_driver, visible_gpus
-from clusterddp.dist.entry_environment import INIT_METHOD
-from clusterddp.dist.environment import DEVICE, GPU
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
+from clusterddp.ranks.entry_environment import INIT_METHOD
+from clusterddp.ranks.environment import DEVICE, GPU
+from clusterddp.system.devices import read_driver, visible_gpus
 
 _ONE_EACH = "ask for at most one rank per GPU, or run on the CPU with --cpu"
 _SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_VISIBLE_DEVICES, as submit does"

@@ -1,14 +1,14 @@
 """Print what a training step does to a GPU, which is not there.
 
-cd tests && python -m sim_cuda
+python -m tests.sim_cuda
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-from sim_cuda.driver import find_obstacle
-from sim_cuda.trainings import run_alone, run_pair, table
+from tests.sim_cuda.driver import find_obstacle
+from tests.sim_cuda.trainings import run_alone, run_pair, table
 
 obstacle = find_obstacle()
 if obstacle:

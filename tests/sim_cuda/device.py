@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim_cuda.driver import load
+from tests.sim_cuda.driver import load
 
 load()
 

@@ -1,7 +1,7 @@
 """The trainings whose effect on a GPU is counted, each in a process that has `sim_cuda.device` instead of CUDA.
 
-    python -m sim_cuda.trainings DIRECTORY alone    every case of a single rank
-    python -m sim_cuda.trainings DIRECTORY 0|1      one of two ranks, which meet by a file in DIRECTORY
+    python -m tests.sim_cuda.trainings DIRECTORY alone    every case of a single rank
+    python -m tests.sim_cuda.trainings DIRECTORY 0|1      one of two ranks, which meet by a file in DIRECTORY
 
 The answers go into a file of DIRECTORY, DIRECTORY/alone.json or DIRECTORY/0.json.
 """
@@ -84,8 +84,8 @@ def table(answers: dict[str, Any]) -> str:
 
 def _run(directory: Path, ranks: list[str]) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "sim_cuda.trainings", str(directory)]
-    here = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "tests.sim_cuda.trainings", str(directory)]
+    here = Path(__file__).parents[2]
     started = [subprocess.Popen([*command, rank], cwd=here, env=environ, stdout=subprocess.DEVNULL) for rank in ranks]
     try:
         ends = [process.wait(timeout=500) for process in started]
@@ -98,7 +98,7 @@ def _run(directory: Path, ranks: list[str]) -> list[dict[str, Any]]:
 
 
 def _main(directory: Path, which: str) -> None:
-    from sim_cuda import device  # before anything that imports torch
+    from tests.sim_cuda import device  # before anything that imports torch
 
     device.install(gpus=2)
     from clusterddp.train.group import join_group, leave_group
@@ -169,10 +169,9 @@ def _train(
     group: Any, path: Path, stops: list[int | None], options: dict[str, Any], waits: list[str] | None = None
 ) -> dict[str, Any]:
     """Train once for each of `stops`; `waits` is for what the last step, which no report precedes, waits for."""
-    from sim_cuda.device import counts
-    from train_gang import outcome
-
     from clusterddp.train.loop import train
+    from tests.sim_cuda.device import counts
+    from tests.support.train_gang import outcome
 
     snapshots = [counts.copy()]
     for attempt, stop_after in enumerate(stops):
@@ -192,9 +191,8 @@ def _settle(
     stop_after: int | None = None,
     options: dict[str, Any],
 ) -> Any:
-    from train_gang import settle
-
     from clusterddp.train.main import set_up_torch
+    from tests.support.train_gang import settle
 
     (path / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
     options = TINY | options
@@ -208,10 +206,9 @@ def _settle(
 
 def _count_steps(group: Any, path: Path, options: dict[str, Any]) -> dict[str, int]:
     """Count what a step, a report, an evaluation and a checkpoint do to the GPU."""
-    from sim_cuda.device import counts
-
     from clusterddp.train.begin import begin
     from clusterddp.train.loop import evaluate_if_due, save, train_epoch
+    from tests.sim_cuda.device import counts
 
     setting = _settle(group, path, options=options)
     state = begin(setting)
@@ -247,7 +244,7 @@ def _count_steps(group: Any, path: Path, options: dict[str, Any]) -> dict[str, i
 
 
 def _waits_of(action: Callable[[], Any]) -> int:
-    from sim_cuda.device import counts
+    from tests.sim_cuda.device import counts
 
     before = counts.copy()
     action()

@@ -18,8 +18,8 @@ from urllib.error import URLError
 
 import torch
 
-from clusterddp.dist.environment import inherited_environment
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import inherited_environment
 
 _SOCKET_TIMEOUT_S = 30.0  # a compute node behind a firewall answers nothing at all
 

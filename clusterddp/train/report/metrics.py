@@ -15,7 +15,7 @@ from typing import Any
 from clusterddp.run.directory import RunDir, append_jsonl, write_json
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.record import log_event
-from clusterddp.run.storage import retry_outage
+from clusterddp.system.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.report.progress import Progress, open_progress
 from clusterddp.train.report.window import TrainReport

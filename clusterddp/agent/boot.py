@@ -1,0 +1,115 @@
+"""The first words on a host: who and where it is, and whether this package lies there already; then the agent.
+
+This text goes over the connection and is run by the host's own Python, which may be an old one and knows nothing of
+clusterddp yet. Then come, on standard input: one line of JSON `{"package": sha256, "root": str, "patience_s": int}`,
+the last of which may be left out; and, when the answer says `"have": false`, one line `{"size": n}` and n bytes, the
+package as a zip file.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import zipfile
+
+MARK = "clusterddp-agent "
+"""Begins every line that is ours until the agent takes over: a login shell may print before us."""
+
+
+def main():
+    """Answer the first questions, then become the agent."""
+    stdin = sys.stdin.buffer
+    order = json.loads(stdin.readline())
+    try:
+        root = open_root(order["root"])
+        package = os.path.join(root, "packages", order["package"])
+        have = os.path.isdir(package)
+        say(dict(facts(root), ok=True, have=have))
+        if not have:
+            size = int(json.loads(stdin.readline())["size"])
+            install(stdin.read(size), order["package"], package)
+            say({"ok": True})
+    except Exception as error:
+        say(
+            {
+                "ok": False,
+                "error": str(error) if isinstance(error, RefusalError) else "%s: %s" % (type(error).__name__, error),
+            }
+        )
+        return
+    sys.path.insert(0, package)
+    from clusterddp.agent.main import serve
+
+    serve(root, package, order.get("patience_s", 600))
+
+
+class RefusalError(Exception):
+    """What people are to read."""
+
+
+def open_root(named):
+    """Find the directory of all that is ours, and make it if it is not there."""
+    if sys.version_info < (3, 10):
+        raise RefusalError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.10 or newer is needed")
+    root = os.path.abspath(os.path.expanduser(named))
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    found = os.stat(root)
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise RefusalError(
+            "%s belongs to somebody else, or others may write there; chmod 700, or ssh.dir names another" % root
+        )
+    for name in ("packages", "code", "runs"):
+        os.makedirs(os.path.join(root, name), mode=0o700, exist_ok=True)
+    return root
+
+
+def facts(root):
+    """Say who and where this is."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+    except OSError:
+        boot_id = ""
+    return {
+        "hostname": socket.gethostname(),
+        "uid": os.getuid(),
+        "user": os.environ.get("USER", ""),
+        "home": os.path.expanduser("~"),
+        "root": root,
+        "python": sys.executable,
+        "path": os.environ.get("PATH", ""),
+        "version": sys.version.split()[0],
+        "platform": sys.platform,
+        "boot_id": boot_id,
+        "pid": os.getpid(),
+    }
+
+
+def install(data, wanted, package):
+    """Unpack the package beside its place, and rename it there; somebody else may do the same now."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted:
+        raise RefusalError(f"the package came with the sum {found[:12]}, {wanted[:12]} was announced")
+    staging = tempfile.mkdtemp(prefix=".package-", dir=os.path.dirname(package))
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            archive.extractall(staging)
+        os.rename(staging, package)
+    except OSError:
+        if not os.path.isdir(package):
+            raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def say(words):
+    """Say one line of JSON."""
+    sys.stdout.write(MARK + json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+main()

@@ -1,0 +1,145 @@
+"""The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
+
+net.listen   opens a listener; tells interfaces, ports, what this host's own name means
+net.probe    connects to other hosts' listeners, all at once; what came of each, and whose names take long to look up
+net.close    closes the listener
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterddp.agent.listener import Listener
+from clusterddp.agent.types import Body, Host
+from clusterddp.agent.ways import Target, try_ways
+from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import read_links
+from clusterddp.network.port import walk_ports
+
+_RESOLVE_S = 1.0
+_PORTS = 64
+
+
+def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Open the listener; tell of this host's network. `head`: choose or take (`master_port`) a port for the master."""
+    close(host, request, body)
+    resolving = _Resolving(_addresses_of, socket.gethostname())
+    nonce, name = str(request["nonce"]), str(request["name"])
+    listener = host.hold(Listener(nonce, name, 0))
+    master_port = None
+    if request.get("head"):
+        wanted = request.get("master_port")
+        master_port = host.hold(_listen_as_master(nonce, name, wanted)).port
+    return {
+        "machine": _machine(),
+        "links": [link.to_json() for link in read_links()],
+        "own_addresses": resolving.result(),
+        "port": listener.port,
+        "master_port": master_port,
+        "firewall": _firewall(),
+    }
+
+
+def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Try the ways to other hosts; tell which of `names`, addresses, it takes long to find the name of."""
+    targets = [Target(**target) for target in request["targets"]]
+    resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
+    ways = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
+    slow = [address for address, name in resolving.items() if name.result() is None]
+    return {"ways": [way.facts() for way in ways], "slow_names": slow}
+
+
+def close(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Close what listens."""
+    for thing in [thing for thing in host.held if isinstance(thing, Listener)]:
+        host.let_go(thing)
+    return {}
+
+
+OPERATIONS = {"net.listen": listen, "net.probe": probe, "net.close": close}
+
+
+def _listen_as_master(nonce: str, name: str, wanted: int | None) -> Listener:
+    """Listen where the master will, or in the range where it will look for a port."""
+    for port in [wanted] if wanted is not None else walk_ports(nonce, _PORTS):
+        with contextlib.suppress(OSError):
+            return Listener(nonce, name, port)
+    if wanted is None:
+        raise ClusterddpError(f"{_PORTS} ports were tried for the master, and none is free")
+    user = _listening_user(wanted)
+    raise ClusterddpError(
+        f"network.master_port {wanted} is in use" + (f" by a process of {user}" if user else ""),
+        hint=f"network.master_port: auto finds a free one; `ss -tlnp sport = :{wanted}` there shows who listens",
+    )
+
+
+def _listening_user(port: int) -> str | None:
+    """Name the user whose process listens on a port."""
+    import pwd
+
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError, KeyError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    return pwd.getpwuid(int(fields[7])).pw_name
+    return None
+
+
+def _machine() -> str:
+    """Tell this machine from others: two containers are two, since each has a network of its own."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    return platform.node()
+
+
+def _firewall() -> str | None:
+    """Name the firewall that is switched on, as far as anybody may see it."""
+    with contextlib.suppress(OSError):
+        if "\nENABLED=yes" in "\n" + Path("/etc/ufw/ufw.conf").read_text():
+            return "ufw"
+    return "firewalld" if Path("/sys/fs/cgroup/system.slice/firewalld.service").exists() else None
+
+
+class _Resolving:
+    """Asks for a name or an address, in a thread: a name server that is gone may take half a minute."""
+
+    def __init__(self, ask: Callable[[str], list[str]], question: str) -> None:
+        self._answer: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._latest = time.monotonic() + _RESOLVE_S
+        threading.Thread(target=self._resolve, args=(ask, question), daemon=True).start()
+
+    def result(self) -> list[str] | None:
+        """Return what was found; None: nothing within the time."""
+        try:
+            return self._answer.get(timeout=max(0.0, self._latest - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _resolve(self, ask: Callable[[str], list[str]], question: str) -> None:
+        found: list[str] = []
+        with contextlib.suppress(OSError):
+            found = ask(question)
+        self._answer.put(list(dict.fromkeys(found)))
+
+
+def _addresses_of(name: str) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+
+
+def _name_of(address: str) -> list[str]:
+    """Ask what torch asks, for its log, whenever a rank connects to the master.
+
+    By gethostbyaddr: other threads, such as the listener's, stand still while getnameinfo of Python 3.11.2 waits.
+    """
+    return [socket.gethostbyaddr(address)[0]]

@@ -1,0 +1,143 @@
+"""A command of clusterddp on a login node, run for a laptop: its streams are those of the SSH connection.
+
+The laptop sends lines of JSON: first the order, then `{"signal": number}` when somebody there presses Ctrl-C, and `{}`
+now and then. A connection that ends, or is silent for long, never interrupts the command in what it does: it has time
+to come to its end, and is ended only then.
+
+order: {"arguments": [str], "variables": {str: str}, "needs": [str], "directory": str | null, "runs_dir": str,
+        "discard": str | null}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S
+
+MARK = "clusterddp-agent "
+_GRACE_S = 120.0
+"""How long a command may go on for nobody: sbatch takes its time when the controller is busy."""
+_COMMAND = "import runpy, sys; sys.path.pop(0); runpy.run_module('clusterddp', run_name='__main__', alter_sys=True)"
+"""As `python -m clusterddp`, but nothing is imported from the working directory, which holds the user's own code."""
+_LOOK = "import sys; sys.path.pop(0); from clusterddp.agent.relay import say_missing; say_missing()"
+
+Words = dict[str, Any]
+
+
+def main() -> NoReturn:
+    """Run the command, and leave with its exit code."""
+    code = _run()
+    sys.stdout.flush()
+    os._exit(code)  # a thread still waits for the laptop, and Python's own way out would wait for it
+
+
+def _run() -> int:
+    say({"ok": True, "have": True})
+    order: Words = json.loads(sys.stdin.buffer.readline())
+    package = str(Path(__file__).resolve().parents[2])
+    environment = inherited_environment() | {"CLUSTERDDP_RUNS": str(Path(order["runs_dir"]).expanduser())}
+    environment |= order["variables"]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
+    try:
+        missing = _find_missing(order["needs"], environment)
+        say({"ok": True, "missing": missing, "python": sys.executable})
+        if missing:
+            return 0
+        sys.stderr.write(f"{MARK}\n")  # what came before is not the command's
+        sys.stderr.flush()
+        child = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, *order["arguments"]],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=order["directory"] or Path.home(),
+            start_new_session=True,
+        )
+        return _accompany(child)
+    finally:
+        if order["discard"]:
+            shutil.rmtree(order["discard"], ignore_errors=True)
+
+
+def say(words: Words) -> None:
+    """Say one line to the laptop."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(f"{MARK}{json.dumps(words)}\n")
+        sys.stdout.flush()
+
+
+def say_missing() -> None:
+    """Print which of the requirements on standard input (`pydantic>=2.7`, one a line) this Python does not meet."""
+    for requirement in sys.stdin.read().splitlines():
+        name, _, versions = requirement.partition(">=")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            print(requirement)
+            continue
+        if _numbers(found) < _numbers(versions.partition(",")[0]):
+            print(requirement)
+
+
+def _find_missing(needs: list[str], environment: dict[str, str]) -> list[str]:
+    """Look in a Python that finds packages where the command will: those of the user's home as well."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        input="\n".join(needs),
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
+
+
+def _accompany(child: subprocess.Popen[bytes]) -> int:
+    """Pass signals on until the command has ended."""
+    inbox: queue.SimpleQueue[Words | None] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
+    threading.Thread(target=lambda: inbox.put({"ended": child.wait()}), daemon=True).start()
+    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop speaks every ten seconds
+    while True:
+        try:
+            words = inbox.get(timeout=patience_s)
+        except queue.Empty:
+            words = None
+        if words is None and patience_s == HEARTBEAT_TIMEOUT_S:
+            patience_s = _GRACE_S  # nobody is there any more
+        elif words is None:
+            _signal(child, signal.SIGTERM)
+            return 128 + signal.SIGTERM
+        elif "ended" in words:
+            code: int = words["ended"]
+            return code if code >= 0 else 128 - code
+        elif "signal" in words:
+            _signal(child, words["signal"])
+
+
+def _listen(inbox: queue.SimpleQueue[Words | None]) -> None:
+    with contextlib.suppress(ValueError):  # cut in the middle of a line
+        for line in sys.stdin.buffer:
+            inbox.put(json.loads(line))
+    inbox.put(None)
+
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    """Signal the command and what it waits for, as a terminal would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,183 @@
+"""What was sent to this host: code by its sum, once; and which hosts see the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from clusterddp.agent import data
+from clusterddp.agent.place import find_existing, find_place, refusing_disk
+from clusterddp.agent.staging import staging
+from clusterddp.agent.types import Body, Host, Operation
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.snapshot import tree_sum
+from clusterddp.system.tree import show
+from clusterddp.system.tree_stream import receive_tree
+from clusterddp.wire import build
+
+_SUM = re.compile(r"[0-9a-f]{64}")
+_NONCE = re.compile(r"[0-9a-f]{16,64}")
+_MARK = ".clusterddp-mark-"
+
+
+def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
+    gone = [name for name in request["sums"] if not _holds(find_code(host.root, name), name)]
+    for name in set(request["sums"]) - set(gone):
+        with contextlib.suppress(OSError):
+            # It is not an old one then, which gc would remove before it is checked out.
+            os.utime(find_code(host.root, name))
+    return {"missing": gone}
+
+
+def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Take files: `kind` is `code` (a snapshot, with its `sum`), or `data` (for a `target`)."""
+    if request["kind"] == "data":
+        return data.put(host, build({"target": str}, request, "request"), body)
+    wanted = request["sum"] or ""
+    target = find_code(host.root, wanted)
+    with refusing_disk(target.parent, body.size), staging(target.parent) as tree:
+        receive_tree(body.read, tree, read_only=True)
+        found = tree_sum(tree)
+        if found != wanted:
+            raise ClusterddpError(
+                f"the snapshot of the code came with the sum {found[:12]}, {wanted[:12]} was announced",
+                hint="it was changed since it was taken: submit again",
+            )
+        tree.chmod(0o700)
+        if not _holds(target, wanted):
+            _install(tree, target)
+    return {}
+
+
+def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Give a run its code: a copy of a snapshot whose files are hard links; a run that has it keeps it."""
+    source, run = find_code(host.root, request["sum"]), host.run_dir(request["name"])
+    code = run / "code"
+    with refusing_disk(run, 0):
+        run.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if code.is_dir():
+            return {"code": str(code)}
+        with staging(run) as tree:
+            if not source.is_dir():
+                raise ClusterddpError(f"{source}: the snapshot of the code is gone from this host", hint="submit again")
+            shutil.copytree(source, tree, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
+            tree.chmod(0o700)
+            with contextlib.suppress(FileExistsError):
+                _rename_new(tree, code)
+    return {"code": str(code)}
+
+
+def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Leave a mark where the files of a target are or will be (without one: of this directory), until the agent ends.
+
+    What cannot be marked, since nobody may write there, is taken for this host's own.
+    """
+    marked = _mark_of(host, request.get("target"), request["nonce"])
+    _remove_old_marks(marked.parent)
+    try:
+        host.hold(_Mark(marked))
+    except OSError as error:
+        return {"marked": False, "why": error.strerror}
+    return {"marked": True}
+
+
+def unmark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Take this agent's marks away."""
+    for thing in [thing for thing in host.held if isinstance(thing, _Mark)]:
+        host.let_go(thing)
+    return {}
+
+
+def seen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Say whose marks are seen from here."""
+    marks = {nonce: _mark_of(host, request.get("target"), nonce) for nonce in request["nonces"]}
+    return {"seen": [nonce for nonce, path in marks.items() if path.exists()]}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "store.missing": missing,
+    "store.put": put,
+    "store.compare": data.compare,
+    "store.checkout": check_out,
+    "store.mark": mark,
+    "store.unmark": unmark,
+    "store.seen": seen,
+}
+
+
+class _Mark:
+    """A file that says to other hosts: we see the same."""
+
+    def __init__(self, path: Path) -> None:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        self.path = path
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _mark_of(host: Host, target: str | None, nonce: str) -> Path:
+    if not _NONCE.fullmatch(nonce):
+        raise ValueError(f"not a nonce: {nonce!r}")
+    return (host.root if target is None else find_existing(find_place(target))) / f"{_MARK}{nonce}"
+
+
+def _remove_old_marks(folder: Path) -> None:
+    """Remove marks of agents that were killed."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.startswith(_MARK) and time.time() - entry.stat(follow_symlinks=False).st_mtime > 3600:
+                Path(entry.path).unlink()
+
+
+def find_code(root: Path, name: str) -> Path:
+    """Say where the snapshot with this sum lies, or would."""
+    if not _SUM.fullmatch(name):
+        raise ValueError(f"not a sum: {name!r}")
+    return root / "code" / name
+
+
+def _holds(target: Path, wanted: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISDIR(os.lstat(target).st_mode) and tree_sum(target) == wanted
+    return False
+
+
+def _install(tree: Path, target: Path) -> None:
+    """Put a snapshot in its place; of several writers of one content any may win."""
+    if os.path.lexists(target):  # it is not what its name says; the runs have copies of their own
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(tree.with_name("damaged"))
+    with contextlib.suppress(FileExistsError):
+        _rename_new(tree, target)
+
+
+def _rename_new(tree: Path, target: Path) -> None:
+    """Rename a directory to a name that is free, or is free again by now.
+
+    Raises: FileExistsError.
+    """
+    try:
+        tree.rename(target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise FileExistsError(error.errno, error.strerror, show(os.fsencode(target))) from error
+        raise
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Give a file a second name, or make a copy where that cannot be."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        shutil.copy2(source, target)

@@ -1,0 +1,115 @@
+"""A trial of this host (train/trial.py): a child of the agent, that ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+from clusterddp.agent.types import Body, Host, Operation
+from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import inherited_environment
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Trial:
+    """The process, and what it has said so far."""
+
+    def __init__(self, environ: dict[str, str], working_dir: str) -> None:
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._unread = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "clusterddp.train.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environ,
+            cwd=working_dir,
+        )
+
+    def tell(self, words: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(words).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ClusterddpError(f"the trial has ended: {self.last_words()}") from None
+
+    def read(self, wait_s: float) -> tuple[list[dict[str, Any]], bool]:
+        """Return what was said since the last time, and whether that was all; waits for the first word."""
+        assert self.process.stdout is not None
+        said: list[dict[str, Any]] = []
+        ended = False
+        deadline = time.monotonic() + wait_s
+        while not said and not ended:
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                break
+            data = os.read(self.process.stdout.fileno(), _CHUNK_BYTES)
+            ended = not data
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            said += [json.loads(line) for line in lines]
+        return said, ended
+
+    def last_words(self) -> str:
+        """Return the last line on standard error, or how the process ended."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self.process.wait(timeout=5)}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self._stderr):
+            if stream is not None:
+                stream.close()
+
+
+def start(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Start a trial, and give it its order; one that still runs is ended."""
+    stop(host, request, body)
+    environ = inherited_environment() | request["variables"]
+    path = os.pathsep.join(filter(None, (str(host.package), environ.get("PYTHONPATH"))))
+    host.hold(Trial(environ | {"PYTHONPATH": path}, str(host.root))).tell(request["order"])
+    return {}
+
+
+def tell(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Tell the trial something more."""
+    _trial(host).tell(request["words"])
+    return {}
+
+
+def read(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Return what the trial has said since the last time; `ended`: why nothing more comes, in words."""
+    trial = _trial(host)
+    said, ended = trial.read(float(request["wait_s"]))
+    return {"said": said, "ended": trial.last_words() if ended else None}
+
+
+def stop(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """End the trial."""
+    for thing in [thing for thing in host.held if isinstance(thing, Trial)]:
+        host.let_go(thing)
+    return {}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "trial.start": start,
+    "trial.tell": tell,
+    "trial.read": read,
+    "trial.stop": stop,
+}
+
+
+def _trial(host: Host) -> Trial:
+    found = [thing for thing in host.held if isinstance(thing, Trial)]
+    if not found:
+        raise ClusterddpError("no trial is running here")
+    return found[0]

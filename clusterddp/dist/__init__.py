@@ -1,1 +1,0 @@
-"""What a rank must know of its gang: variables, port, interface, devices."""

@@ -1,0 +1,1 @@
+"""Import: reads files of other launchers as data and writes a spec; nothing of them is executed."""

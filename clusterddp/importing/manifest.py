@@ -1,0 +1,74 @@
+"""A spec as a PyTorchJob of Kubeflow: the manifest for `kubectl apply`, from the template."""
+
+from __future__ import annotations
+
+import json
+import re
+from string import Template
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import UsageError
+from clusterddp.planning.slurm.options import memory_text
+from clusterddp.system.templates import read_template
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+
+RUNS = "/runs"
+_WORKERS = """\
+    Worker:
+      replicas: {count}
+      restartPolicy: {restart}
+      template: *pod"""
+
+
+def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: str | None) -> str:
+    """Write the manifest of a run of the spec with this text: one pod for each node.
+
+    `claim`: the volume claim that the runs lie on; None: they are gone with the pods.
+    Raises: UsageError: the spec asks for what pods do not have.
+    """
+    if job.sweep:
+        raise UsageError("a spec with a sweep is many runs; a manifest is about one", hint="~sweep drops the section")
+    resources = job.resources
+    limits: dict[str, object] = {}
+    if resources.cpus_per_task:
+        limits["cpu"] = resources.cpus_per_task * resources.ranks_per_node
+    if resources.memory_gb:
+        limits["memory"] = f"{memory_text(resources.memory_gb)}i"
+    if resources.gpus_per_node and job.device != "cpu":
+        limits["nvidia.com/gpu"] = resources.gpus_per_node
+    runs = f"              - {{name: runs, mountPath: {RUNS}}}"
+    volume = f"            - name: runs\n              persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}"
+    restart = "OnFailure" if job.restarts else "Never"
+    filled = Template(read_template("kubeflow_pytorchjob.yaml")).substitute(
+        name=_object_name(job.name),
+        spec="\n".join(f"    {line}".rstrip() for line in text.splitlines()),
+        ranks_per_node=resources.ranks_per_node,
+        restarts=job.restarts,
+        restart=restart,
+        deadline=f"    activeDeadlineSeconds: {resources.time.seconds}" if resources.time else "",
+        image=json.dumps(image),
+        workdir=json.dumps(workdir),
+        env=_env(job),
+        limits=json.dumps(limits),
+        runs=RUNS if claim else "/tmp/runs",  # noqa: S108
+        runs_mount=f"  {runs}" if claim else "",
+        runs_volume=volume if claim else "",
+        workers=_WORKERS.format(count=resources.nodes - 1, restart=restart) if resources.nodes > 1 else "",
+    )
+    return "\n".join(line for line in filled.splitlines() if line.strip()) + "\n"
+
+
+def _env(job: JobSpec) -> str:
+    """Hand secrets on by name: a Secret of the cluster's has their values. The spec's env is in the spec."""
+    lines = []
+    for name in job.secrets:
+        key = f"{{name: {_object_name(job.name)}, key: {name}}}"
+        lines.append(f"                - {{name: {name}, valueFrom: {{secretKeyRef: {key}}}}}")
+    return "\n".join(["              env:", *lines]) if lines else ""
+
+
+def _object_name(name: str) -> str:
+    """Make a name that Kubernetes takes for an object; it adds to it, and takes 63 characters."""
+    return re.sub("[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].strip("-") or "job"

@@ -1,0 +1,248 @@
+"""The options of the programs that start ranks: what each means for the spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from clusterddp.importing.command import STARTS_RANKS, Command, Level
+from clusterddp.importing.findings import Findings
+from clusterddp.importing.launch_line import LaunchLine, ranks_of_mapping
+from clusterddp.importing.options import Option, words
+from clusterddp.importing.sizes import Sizes
+from clusterddp.importing.surroundings import set_variable
+from clusterddp.importing.values import Text, as_written, fixed_number, is_fixed
+from clusterddp.spec.slurm_options import SRUN_OPTIONS
+
+_RENDEZVOUS = "the ranks find each other by clusterddp's own rendezvous"
+_LOGS = "clusterddp logs RUN shows what each rank prints"
+_GANG = "clusterddp starts the ranks of a gang together and ends them together"
+_PLACE = "resources decides how many ranks are where"
+_OURS: dict[str, str] = {
+    **dict.fromkeys(
+        words(
+            "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port node_rank machine_rank local_addr "
+            "standalone main_process_ip main_process_port same_network network_interfaces"
+        ),
+        _RENDEZVOUS,
+    ),
+    **dict.fromkeys(
+        words(
+            "log_dir redirects tee local_ranks_filter output error label unbuffered tag_output prepend_rank "
+            "output_filename open_mode quiet verbose"
+        ),
+        _LOGS,
+    ),
+    **dict.fromkeys(
+        words(
+            "kill_on_bad_exit wait allow_run_as_root no_ssh_check launcher overlap exact whole jobid monitor_interval"
+        ),
+        _GANG,
+    ),
+    **dict.fromkeys(
+        words(
+            "nodes ntasks ntasks_per_node nnodes num_nodes num_machines np npernode ppn num_proc multi_gpu gpus "
+            "cpus_per_task gres gpus_per_node gpus_per_task nodelist host hosts hostfile machinefile f oversubscribe "
+            "bynode byslot map_by rank_by num_cpu_threads_per_process"
+        ),
+        _PLACE,
+    ),
+}
+_HANDLED = words("module no_python use_env nproc_per_node num_processes num_gpus no_local_rank")
+_ACCELERATE_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+}
+"""What `accelerate launch` hands to its ranks in their environment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """How many ranks the command starts on each node, and what of that is not sure."""
+
+    per_node: int
+    doubts: tuple[str, ...] = ()
+
+
+def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
+    """Count the ranks that a command starts on each node."""
+    inner = next((level for level in reversed(command.levels) if level.starter in STARTS_RANKS), None)
+    if inner is not None:
+        return _count_started(inner, sizes, launch)
+    outer = [level for level in command.levels if level.starter in {"srun", "mpirun", "horovodrun"}]
+    if not outer:
+        few = sizes.tasks_per_node * sizes.nodes > 1 or (sizes.gpus_per_node or 1) > 1
+        doubt = "the script starts one process, without srun or torchrun: one rank on each node; a program that "
+        return Ranks(per_node=1, doubts=(f"{doubt}starts its own ranks needs entry.owns_ranks: true",) if few else ())
+    if launch.hosts:
+        return _count_on_hosts(launch)
+    ranks = Ranks(per_node=sizes.tasks_per_node)
+    for level in outer:
+        ranks = _count_tasks(level, sizes, ranks)
+    if ranks.per_node != sizes.tasks_per_node and sizes.tasks_per_node > 1:
+        doubt = f"the job has {sizes.tasks_per_node} tasks on each node, this line starts {ranks.per_node}"
+        ranks = dataclasses.replace(ranks, doubts=(*ranks.doubts, doubt))
+    return ranks
+
+
+def carry_levels(command: Command, findings: Findings, line: int, *, settled: Collection[str]) -> None:
+    """Carry what the options of the starting programs say into the spec, and list the others.
+
+    `settled`: names of options that the sizes have followed.
+    """
+    for level in command.levels:
+        local_rank = {"launch": "use_env", "deepspeed": "no_local_rank"}.get(level.starter)
+        if local_rank and command.python and not any(option.name == local_rank for option in level.options):
+            findings.set("entry.local_rank_arg", True)
+        for option in level.options:
+            if option.name not in settled or not is_fixed(option.value or Text("")):
+                _carry(level, option, findings, line)
+
+
+def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
+    text = f"{level.starter} {as_written(option.text)}"
+    value = option.value or Text("")
+    carry = _CARRIED.get(option.name)
+    if option.name in _HANDLED:
+        return
+    if carry is not None and is_fixed(value) and carry(value.text, findings, line):
+        return
+    if level.starter == "srun" and option.name in SRUN_OPTIONS and is_fixed(value):
+        findings.set(f"slurm.{option.name}", value.text or True)
+    elif level.starter == "accelerate" and option.name in _ACCELERATE_VARIABLES and is_fixed(value):
+        findings.values.setdefault("env", {})[_ACCELERATE_VARIABLES[option.name]] = value.text
+    elif level.starter == "mpirun" and option.name in {"x", "genv", "env"} and "=" in value.text:
+        name, _, content = value.text.partition("=")
+        set_variable(name, Text(content, value.unknown), findings, line)
+    elif level.starter == "mpirun" and option.name in {"x", "genvlist"}:
+        findings.lose(text, "variables of the shell that submits: those of known kinds go along", line, fate="before")
+    elif option.name in _OURS:
+        findings.lose(text, _OURS[option.name], line, fate="ours")
+    else:
+        findings.lose(text, f"no key of a spec says this option of {level.starter}", line)
+
+
+def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
+    given = {option.name: option.value for option in level.options}
+    if level.starter == "accelerate":
+        total = _number(given.get("num_processes"))
+        return _share(total, sizes.nodes) if total else Ranks(per_node=sizes.gpus_per_node or 1)
+    wanted = given.get("num_gpus" if level.starter == "deepspeed" else "nproc_per_node")
+    doubts: tuple[str, ...] = ()
+    if level.starter != "deepspeed" and sizes.nodes > 1 and "nnodes" not in given:
+        doubts = (f"{level.starter} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
+    if number := _number(wanted):
+        return Ranks(per_node=number, doubts=doubts)
+    if level.starter == "deepspeed" and any(slots for _, slots in launch.hosts):
+        return _count_on_hosts(launch)
+    if wanted is None and level.starter != "deepspeed":
+        return Ranks(per_node=1, doubts=doubts)
+    if wanted is not None and wanted.text == "cpu":
+        return Ranks(per_node=sizes.cpus_per_task or 1, doubts=doubts)
+    known = sizes.gpus_per_node
+    words_ = as_written(wanted.text) if wanted else "one for each GPU"
+    doubt = "" if known else f"{words_}: how many ranks that is on a node the script does not say; the spec has 1"
+    if known and wanted is not None and wanted.text not in {"gpu", "auto"}:
+        doubt = f"{words_}: taken as one rank for each of {known} GPUs"
+    return Ranks(per_node=known or 1, doubts=(*doubts, doubt) if doubt else doubts)
+
+
+def _count_tasks(level: Level, sizes: Sizes, so_far: Ranks) -> Ranks:
+    given = {option.name: option.value for option in level.options}
+    for name in ("ntasks_per_node", "npernode", "ppn"):
+        if number := _number(given.get(name)):
+            return Ranks(per_node=number)
+    if (mapped := given.get("map_by")) and (number := ranks_of_mapping(mapped)):
+        return Ranks(per_node=number)
+    for name in ("ntasks", "np", "num_proc"):
+        if number := _number(given.get(name)):
+            return _share(number, sizes.nodes)
+    return so_far
+
+
+def _count_on_hosts(launch: LaunchLine) -> Ranks:
+    """Count the ranks of a host; where hosts have different numbers each says its own in ssh.hosts."""
+    numbers = [slots or 1 for _, slots in launch.hosts]
+    listed = ", ".join(f"{host} {slots or 1}" for host, slots in launch.hosts[:8])
+    doubt = f"hosts have different numbers of ranks, which a spec says as their GPUs: {listed}"
+    return Ranks(per_node=max(numbers), doubts=(doubt,) if len(set(numbers)) > 1 else ())
+
+
+def _share(total: int, nodes: int) -> Ranks:
+    """Lay out so many ranks on nodes, each of which has the same number in a spec."""
+    each = max(1, -(-total // nodes))
+    doubt = f"{total} ranks do not go into {nodes} nodes: the spec has {each} on each"
+    return Ranks(per_node=each, doubts=() if each * nodes == total else (doubt,))
+
+
+def _number(value: Text | None) -> int | None:
+    return fixed_number(value) if value else None
+
+
+def _restarts(value: str, findings: Findings, line: int) -> bool:
+    is_number = re.fullmatch("[0-9]{1,6}", value) is not None
+    if is_number:
+        findings.set("restarts", int(value))
+    return is_number
+
+
+def _image(value: str, findings: Findings, line: int) -> bool:
+    findings.values.setdefault("container", {}).update({"runtime": "pyxis", "image": value})
+    return True
+
+
+def _apptainer(value: str, findings: Findings, line: int) -> bool:
+    findings.values.setdefault("container", {}).update({"runtime": "apptainer", "image": value})
+    return True
+
+
+def _mounts(value: str, findings: Findings, line: int) -> bool:
+    mounts = findings.values.setdefault("container", {}).setdefault("mounts", [])
+    mounts += [mount for mount in value.split(",") if mount]
+    return True
+
+
+def _workdir(value: str, findings: Findings, line: int) -> bool:
+    findings.values.setdefault("container", {})["workdir"] = value
+    return True
+
+
+def _apptainer_gpus(value: str, findings: Findings, line: int) -> bool:
+    findings.lose("apptainer --nv", "the container sees the GPUs of a run that has some", line, fate="ours")
+    return True
+
+
+def _export(value: str, findings: Findings, line: int) -> bool:
+    for part in value.split(","):
+        name, equals, content = part.partition("=")
+        if equals:
+            set_variable(name, Text(content), findings, line)
+        elif part not in {"", "ALL"}:
+            why = "variables of known kinds go along from the shell that submits; env sets others"
+            findings.lose(f"--export={part}", why, line, fate="before")
+    return True
+
+
+def _on_cpu(value: str, findings: Findings, line: int) -> bool:
+    findings.set("device", "cpu")
+    return True
+
+
+_CARRIED: dict[str, Callable[[str, Findings, int], bool]] = {
+    "max_restarts": _restarts,
+    "container_image": _image,
+    "container_mounts": _mounts,
+    "container_workdir": _workdir,
+    "apptainer_image": _apptainer,
+    "apptainer_bind": _mounts,
+    "apptainer_B": _mounts,
+    "apptainer_pwd": _workdir,
+    "apptainer_nv": _apptainer_gpus,
+    "export": _export,
+    "cpu": _on_cpu,
+    "use_cpu": _on_cpu,
+}
+"""Options with a place of their own in a spec, by name, whichever program they are given to."""

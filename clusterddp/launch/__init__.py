@@ -1,1 +1,0 @@
-"""Start and stop a run: the plan, its carrying out, the launchers."""

@@ -1,1 +1,0 @@
-"""Joining: a run whose machines come one by one, each from a terminal of its own."""

@@ -1,0 +1,80 @@
+"""The leases on the GPUs of a local run: taken by whoever submits it, handed down to the task that carries it.
+
+Between the two is submitit, which passes no descriptors on but standard input. So the leases travel as a message that
+nobody has read yet, in a socket that becomes the task's standard input: they are held all the way, and end with the
+processes of the run should these not get that far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
+from clusterddp.planning.plan import Plan, move_plan, read_plan
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.gang import Node
+from clusterddp.system.devices import list_gpus
+from clusterddp.system.gpu_lease import Lease, take_leases
+
+_TRIES = 5
+"""How often others may take what was free a moment before."""
+_MAX_DESCRIPTORS = 253
+"""What the kernel carries in one message."""
+
+
+def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
+    """Lease the GPUs of a run's plan and return the socket that they travel in; None for a run without GPUs.
+
+    Others are chosen, and written into the plan, when somebody has taken one of them since it was made.
+    Raises: PreflightError: too few are free, with their holders.
+    """
+    plan = read_plan(run)
+    nodes = plan.gang.nodes
+    if not any(node.gpus for node in nodes):
+        return None
+    listed = list_gpus(environ)
+    for _ in range(_TRIES):
+        leases = {node.node_rank: take_leases(node.gpus, run.name, listed) for node in nodes}
+        taken = {node_rank: lease for node_rank, lease in leases.items() if lease is not None}
+        try:
+            if len(taken) == len(leases):
+                if nodes != plan.gang.nodes:
+                    _change_plan(run, plan, nodes)
+                return _packed(taken)
+        finally:
+            for lease in taken.values():
+                lease.close()
+        nodes = place_here(functools.partial(assign_gpus, run.name, nodes), environ)
+    raise GpusInUseError(f"{run.name}: the GPUs that are free are taken by others again and again")
+
+
+def receive_leases(nodes: Sequence[Node], descriptor: int) -> dict[int, tuple[int, ...]]:
+    """Receive the leases that lie in a socket: node rank -> descriptors.
+
+    Raises: OSError, ValueError: they do not.
+    """
+    if not any(node.gpus for node in nodes):
+        return {}
+    with socket.socket(fileno=os.dup(descriptor)) as parcel:
+        message, descriptors, _, _ = socket.recv_fds(parcel, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    held = iter(descriptors)
+    return {node: tuple(next(held) for _ in range(count)) for node, count in json.loads(message)}
+
+
+def _change_plan(run: RunDir, plan: Plan, nodes: tuple[Node, ...]) -> None:
+    changed = dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
+    write_json(run.plan, move_plan(changed, run.path).to_json())
+
+
+def _packed(leases: Mapping[int, Lease]) -> socket.socket:
+    contents = [(node_rank, len(lease.descriptors)) for node_rank, lease in leases.items()]
+    descriptors = [descriptor for lease in leases.values() for descriptor in lease.descriptors]
+    sender, parcel = socket.socketpair()
+    with sender:
+        socket.send_fds(sender, [json.dumps(contents).encode()], descriptors)
+    return parcel

@@ -1,0 +1,184 @@
+"""The task that carries a local run: starts one supervisor for each of its nodes and stays until all have ended.
+
+submitit runs `carry` in a process of its own, detached from whoever submitted. The supervisors do the work; the task
+is what they are tied to. It looks after the one thing that they cannot: to say that they were killed themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from clusterddp.errors import RunFailedError
+from clusterddp.launchers.local.leases import receive_leases
+from clusterddp.planning.environment import process_environment
+from clusterddp.ranks.environment import inherited_environment, node_cookies
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.attempts import end_or_spool, end_run, final_end
+from clusterddp.run.cleanup import sweep
+from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
+from clusterddp.run.record import read_gang
+from clusterddp.run.stop import request_stop
+from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
+from clusterddp.system.storage import retry_outage, set_storage_timeout
+
+_END_TIMEOUT_S = 2.5
+"""How long a guard may take to record the end when all supervisors are gone: it sweeps first."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Supervisor:
+    node: Node
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def carry(run_dir: str, attempt: int) -> str:
+    """Carry a run through, from this attempt to its last; return how it ended.
+
+    Raises: RunFailedError: it failed, so that submitit's record and exit code say so too.
+    """
+    import submitit
+
+    _die_with(int(submitit.JobEnvironment().job_id))
+    run = RunDir(Path(run_dir))
+    gang = read_gang(run)
+    _stop_on_signal(run)
+    if final_end(run) is not None:
+        pass  # who submitted it was interrupted, and wanted nothing of it
+    elif run.cancel_file.exists():
+        end_run(run, cancelled("cancelled before it was started"))
+    else:
+        _carry(run, gang, attempt)
+    end = final_end(run)
+    if end is None or end.outcome == "FAILED":
+        raise RunFailedError(f"{run.name}: {end.reason if end else 'no end is recorded'}")
+    return end.outcome
+
+
+def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
+    set_storage_timeout(gang.host_silence_s)
+    supervisors: list[_Supervisor] = []
+    ended: list[_Supervisor] = []
+    complaint = None
+    try:
+        complaint = _start_supervisors(run, gang, attempt, supervisors)
+        if complaint is None:
+            _wait_for(supervisors, ended)
+    except Exception as error:
+        complaint = f"the task that carries the run failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        for supervisor in supervisors:
+            if supervisor not in ended:
+                supervisor.process.kill()
+        _wait_for(supervisors, ended)
+        retry_outage(lambda: _await_end(run))
+        # The guards have done this; should they have been killed too, it is done here.
+        for node in gang.nodes:
+            sweep(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
+        if final_end(run) is None:
+            end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, complaint))
+
+
+def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
+    """Start the head, learn where it listens, start the others; return what went wrong, if anything did."""
+    link: Link | None = None
+    environment = process_environment("", inherited_environment())
+    holds = receive_leases(gang.nodes, sys.stdin.fileno())
+    for node in gang.nodes:
+        order = SupervisorOrder(
+            run_dir=run.path,
+            gang=gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=link,
+            parent_bound=True,
+            hold=holds.get(node.node_rank, ()),
+        )
+        try:
+            process = start_supervisor(order, environment, answers=order.is_head)
+        except OSError as error:
+            return f"the supervisor of node {node.node_rank} could not be started: {error}"
+        supervisors.append(_Supervisor(node=node, process=process, log=supervisor_log(run, node.node_rank)))
+        if order.is_head:
+            link = read_link(process, gang.start_timeout_s)
+            if link is None and process.poll() is None:
+                return f"the supervisor of node 0 did not say where it listens within {gang.start_timeout_s:g} s"
+            if link is None:
+                return None
+    return None
+
+
+def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
+    """Wait until all have ended; `ended` lists them in the order in which they did.
+
+    The head is told of the others' ends: one that dies before it has joined would be waited for.
+    """
+    while len(ended) < len(supervisors):
+        news = [each for each in supervisors if each not in ended and each.process.poll() is not None]
+        for each in news:
+            if each.node.node_rank != 0:
+                send(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
+        ended += news
+        time.sleep(0.05)
+
+
+def _await_end(run: RunDir) -> None:
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while final_end(run) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _explain(run: RunDir, ended: list[_Supervisor], complaint: str | None) -> AttemptEnd:
+    """Say why the run ended when no supervisor and no guard could."""
+    started = run.newest_attempt().start.exists()
+    if complaint is not None or not ended:
+        return failed(complaint or "no supervisor was started")
+    first = next((each for each in ended if each.process.returncode), ended[0])
+    node, code = first.node, first.process.returncode
+    who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
+    if code < 0:
+        error = f"{who} was killed by {signal_name(-code)}"
+    else:
+        last_line = read_tail(first.log).rpartition("\n")[2]
+        error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
+    attempt = run.newest_attempt() if started else None
+    cause = loss_of_node(
+        error, host=node.host, ranks=node.ranks, ranks_in_words=spell_ranks(node.ranks), attempt=attempt
+    )
+    exit_code, log = 128 - code if code < 0 else code, str(first.log.relative_to(run.path))
+    return failed_by(dataclasses.replace(cause, exit_code=exit_code, log=log))
+
+
+def _stop_on_signal(run: RunDir) -> None:
+    """Make TERM and USR2 ask for a stop, in place of what submitit would do: ignore the one, requeue at the other."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        # A full disk must not become an exception just anywhere.
+        with contextlib.suppress(OSError):
+            request_stop(run.newest_attempt().stop_file, f"{signal_name(number)} to the task that carries the run")
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGUSR2, handle)
+
+
+def _die_with(controller: int) -> None:
+    """Have the kernel kill this process when submitit's controller ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have ended before the call; that is never reported.
+    if os.getppid() != controller:
+        sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")

@@ -1,0 +1,95 @@
+"""The job of a run in Slurm's queue: found, ended and signalled by its tag; its number alone is never trusted."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from collections.abc import Mapping
+
+from clusterddp.errors import SlurmError
+from clusterddp.launchers.slurm.state import wanted_job
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import RunRecord
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import job_name
+from clusterddp.slurm.jobs import Job, Phase
+from clusterddp.slurm.queue import Slurm
+
+_PATIENCE_S = 45.0
+"""For how long a controller that does not answer is asked again."""
+_LONGEST_PAUSE_S = 8.0
+_POLL_S = 0.25
+_NO_SUCH_JOB = "Invalid job id"
+
+
+def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
+    """Ask queue and accounting, now, for the job of a run.
+
+    Raises: SlurmError: they could not be asked.
+    """
+    wanted = wanted_job(run, record)
+    return Slurm(environ, max_age_s=0.0).find(wanted) if wanted else None
+
+
+def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
+    """Look for a job that may be in the queue; None when it is not there in so many looks, which are a while apart.
+
+    Raises: SlurmError: the controller did not answer for most of a minute.
+    """
+    give_up = time.monotonic() + _PATIENCE_S
+    looks, pause_s = 0, 0.5
+    while True:
+        try:
+            job = find_job(run, record, environ)
+            looks += 1
+            if job is not None or looks >= num_looks:
+                return job
+        except SlurmError as error:
+            if not error.transient or time.monotonic() > give_up:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+
+def is_over(job: Job | None) -> bool:
+    """Say whether a job, as it was found or not, will start nothing any more."""
+    return job is None or job.phase is Phase.ENDED
+
+
+def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
+    """Wait until a job is over; return it as it is then, or when the time is up.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_over(job := find_job(run, record, environ)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return job
+
+
+def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
+    """Cancel a job if it still has this name: Slurm may have given its number to somebody else's meanwhile.
+
+    A job that has gone since it was found needs no cancelling; a busy controller can say so of one that is there, which
+    is found out by waiting for its end.
+    Raises: SlurmError: it could not be asked.
+    """
+    try:
+        run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
+    except SlurmError as error:
+        if _NO_SUCH_JOB not in error.message:
+            raise
+
+
+def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
+    """Send USR2 to a job's batch process alone, which takes it for the request to stop at a checkpoint.
+
+    Raises: SlurmError: it could not be asked.
+    """
+    run_slurm(["scancel", *_only(name, record), "--batch", "--signal=USR2", job.job_id], environ=environ)
+
+
+def _only(name: str, record: RunRecord) -> list[str]:
+    assert record.job_tag is not None
+    return [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--name={job_name(name, record.job_tag)}"]

@@ -1,0 +1,286 @@
+"""The slurm launcher: submits a run as one job, and finds the job by its tag whenever sbatch's answer is in doubt."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
+from clusterddp.launchers.slurm.jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
+from clusterddp.launchers.slurm.state import read_job_state
+from clusterddp.planning.environment import python_path, travelling_variables
+from clusterddp.planning.plan import Plan, move_plan, read_plan
+from clusterddp.planning.program import TRAINER
+from clusterddp.planning.slurm.after import find_dependency
+from clusterddp.planning.slurm.container import IMPORT_PATH
+from clusterddp.planning.slurm.options import without_waiting
+from clusterddp.results.fresh import Home
+from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.record import (
+    JobAnswer,
+    RunRecord,
+    drop_secrets,
+    log_event,
+    read_run,
+    write_job_answer,
+    write_run,
+)
+from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.slurm.explain import advise_refusal
+from clusterddp.slurm.identity import job_tag
+from clusterddp.slurm.jobs import Phase
+from clusterddp.slurm.queue import Slurm
+from clusterddp.spec.image_sets import can_download, is_there
+
+if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
+    from clusterddp.run.outcome import AttemptEnd
+    from clusterddp.run.view import RunView
+
+_END_TIMEOUT_S = 60.0
+"""How long a job may take to end after scancel: Slurm's KillWait, 30 s by default, and some more."""
+
+
+class SlurmLauncher:
+    """Runs as jobs of Slurm."""
+
+    killed = "cancelled; Slurm has ended its job"
+    things = "jobs"
+
+    def check(self, plan: Plan) -> None:
+        """Say before a job on Slurm takes its GPUs that its data are not there: nodes often have no internet.
+
+        A directory that is not to be seen here may be one of the nodes' own; the plan has a note of it.
+        Raises: PreflightError: the directory is one that is seen here, and lacks them.
+        """
+        train = plan.spec.get("train")
+        if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
+            return
+        name, data_dir = str(train["dataset"]), Path(train["data_dir"])
+        if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
+            return
+        if can_download(name):
+            words = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
+            path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
+            hint = f"{path}{shlex.join(words)}  # downloads it here; train.data_dir names a directory that has it"
+        else:
+            hint = "train.data_dir names the directory that has it; docs/trainer.md lists what belongs there"
+        raise PreflightError(
+            f"{plan.name}: {name} is not in {data_dir}, and nodes would look for it when they are taken already",
+            hint=hint,
+        )
+
+    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+        """Return the plan for a further submit: what is left to wait for is asked anew, Slurm chooses hosts and GPUs.
+
+        Raises: UsageError: a run that it is to follow has ended otherwise.
+        """
+        assert plan.slurm is not None
+        if not plan.spec.get("after"):
+            return plan
+        dependency, _ = find_dependency(plan.spec["after"], plan.runs_dir)
+        options = {name: value for name, value in plan.slurm.sbatch_options.items() if name != "dependency"}
+        if dependency:
+            options["dependency"] = dependency
+        return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+
+    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+        """Return what tells the state of a run that is being ended: Slurm, asked often."""
+        return Slurm(environ, max_age_s=0.5)
+
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+        """Have Slurm cancel the run's job; True when it may be running, so that it records the end itself.
+
+        Raises: SlurmError: Slurm refuses.
+        """
+        try:
+            job = find_job(run, record, environ)
+            if job is None or is_over(job):
+                return False
+            cancel_job(record.name, record, job, environ)
+        except SlurmError as error:
+            if not error.transient:
+                raise
+            return True  # supervisors look for the CANCEL file, whatever has become of the controller
+        return job.phase is not Phase.WAITING
+
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+        """Tell the job's batch process of the stop file, which it may see late over a slow file system.
+
+        Raises: SlurmError: Slurm could not be asked.
+        """
+        job = find_job(run, record, environ)
+        if job is not None and not is_over(job):
+            signal_batch(record.name, record, job, environ)
+
+    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+        """See to it that a run has ended whose supervisors do not say so; False when it goes on.
+
+        Raises: SlurmError: Slurm could not be asked.
+        """
+        if not is_over(await_end(run, record, environ, timeout_s)):
+            return False
+        drop_secrets(run)
+        return True
+
+    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+        """End what is left of a run that has ended; return how many jobs that were.
+
+        Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
+        """
+        job = find_job(run, record, environ)
+        if job is None or is_over(job):
+            return 0
+        # It may be putting things in order.
+        job = await_end(run, record, environ, 5.0)
+        if job is None or is_over(job):
+            return 0
+        cancel_job(record.name, record, job, environ)
+        job = await_end(run, record, environ, _END_TIMEOUT_S)
+        if job is not None and not is_over(job):
+            raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: Slurm says {job.state}")
+        return 1
+
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+        """Submit the job that begins with this attempt, as `submit_attempt` does."""
+        return submit_attempt(run, attempt, environ)
+
+    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+        """Cancel a job whose submit was interrupted, as `withdraw_job` does."""
+        return withdraw_job(run, environ)
+
+    def read_state(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
+    ) -> RunView | None:
+        """Read the state of a run that has not ended for good."""
+        return read_job_state(run, record, attempt, end, slurm)
+
+
+def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> Started:
+    """Submit the job that begins with this attempt.
+
+    The record names the job's tag before sbatch is asked; the job's number is written beside it afterwards, for the
+    job may have a follow-up in the record by then. sbatch is asked once. With `keep_variables` a job submits its own
+    successor: the variables and secrets that an earlier submit wrote stay, and what that job waited for is not waited
+    for again.
+    Raises: SlurmError: Slurm has refused the job; or `transient`: it cannot be told whether Slurm has it.
+    """
+    plan = _plan_from(run, attempt, waits=not keep_variables)
+    if not keep_variables:
+        write_variables(run, plan, environ)
+    tag = job_tag(plan.token, attempt)
+    record = dataclasses.replace(
+        read_run(run),
+        job_tag=tag,
+        job_attempt=attempt,
+        job_id=None,
+        cluster=None,
+        keeper=None,
+        array_index=None,
+    )
+    write_run(run, record)
+    answer, said = submit_job(run, plan, record, environ)
+    job_id, _, cluster = answer.partition(";")
+    try:
+        write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
+    except ClusterddpError:  # the disk is full: nobody would learn of the job
+        withdraw_job(run, environ)
+        raise
+    log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": said} if said else {}))
+    return Started(job_id)
+
+
+def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Cancel a job whose submit was interrupted; say in words what became of it."""
+    record = read_run(run)
+    try:
+        job = settle(run, record, environ, num_looks=3)
+        if job is None:
+            return "Slurm has no job of it"
+        cancel_job(record.name, record, job, environ)
+    except SlurmError as error:
+        return f"whether Slurm has a job of it is not known ({error.message}); such a job would start nothing"
+    finally:
+        drop_secrets(run)
+    return f"its job {job.job_id} was cancelled"
+
+
+def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
+    """Write what goes along from this shell to the ranks; secrets lie apart, until the run has ended."""
+    write_json(run.job_environment, variables_for(plan, environ))
+    if plan.secrets:
+        write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
+
+
+def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go along from this shell to the ranks."""
+    assert plan.slurm is not None
+    variables = travelling_variables(environ)
+    if plan.slurm.container:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), IMPORT_PATH)))
+    return variables
+
+
+def submit_job(
+    run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str], *, sweep: SweepDir | None = None
+) -> tuple[str, str]:
+    """Ask sbatch once; return the job's number and what sbatch said besides.
+
+    For the array of a sweep, `run` is the first of its runs: where that has a job, all have.
+    """
+    from clusterddp.launchers.slurm.executor import JobExecutor
+
+    assert plan.slurm is not None
+    place = sweep or run
+    executor = JobExecutor(place.launcher_dir, plan.slurm, environ)
+    try:
+        return executor.submit_job(), executor.said
+    except SlurmError as error:
+        return _adopt(run, record, environ, error, name=place.name), ""
+
+
+def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError, *, name: str) -> str:
+    """Find the job although sbatch has failed.
+
+    Raises: SlurmError: the one of sbatch, when the job is not there; a transient one, when that cannot be told.
+    """
+    job = None
+    try:
+        job = settle(run, record, environ, num_looks=4 if error.transient else 2)
+    except SlurmError as silence:
+        if error.transient or silence.transient:
+            raise SlurmError(
+                f"{name}: it is not known whether Slurm has taken the job: {error.message}; then {silence.message}",
+                hint=f"clusterddp status {name} settles it as soon as Slurm answers",
+                transient=True,
+            ) from silence
+    if job is None or (is_over(job) and not error.transient):
+        # Slurm keeps a job that it has refused on second thoughts: it shows up, and has failed.
+        hint = error.hint or advise_refusal(error.message)
+        raise SlurmError(f"{name} was not submitted: {error.message}", hint=hint, transient=False) from error
+    log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
+    return job.job_id
+
+
+def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
+    plan = read_plan(run)
+    assert plan.slurm is not None
+    if not waits:
+        options = without_waiting(plan.slurm.sbatch_options)
+        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+    return move_plan(plan, run.path, attempt)
+
+
+def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
+    """Say whether the data may lie where only the nodes, or only a container, see them."""
+    named = any(change["key"] == "train.data_dir" for change in plan.changes)
+    assert plan.slurm is not None
+    mounts = (plan.slurm.container or {}).get("mounts", ())
+    inside = [Path(parts[1]) for mount in mounts if len(parts := mount.split(":")) > 1]
+    return (named and not data_dir.exists()) or any(data_dir.is_relative_to(target) for target in inside)

@@ -1,0 +1,270 @@
+"""The ssh launcher: starts one supervisor per node on hosts that are reached by SSH, all of them or none, and lets go.
+
+Until everything is there the supervisors hang on our connections: should this process die in the middle, they end.
+Then they are released, and nothing of the run depends on this machine any more, unless it was to be attached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
+from clusterddp.launchers.ssh.heartbeat import Tie, tied
+from clusterddp.launchers.ssh.interfaces import settle_network
+from clusterddp.launchers.ssh.preflight import preflight
+from clusterddp.launchers.ssh.sessions import Crew, each, open_crew
+from clusterddp.launchers.ssh.ship import ship
+from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.ssh import directory_name
+from clusterddp.remote.upload import Progress
+from clusterddp.results.fresh import Home
+from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.host_state import read_host_state
+from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.supervisors import SupervisorOrder
+
+if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
+    from clusterddp.run.outcome import AttemptEnd
+    from clusterddp.run.view import RunView
+    from clusterddp.slurm.queue import Slurm
+
+_ANSWER_S = 30.0
+"""How much longer than the supervisors a host may take to say that they are there."""
+_NODES_PER_S = 16
+"""A host may hear nothing of this process for as much longer, for it speaks to many."""
+_WORTH_TELLING_BYTES = 5_000_000
+_TELL_EVERY_S = 5.0
+_END_PATIENCE_S = 8.0
+"""How long those that answer for a run may take to put things in order when it is ended."""
+
+
+class SshLauncher:
+    """Runs on hosts that are reached over SSH."""
+
+    killed = "cancelled; its supervisors did not answer"
+    things = "processes"
+
+    def check(self, plan: Plan) -> None:
+        """Refuse nothing: all that can be checked was checked when the plan was made."""
+
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+        """Start the attempt on its hosts; the job id is the head's pid and host. `tell` is told what takes long.
+
+        Raises: SshError, PreflightError, ClusterddpError: it could not be started. Nothing of it is left on hosts that
+        answer; on one that does not, it ends by itself when our connection to it ends.
+        """
+        plan = read_plan(run)
+        crew = open_crew(plan, environ)
+        try:
+            with tied(crew):
+                job_id = _start(run, attempt, crew, environ, tell)
+            if plan.ssh is not None and plan.ssh.attached:
+                return Started(job_id, tie=Tie(crew))
+            crew.ask_all("run.release", {"token": plan.token})
+        except BaseException as error:
+            with contextlib.suppress(ClusterddpError):
+                _take_back(crew, interrupted=isinstance(error, KeyboardInterrupt))
+            crew.close()
+            raise
+        crew.close()
+        return Started(job_id)
+
+    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+        """Say in words what became of a run whose submit was interrupted; `start` leaves nothing of it to speak of."""
+        return ""
+
+    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+        """Return the plan for a further start: interfaces, addresses and GPUs are found anew."""
+        nodes = tuple(
+            dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
+        )
+        return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
+
+    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+        """Return what tells the state of a run that is being ended: its hosts do, Slurm is not asked."""
+        return None
+
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+        """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
+
+        Raises: SshError: no host can be reached.
+        """
+        return _ask(run, "cancel", environ, home)
+
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+        """Ask the run, on all hosts that answer, to checkpoint and end.
+
+        Raises: SshError: no host can be reached.
+        """
+        _ask(run, "stop", environ, home)
+
+    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+        """End what is left of a run on the hosts that answer; False when there is nothing.
+
+        Raises: SshError: no host can be reached. ClusterddpError: some of its processes cannot be killed.
+        """
+        return _end(run, environ, patience_s=0.0, all_needed=False) > 0
+
+    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+        """See to it that nothing is left of a run that has ended; return how many processes had to be ended for that.
+
+        Raises: SshError: a host cannot be reached. ClusterddpError: some of its processes cannot be killed.
+        """
+        return _end(run, environ, patience_s=_END_PATIENCE_S, all_needed=True)
+
+    def read_state(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
+    ) -> RunView | None:
+        """Read the state of a run that has not ended for good."""
+        return read_host_state(run, record, attempt, end)
+
+
+def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
+    preflight(crew.plan, crew)
+    shipped = ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
+    plan, grants = _settle(crew, tell)
+    for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):
+        tell(f"note: {note}")
+    write_json(run.plan, plan_json(plan))
+    record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
+    orders = _prepare(plan, crew, record, attempt, grants)
+    secrets = {name: environ[name] for name in plan.secrets}
+    patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
+    answer_s = plan.gang.start_timeout_s + _ANSWER_S
+
+    def supervise(node_rank: int) -> dict[str, Any]:
+        facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
+        return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
+
+    head = supervise(0)
+    orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
+    try:
+        each(list(range(1, len(orders))), supervise)
+    except PreflightError as error:
+        raise _name_the_cause(error, crew, attempt) from error
+    job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"
+    write_run(run, dataclasses.replace(record, job_id=job_id))
+    log_event(run, "submitted", attempt=attempt, job_id=job_id)
+    return job_id
+
+
+def _name_the_cause(error: PreflightError, crew: Crew, attempt: int) -> PreflightError:
+    """Say why node 0 has ended the start, if it has: that it cannot be reached is all that the others know of it."""
+    plan, head = crew.plan, crew.plan.gang.nodes[0].host
+    name = directory_name(plan.run, plan.token)
+    try:
+        facts = crew.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
+    except SshError:
+        return error
+    told = facts["runs"].get(name)
+    if told is None or told["end"] is None or told["end_attempt"] != attempt:
+        return error
+    return PreflightError(f"{head}: node 0 has ended the start: {told['end'].get('reason')}\n  {error.message}")
+
+
+class _Telling:
+    """Tells how far the sending is: once, and again when it takes long."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._told_at: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.total_bytes < _WORTH_TELLING_BYTES or (self._told_at and now - self._told_at < _TELL_EVERY_S):
+            return
+        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._told_at else ""
+        self._told_at = now
+        self._tell(f"{progress}{done}")
+
+
+def _take_back(crew: Crew, *, interrupted: bool) -> None:
+    """End what was started; when somebody has interrupted it, the hosts' own record says so, too."""
+    plan = crew.plan
+    if interrupted:
+        name = directory_name(plan.run, plan.token)
+        crew.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
+    crew.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
+
+
+def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
+    """Fill in what only the hosts can tell: which GPUs are free, which interfaces and addresses carry the gang."""
+    plan = crew.plan
+    assert plan.ssh is not None
+    counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
+    grants = lease_gpus(crew.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
+    settled = settle_network(plan.gang, crew.by_node)
+    nodes = []
+    for node in plan.gang.nodes:
+        interface, address, why = settled.nodes[node.node_rank]
+        gpus = grants[node.node_rank].gpus
+        nodes.append(dataclasses.replace(node, gpus=gpus, interface=interface, address=address, why=why))
+    gang = dataclasses.replace(plan.gang, nodes=tuple(nodes), master_addr=settled.master_addr)
+    return dataclasses.replace(plan, gang=gang, notes=(*plan.notes, *settled.notes)), grants
+
+
+def _prepare(
+    plan: Plan, crew: Crew, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
+) -> list[SupervisorOrder]:
+    """Make the run's directory on every host; return the order of each node's supervisor."""
+    there = {host: _at_host(plan, session.hello) for host, session in crew.sessions.items()}
+
+    def facts(host: str) -> dict[str, Any]:
+        return {
+            "name": directory_name(plan.run, plan.token),
+            "attempt": attempt,
+            "plan": there[host].to_json(),
+            "record": dataclasses.asdict(record),
+            "spec": plan.spec_text,
+        }
+
+    prepared = crew.ask_all("run.prepare", facts)
+    return [
+        SupervisorOrder(
+            run_dir=Path(prepared[node.host].facts["run_dir"]),
+            gang=there[node.host].gang,
+            node_rank=node.node_rank,
+            attempt=attempt,
+            link=None,
+            parent_bound=True,
+            hold=tuple(grants[node.node_rank].hold),
+            over_ssh=True,
+        )
+        for node in plan.gang.nodes
+    ]
+
+
+def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
+    """Return the plan as it is on a host, where everything lies elsewhere."""
+    return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
+
+
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], home: Home) -> bool:
+    plan = read_plan(run)
+    reason = f"clusterddp cancel{' --save' * (what == 'stop')}"
+    facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
+    replies = [reply for reply in home.ask(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+    if replies:
+        return any(reply["found"] for reply in replies)
+    with open_crew(plan, environ, all_needed=False) as crew:
+        return any(reply.facts["found"] for reply in crew.ask_willing("run.ask", facts).values())
+
+
+def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_needed: bool) -> int:
+    plan = read_plan(run)
+    with open_crew(plan, environ, all_needed=all_needed) as crew:
+        facts = {"token": plan.token, "patience_s": patience_s}
+        replies = crew.ask_willing("run.end", facts, timeout_s=patience_s + 30)
+    left = {host: reply.facts["left"] for host, reply in replies.items() if reply.facts["left"]}
+    if left:
+        words = "; ".join(f"{', '.join(map(str, pids))} on {host}" for host, pids in left.items())
+        raise ClusterddpError(f"{run.name}: processes that cannot be killed: {words}")
+    return sum(reply.facts["ended"] for reply in replies.values())

@@ -1,0 +1,82 @@
+"""The state of a run: its recorded end, or what its launcher knows of a run that has none.
+
+An `end.json` is the truth. A run that waits in the queue of a sweep is answered for by the queue (run/sweep_queue.py),
+any other by its launcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.launchers.registry import launcher_named
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.outcome import read_end
+from clusterddp.run.record import RunRecord, drop_secrets, read_run
+from clusterddp.run.spool import deliver_end, read_spooled
+from clusterddp.run.view import RunState, RunView, final_view
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.queue import Slurm
+
+
+def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | None = None) -> RunView:
+    """Read the state of a run; a file that cannot be read makes it UNKNOWN, never an error.
+
+    `slurm` None: what this process shares. `record`: that of the run, where it was read already.
+    What a run that has ended has left in the wrong place is put right: values of its secrets, an end in the spool.
+    """
+    try:
+        view = _read_state(run, record or read_run(run), slurm)
+        if view.state is RunState.LOST:
+            os.stat(run.path)  # files that are away are no sign that nobody writes them
+        if view.finished:
+            drop_secrets(run)
+        return view
+    except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        return RunView(state=RunState.UNKNOWN, attempt=None, end=None, reason=f"its record cannot be read: {error}")
+
+
+def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = None) -> None:
+    """Announce that the states of these runs will be read, so that Slurm is asked once for all of them."""
+    on_slurm = [(run, record) for run, record in runs if record.launcher == "slurm"]
+    if on_slurm:
+        from clusterddp.launchers.slurm.state import wanted_jobs
+
+        (slurm or _slurm_here()).expect(wanted_jobs(on_slurm))
+
+
+def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> RunView:
+    attempts = run.attempts()
+    newest = attempts[-1] if attempts else None
+    end = None
+    if newest:
+        end = read_end(newest) or read_spooled(record.token, newest.number)
+    if newest and end and not end.will_restart:
+        deliver_end(newest, record.token, end)
+        return final_view(newest, end)
+    if newest and record.queued:
+        return _queued(run, newest)
+    view = launcher_named(record.launcher).read_state(run, record, newest, end, slurm or _slurm_here())
+    return view or _read_state(run, read_run(run), slurm)
+
+
+def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
+    from clusterddp.run.sweep_queue import read_queued_state
+
+    view, now = read_queued_state(run, attempt), read_run(run)
+    # The queue may have started the run, and ended, while we looked.
+    overtaken = view.state is RunState.LOST and (not now.queued or attempt.end.exists())
+    return _read_state(run, now) if overtaken else view
+
+
+@functools.cache
+def _slurm_here() -> Slurm:
+    """Return the one `Slurm` that everything in this process shares, so that its answers are shared too."""
+    from clusterddp.slurm.queue import Slurm
+
+    return Slurm(inherited_environment())

@@ -1,0 +1,1 @@
+"""Commands on a login node, and the local record of the runs that they made there."""

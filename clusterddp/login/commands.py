@@ -1,0 +1,195 @@
+"""Commands on a login node: what goes there first, and then the command itself, with its streams and its exit code."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import PreflightError, SshError, UsageError
+from clusterddp.planning.program import plan_program
+from clusterddp.remote.package import package
+from clusterddp.remote.upload import SEND_TIMEOUT_S, Cargo, Watch
+from clusterddp.run.git import describe_commit
+from clusterddp.run.snapshot import SnapshotPlan, files_sum
+from clusterddp.ssh.command import Write, open_command
+from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.system.tree import read_entry
+from clusterddp.system.tree_stream import Sending
+
+if TYPE_CHECKING:
+    from clusterddp.spec.login import Login
+    from clusterddp.spec.model import JobSpec
+
+AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
+"""Set where a command runs for a laptop: it looks for no further login node."""
+NEEDS = (
+    "click>=8.1.7,<9",
+    "platformdirs>=4.0,<5",
+    "pydantic>=2.7,<3",
+    "pydantic-core>=2.18,<3",
+    "pyyaml>=6.0,<7",
+    "rich>=13.0,<16",
+    "submitit>=1.5.3,<1.6",
+)
+"""What the command imports there: what clusterddp itself requires, but for what reaches further hosts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """The code that a submit takes along."""
+
+    snapshot: SnapshotPlan | None
+    at: str
+    """Where it goes in the tree on the login node."""
+    within: str
+    """Where in that tree the command runs: what is the working directory here."""
+    working_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A word of a command that names one of the files that go with it."""
+
+    name: str
+
+
+Word = str | Sent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errand:
+    """A command that is to run on a login node."""
+
+    arguments: Sequence[Word]
+    variables: Mapping[str, Word] = field(default_factory=dict)
+    code: Code | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    discard: bool = False
+    """Nothing of it is needed afterwards."""
+
+
+def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]) -> Code:
+    """Choose the code that a job needs on the login node.
+
+    Raises: UsageError: the spec names paths that mean nothing there.
+    """
+    here = working_dir.resolve()
+    _refuse_local_paths(job, here)
+    if not job.snapshot and job.entry is not None:
+        return Code(snapshot=None, at=".", within=".", working_dir=here)
+    snapshot = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ).snapshot
+    if snapshot is None or here == snapshot.root:
+        return Code(snapshot=snapshot, at=".", within=".", working_dir=here)
+    if here.is_relative_to(snapshot.root):
+        within = str(here.relative_to(snapshot.root))
+        return Code(snapshot=snapshot, at=".", within=within, working_dir=here)
+    if not snapshot.root.is_relative_to(here):
+        raise UsageError(
+            f"entry.script lies in {snapshot.root}, outside of the directory that you submit from",
+            hint="submit from the directory of the script, or from one above it",
+        )
+    return Code(snapshot=snapshot, at=str(snapshot.root.relative_to(here)), within=".", working_dir=here)
+
+
+def run_at_login(
+    login: Login,
+    errand: Errand,
+    *,
+    environ: Mapping[str, str],
+    write_out: Write,
+    write_err: Write,
+    watch: Watch | None = None,
+) -> int | None:
+    """Run a command on a login node; return its exit code, None: the connection broke, and the command goes on alone.
+
+    Raises: SshError: the host is not reached. PreflightError: it lacks what the command needs. OSError: its output
+    cannot be written here.
+    """
+    access = HostAccess(
+        host=login.host,
+        python=login.python,
+        venv=login.venv,
+        conda=login.conda,
+        modules=tuple(login.modules),
+        root=login.dir,
+        host_key=login.host_key,
+    )
+    agent = open_sessions([access], environ=environ, package=package())[login.host]
+    if isinstance(agent, SshError):
+        raise agent
+    with agent:
+        laid = _lay_out(agent, errand, environ, watch) if errand.files or errand.code else {}
+        place = laid.get("place", "")
+        with open_command(agent, access, package()) as command:
+            answer = command.order(
+                {
+                    "arguments": [_spell(word, place) for word in errand.arguments],
+                    "variables": {name: _spell(word, place) for name, word in errand.variables.items()}
+                    | {AT_LOGIN: login.host},
+                    "needs": NEEDS,
+                    "directory": laid.get("directory"),
+                    "runs_dir": login.runs_dir,
+                    "discard": place if errand.discard and place else None,
+                }
+            )
+            if answer["missing"]:
+                raise _lacks(login, answer["python"], answer["missing"])
+            return command.stay(agent, write_out, write_err)
+
+
+def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: Watch | None) -> dict[str, str]:
+    """Have the code and the files on the login node; return where they are."""
+    code = errand.code
+    snapshot = code.snapshot if code else None
+    code_sum = files_sum(snapshot.root, snapshot.files) if snapshot else None
+    if snapshot and code_sum:
+        wanted = {"kind": "code", "sums": [code_sum]}
+        if agent.ask("store.missing", wanted, timeout_s=SEND_TIMEOUT_S).facts["missing"]:
+            cargo = Cargo(sessions={agent.host: agent}, watch=watch)
+            cargo.send({agent.host: _sending(snapshot)}, {"kind": "code", "sum": code_sum})
+    facts = {
+        "sum": code_sum,
+        "at": code.at if code else ".",
+        "within": code.within if code else ".",
+        "files": dict(errand.files),
+        "git": describe_commit(code.working_dir, environ) if code else None,
+    }
+    return agent.ask("login.lay_out", facts, timeout_s=SEND_TIMEOUT_S).facts
+
+
+def _sending(snapshot: SnapshotPlan) -> Sending:
+    base = os.fsencode(snapshot.root)
+    entries = (read_entry(base, os.fsencode(name)) for name in sorted(snapshot.files))
+    return Sending(root=snapshot.root, entries=tuple(entry for entry in entries if entry))
+
+
+def _spell(word: Word, place: str) -> str:
+    return word if isinstance(word, str) else f"{place}/{word.name}"
+
+
+def _refuse_local_paths(job: JobSpec, here: Path) -> None:
+    """Refuse what names a file of this machine, and would name another one, or none, over there."""
+    data_dir = job.train.data_dir if job.train else None
+    if data_dir is not None and not data_dir.startswith(("/", "~")):
+        raise UsageError(
+            f'train.data_dir: found "{data_dir}", expected a path on the cluster, from / or ~/',
+            hint="the job starts on the login node of the profile, which does not see the files of this machine",
+        )
+    script = job.entry.script if job.entry else None
+    if script is not None and job.snapshot and script.startswith(("/", "~")):
+        raise UsageError(
+            f'entry.script: found "{script}", expected a path from the directory that you submit from',
+            hint="its code is sent to the login node; snapshot: false takes a script that lies there",
+        )
+
+
+def _lacks(login: Login, python: str, missing: Sequence[str]) -> PreflightError:
+    command = f"{shlex.quote(python)} -m pip install {' '.join(shlex.quote(each) for each in missing)}"
+    return PreflightError(
+        f"{login.host}: {python} there lacks {', '.join(missing)}, without which no job is submitted",
+        hint=f"there: {command}; or python, venv, conda or modules of the profile's login name another Python",
+    )

@@ -1,0 +1,97 @@
+"""Where the runs are that were submitted from here through a login node: `RUNS/.login/<run>.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.planning.seal import is_sealed, seal
+from clusterddp.run.directory import created_ns, list_places, list_runs, read_record, write_json, write_text
+
+FOLDER = ".login"
+_SEALED = "where a run was sent"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentRun:
+    """A run, or a sweep, whose directory lies on a cluster."""
+
+    run: str
+    profile: str
+    login: dict[str, Any]
+    """How the login node was reached: the fields of `Login`, `runs_dir` among them."""
+    secrets: tuple[str, ...]
+    """Names of the variables whose values the run needs again when it is resumed."""
+    created_ns: int
+    seal: str = ""
+    """The user's seal of all the rest: a directory that travels names no host, and asks for no secret."""
+
+    def sealed(self) -> SentRun:
+        return dataclasses.replace(self, seal=seal(_SEALED, self._content()))
+
+    def is_sealed(self) -> bool:
+        return is_sealed(_SEALED, self._content(), self.seal)
+
+    def _content(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seal"}
+
+    def name_there(self, name: str) -> str:
+        """Complete a name that was found to mean this run, or one of this sweep."""
+        return name if name.startswith(f"{self.run}.") else self.run
+
+
+def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
+    """Note where a run is.
+
+    Raises: ClusterddpError: a host gave something that is no name, or the disk refuses.
+    """
+    if not _NAME.fullmatch(sent.run):
+        raise ClusterddpError(f"{sent.login['host']}: says that the run is {sent.run[:80]!r}, which is no name")
+    folder = runs_dir / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
+    write_text(folder / ".gitignore", "*\n", exclusive=True)  # as a rule this lies in a repository
+    write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent.sealed()))
+
+
+def list_sent_runs(runs_dir: Path) -> list[SentRun]:
+    """List what is noted, oldest first; a note that cannot be read, or that this user has not written, is none."""
+    found = []
+    for path in sorted((runs_dir / FOLDER).glob("*.json")):
+        with contextlib.suppress(ClusterddpError, OSError):
+            sent = read_record(SentRun, path)
+            if sent is not None and sent.is_sealed():
+                found.append(sent)
+    return sorted(found, key=lambda sent: sent.created_ns)
+
+
+def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
+    """Find a run that is on a cluster; None: it is here, or nowhere.
+
+    Raises: UsageError: the name may mean several.
+    """
+    sent_runs = list_sent_runs(runs_dir)
+    if not sent_runs or os.sep in name:
+        return None
+    if name == "@last":
+        here = list_runs(runs_dir)[-1:]
+        newest = max(map(created_ns, here), default=0)
+        return sent_runs[-1] if sent_runs[-1].created_ns > newest else None
+    exact = [sent for sent in sent_runs if name == sent.run or name.startswith(f"{sent.run}.")]
+    found = exact or [sent for sent in sent_runs if sent.run.startswith(name)]
+    here_names = [path.name for path in list_places(runs_dir) if path.name.startswith(name)]
+    if not found or (name in here_names and not exact):
+        return None
+    if len(found) > 1 or (here_names and not exact) or name in here_names:
+        where = [f"{sent.run} on {sent.login['host']}" for sent in found] + [f"{each} here" for each in here_names]
+        raise UsageError(f"{name}: {len(where)} runs begin so: {', '.join(where)}")
+    return found[0]

@@ -1,0 +1,144 @@
+"""The runs on several machines: their processes, what is left over, what lies there (ps and gc); a result per machine.
+
+The machines are hosts that SSH reaches, or just this one; what is done there is the same (run/leftovers.py, stored.py).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from clusterddp.errors import SshError
+from clusterddp.planning.plan import read_plan_json
+from clusterddp.planning.ssh import SshPlan
+from clusterddp.remote.package import package
+from clusterddp.run.directory import RunDir, build_record
+from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
+from clusterddp.run.record import read_run
+from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
+from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
+
+DEFAULT_ROOT = "~/.clusterddp"
+_TIMEOUT_S = 60.0
+_DISK_TIMEOUT_S = 600.0
+"""A host may have to walk through a million files of checkpoints and snapshots."""
+_END_TIMEOUT_S = 15.0
+"""For each run, on top."""
+_T = TypeVar("_T")
+
+
+class ThisMachine:
+    """The machine that this runs on."""
+
+    def __init__(self, runs_dir: Path, root: str = DEFAULT_ROOT) -> None:
+        self.name = socket.gethostname()
+        self._root = Path(root).expanduser()
+        self._records = [runs_dir, self._root / "runs"]
+
+    def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
+        return {self.name: find_runs(self._records, only=tokens)}
+
+    def end(self, tokens: Mapping[str, Sequence[str]]) -> dict[str, list[Ended] | SshError]:
+        return {name: [end_left_over(token) for token in of_name] for name, of_name in tokens.items()}
+
+    def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
+        return {self.name: find_stored(self._root, older_than_s=older_than_s)}
+
+    def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
+        return {name: remove_stored(self._root, of_name, older_than_s=older_than_s) for name, of_name in places.items()}
+
+    def __enter__(self) -> ThisMachine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
+
+
+class Hosts:
+    """Hosts over SSH, asked all at once; connections stay while somebody thinks about an answer."""
+
+    def __init__(self, accesses: Sequence[HostAccess], environ: Mapping[str, str]) -> None:
+        self._accesses = {access.host: access for access in accesses}
+        self._environ = environ
+        self._sessions: dict[str, Session | SshError] = {}
+
+    def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
+        """Tell what lives of runs on each host."""
+        facts = {host: {"tokens": None if tokens is None else list(tokens)} for host in self._accesses}
+        replies = self._ask("table.look", facts)
+        return _read(replies, lambda reply: reply["runs"])
+
+    def end(self, tokens: Mapping[str, Sequence[str]]) -> dict[str, list[Ended] | SshError]:
+        """End what is left over of these runs on these hosts."""
+        longest = max(map(len, tokens.values()), default=0)
+        facts = {host: {"tokens": list(of_host)} for host, of_host in tokens.items()}
+        replies = self._ask("table.end", facts, timeout_s=_TIMEOUT_S + longest * _END_TIMEOUT_S)
+        return _read(replies, lambda reply: reply["ended"])
+
+    def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
+        """Tell what lies on each host that is that old and needed by nothing."""
+        facts = {host: {"older_than_s": older_than_s} for host in self._accesses}
+        replies = self._ask("table.stored", facts, timeout_s=_DISK_TIMEOUT_S)
+        return _read(replies, lambda reply: reply["stored"])
+
+    def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
+        """Remove these places on these hosts."""
+        facts = {host: {"places": list(of_host), "older_than_s": older_than_s} for host, of_host in places.items()}
+        replies = self._ask("table.remove", facts, timeout_s=_DISK_TIMEOUT_S)
+        return _read(replies, lambda reply: reply["removed"])
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for session in self._sessions.values():
+            if isinstance(session, Session):
+                session.close()
+
+    def _ask(
+        self, do: str, facts: Mapping[str, Mapping[str, Any]], *, timeout_s: float = _TIMEOUT_S
+    ) -> dict[str, dict[str, Any] | SshError]:
+        """Ask hosts; a connection that was lost since the last question is made anew, once."""
+        answers = self._ask_once(do, facts, timeout_s)
+        lost = {host for host, answer in answers.items() if isinstance(answer, SshError) and answer.dropped}
+        again = {host: facts[host] for host in facts if host in lost and isinstance(self._sessions[host], Session)}
+        for host in again:
+            self._sessions.pop(host).close()  # type: ignore[union-attr]
+        return answers | (self._ask_once(do, again, timeout_s) if again else {})
+
+    def _ask_once(
+        self, do: str, facts: Mapping[str, Mapping[str, Any]], timeout_s: float
+    ) -> dict[str, dict[str, Any] | SshError]:
+        new = [self._accesses[host] for host in facts if host not in self._sessions]
+        self._sessions |= open_sessions(new, environ=self._environ, package=package()) if new else {}
+        results = {host: self._sessions[host] for host in facts}
+        sessions = {host: session for host, session in results.items() if isinstance(session, Session)}
+        replies = ask_all(sessions, do, facts.__getitem__, timeout_s=timeout_s) if sessions else {}
+        answers: dict[str, dict[str, Any] | SshError] = {}
+        for host, session in results.items():
+            reply = session if isinstance(session, SshError) else replies[host]
+            answers[host] = reply if isinstance(reply, SshError) else reply.facts
+        return answers
+
+
+Machines = ThisMachine | Hosts
+
+
+def accesses_of(run: RunDir) -> list[HostAccess]:
+    """Return the hosts of a run and how they are reached; none for a run that was not started over SSH.
+
+    Raises: ClusterddpError: it has no plan, or one that this user has not written.
+    """
+    if read_run(run).launcher != "ssh":
+        return []
+    ssh = read_plan_json(run).get("ssh")
+    return build_record(SshPlan, ssh, str(run.plan)).accesses() if ssh else []
+
+
+def _read(
+    replies: Mapping[str, dict[str, Any] | SshError], read: Callable[[dict[str, Any]], _T]
+) -> dict[str, _T | SshError]:
+    return {host: reply if isinstance(reply, SshError) else read(reply) for host, reply in replies.items()}

@@ -1,0 +1,1 @@
+"""Addresses and interfaces: which network the hosts of a run reach each other by."""

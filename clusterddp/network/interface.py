@@ -1,0 +1,208 @@
+"""Which network interface carries a node's traffic, and its address: found by the route, or named by the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.system.devices import loopback_interface
+
+LOOPBACK_ADDRESS = "127.0.0.1"
+_ANY_PORT = 9
+"""For asking the kernel for a route; nothing is sent there."""
+_OF_CONTAINERS = re.compile(
+    r"(docker|br-[0-9a-f]{12}$|veth|virbr|vnet|cni|flannel|cali|cilium|weave|podman|lxc|lxd|incusbr|kube)"
+)
+"""Names of interfaces between the containers and virtual machines of one host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interface:
+    """One interface of this host, with the address that others reach it at, and why it was chosen."""
+
+    name: str | None
+    """None: the address belongs to no interface that this process can see."""
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkAddress:
+    """An address of a link, and how many bits of it name the subnet."""
+
+    address: str
+    prefix: int
+    lasting: bool = True
+    """False: one that IPv6 makes up and forgets."""
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.address
+
+    @property
+    def subnet(self) -> str:
+        return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A network interface as it is there, whether it may carry a gang or not."""
+
+    name: str
+    kind: str = ""
+    """What Linux calls it: bridge, veth, bond, tun, wireguard, ...; empty for a network card."""
+    mtu: int = 1500
+    speed_mbit_per_s: int | None = None
+    """None: the driver does not say."""
+    up: bool = True
+    """It is switched on, and its cable, if it has any, is in."""
+    loopback: bool = False
+    wireless: bool = False
+    infiniband: bool = False
+    """It carries IP over InfiniBand."""
+    addresses: tuple[LinkAddress, ...] = ()
+    """Without those that are good on one cable only (fe80)."""
+
+    @property
+    def of_containers(self) -> bool:
+        return _OF_CONTAINERS.match(self.name) is not None
+
+    @property
+    def assumed_mbit_per_s(self) -> int:
+        """Its speed, or what is assumed of its kind where the driver does not say."""
+        return self.speed_mbit_per_s or (10_000 if self.infiniband else 1000)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read_links() -> tuple[Link, ...]:
+    """List this host's network interfaces, in the kernel's order.
+
+    Raises: OSError.
+    """
+    return tuple(_read_linux_links() if sys.platform == "linux" else _read_other_links())
+
+
+def is_cut_off(name: str | None) -> bool:
+    """Say whether an interface of this host is switched off, or its cable is out; False when that cannot be told."""
+    try:
+        return any(link.name == name and not link.up for link in read_links())
+    except OSError:
+        return False
+
+
+def loopback() -> Interface:
+    """Return the interface of a gang that does not leave its host."""
+    return Interface(name=loopback_interface(), address=LOOPBACK_ADDRESS, why="all ranks are on one host")
+
+
+def own_addresses() -> tuple[str, ...]:
+    """List the addresses at which other hosts may reach this one, IPv4 first; this host alone knows those left out."""
+    found = [entry.address for link in read_links() if _leads_out(link) for entry in link.addresses if entry.lasting]
+    outside = [address for address in found if not is_loopback(address)]
+    return tuple(sorted(outside, key=lambda address: ":" in address)) or (LOOPBACK_ADDRESS,)
+
+
+def interface_towards(address: str) -> Interface:
+    """Return the interface by which this host sends to `address`, or that has it when the address is its own.
+
+    Raises: ClusterddpError: there is no route.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))  # a datagram socket only chooses the route
+            source = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ClusterddpError(f"{socket.gethostname()} has no route to {address}: {error.strerror}") from error
+    # Towards one of its own addresses the kernel goes from that very address.
+    why = "it has the master address" if source == address else f"the route to {address} goes out there"
+    return Interface(name=_owner(source), address=source, why=why)
+
+
+def named_interface(name: str) -> Interface:
+    """Return the interface that the user has named.
+
+    Raises: ClusterddpError: this host has none of that name, or it has no address.
+    """
+    addresses = _addresses()
+    host = socket.gethostname()
+    if name not in addresses:
+        raise ClusterddpError(
+            f"{host} has no network interface {name!r}, it has {', '.join(sorted(addresses))}",
+            hint="network.interface: auto chooses on each host the one that reaches the others",
+        )
+    usable = sorted(addresses[name], key=lambda address: ":" in address)
+    if not usable:
+        raise ClusterddpError(f"{host}: network interface {name!r} has no address")
+    return Interface(name=name, address=usable[0], why="network.interface names it")
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether an address means this very host, 127.0.1.1 included."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def plain_address(address: str) -> str:
+    """Write an IPv4 address that came over an IPv6 socket (`::ffff:10.0.0.1`) as people do."""
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _leads_out(link: Link) -> bool:
+    return link.up and not link.loopback and not link.of_containers
+
+
+def _owner(address: str) -> str | None:
+    return next((name for name, addresses in _addresses().items() if address in addresses), None)
+
+
+def _addresses() -> dict[str, list[str]]:
+    return {link.name: [entry.address for entry in link.addresses] for link in read_links()}
+
+
+def _read_linux_links() -> Iterator[Link]:
+    from clusterddp.network import netlink
+
+    addresses: dict[int, list[LinkAddress]] = {}
+    for index, address, prefix, lasting in netlink.read_addresses():
+        addresses.setdefault(index, []).append(LinkAddress(address=address, prefix=prefix, lasting=lasting))
+    for index, facts in netlink.read_links().items():
+        yield Link(
+            **facts,
+            speed_mbit_per_s=netlink.read_speed(facts["name"]),
+            wireless=netlink.is_wireless(facts["name"]),
+            addresses=tuple(addresses.get(index, ())),
+        )
+
+
+def _read_other_links() -> Iterator[Link]:
+    import psutil
+
+    states = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        found = [
+            LinkAddress(address=entry.address.partition("%")[0], prefix=_count_bits(entry.netmask))
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+        ]
+        state = states.get(name)
+        yield Link(
+            name=name,
+            mtu=state.mtu if state else 1500,
+            speed_mbit_per_s=(state.speed or None) if state else None,
+            up=state.isup if state else False,
+            loopback=bool(found) and all(is_loopback(entry.address) for entry in found),
+            addresses=tuple(found),
+        )
+
+
+def _count_bits(netmask: str | None) -> int:
+    return int(ipaddress.ip_address(netmask)).bit_count() if netmask else 32

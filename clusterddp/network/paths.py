@@ -1,0 +1,148 @@
+"""What the hosts of a gang said of their networks, and what came of connecting to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from clusterddp.network.interface import Link, LinkAddress, is_loopback
+
+Outcome = Literal["reached", "no answer", "refused", "no way", "stuck", "stranger"]
+"""`no way`: the kernel or a router says that there is none; `stuck`: connected, and large packets are lost;
+`stranger`: another machine has answered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostNetwork:
+    """The network of one host, as it says itself; it listens while it is probed."""
+
+    host: str
+    """The name by which we know it."""
+    machine: str
+    """The same for two names of one machine."""
+    own_addresses: tuple[str, ...] | None
+    """What the host's own name means there; None: it could not be told in time."""
+    links: tuple[Link, ...]
+    port: int
+    """One that the kernel gave, as those of the ranks are."""
+    master_port: int | None = None
+    """Of the first host: the master's port, or one of those that it will be chosen from."""
+    firewall: str | None = None
+    """ufw, firewalld, or None: none that shows itself."""
+
+    def link(self, name: str) -> Link | None:
+        return next((link for link in self.links if link.name == name), None)
+
+    def owner(self, address: str | None) -> Link | None:
+        """Find the interface that has an address."""
+        return next((link for link in self.links for entry in link.addresses if entry.address == address), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One try to connect, from a host to an address of another."""
+
+    source: int
+    target: int
+    address: str
+    port: int
+    outcome: Outcome
+    detail: str = ""
+    """The kernel's word for it."""
+    left_from: str | None = None
+    """The address that the source in fact used."""
+    seen_from: str | None = None
+    """The address at which the target saw it come."""
+    round_trip_ms: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        return self.outcome == "reached"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Everything that was found out about the network between the hosts of a gang."""
+
+    hosts: tuple[HostNetwork, ...]
+    """The master's host first; hosts are spoken of by their places here."""
+    ways: tuple[Way, ...]
+    slow_names: tuple[tuple[int, str], ...] = ()
+    """Hosts, and addresses of the master's host whose names they look up for over a second."""
+
+    @property
+    def on_one_machine(self) -> bool:
+        return len({host.machine for host in self.hosts}) == 1
+
+    def link_used(self, way: Way) -> Link | None:
+        """Find the interface by which a try left its host."""
+        return self.hosts[way.source].owner(way.left_from)
+
+    def shared_addresses(self) -> dict[str, tuple[str, ...]]:
+        """Find the addresses that several machines have, which therefore lead to none of them, and their hosts."""
+        owners: dict[str, dict[str, str]] = {}
+        for host in self.hosts:
+            for address in (entry.address for link in host.links if not link.loopback for entry in link.addresses):
+                owners.setdefault(address, {}).setdefault(host.machine, host.host)
+        return {address: tuple(machines.values()) for address, machines in owners.items() if len(machines) > 1}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Show the whole matrix: who reaches whom at which address, by which interface, and how fast."""
+        rows = []
+        for way in self.ways:
+            source, target = self.hosts[way.source], self.hosts[way.target]
+            leaves_by, arrives_at = self.link_used(way), target.owner(way.address)
+            rows.append(
+                dataclasses.asdict(way)
+                | {
+                    "source": source.host,
+                    "target": target.host,
+                    "leaves_by": leaves_by.name if leaves_by else None,
+                    "interface": arrives_at.name if arrives_at else None,
+                }
+            )
+        return rows
+
+
+def usable_addresses(findings: Findings, interface: str | None = None) -> list[list[tuple[Link, LinkAddress]]]:
+    """List for each host the addresses at which it may be reached, IPv4 first; of `interface` only, when it is named.
+
+    Left out: what is down, made up for a while, on several machines, or between the containers of one host (unless
+    it is named).
+    """
+    shared = findings.shared_addresses()
+
+    def usable(host: HostNetwork) -> list[tuple[Link, LinkAddress]]:
+        found = [
+            (link, entry)
+            for link in host.links
+            if link.up and not link.loopback and (link.name == interface if interface else not link.of_containers)
+            for entry in link.addresses
+            if entry.lasting and not is_loopback(entry.address) and entry.address not in shared
+        ]
+        return sorted(found, key=lambda pair: pair[1].is_ipv6)
+
+    return [usable(host) for host in findings.hosts]
+
+
+def plan_probes(findings: Findings, interface: str | None = None) -> list[list[tuple[int, str, int]]]:
+    """List for each host whom it is to try: (target, address, port).
+
+    A star and a ring: the first host tries all, and each of the others tries the first one and the next one.
+    """
+    usable = usable_addresses(findings, interface)
+    last = len(findings.hosts) - 1
+    probes = []
+    for place in range(last + 1):
+        targets = list(range(1, last + 1)) if place == 0 else [0, place + 1] if place < last else [0]
+        probes.append(
+            [
+                (target, entry.address, port)
+                for target in targets
+                for _, entry in usable[target]
+                for port in (findings.hosts[target].port, findings.hosts[target].master_port)
+                if port is not None
+            ]
+        )
+    return probes

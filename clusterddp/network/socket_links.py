@@ -1,0 +1,80 @@
+"""Which networks NCCL's sockets take: the fastest that all hosts have, by what each host says of its own links.
+
+NCCL's data goes by RDMA where it can, whatever this says. Where it cannot, the route to the first host is often a
+management network, which must not be all that NCCL may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from clusterddp.network.choice import TUNNELS
+from clusterddp.network.interface import Link, LinkAddress
+
+_Place = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+_MAX_TOLD = 32
+"""A host may have hundreds; the message that joins the gang is short."""
+
+
+def tell_links(links: Iterable[Link]) -> dict[str, int]:
+    """Return what a host tells of its links: address with prefix -> Mbit/s, the fastest first."""
+    told = {f"{entry.address}/{entry.prefix}": link.assumed_mbit_per_s for link, entry in _usable(links)}
+    return dict(sorted(told.items(), key=lambda item: -item[1])[:_MAX_TOLD])
+
+
+def faster_networks(told: Sequence[Mapping[str, int]], master_addr: str) -> tuple[str, ...]:
+    """Return the networks to be taken in place of the one that has the master's address; none: it is the fastest.
+
+    `told`: of each host, the first one's first. A network is as fast as its slowest link. Several are equally fast
+    where hosts have a link for each rail.
+    """
+    hosts = [_read(links) for links in told]
+    speeds: dict[str, list[int]] = {}
+    for links in hosts:
+        of_host: dict[str, int] = {}
+        for place, speed in links.items():
+            network = str(place.network)
+            of_host[network] = max(speed, of_host.get(network, 0))
+        for network, speed in of_host.items():
+            speeds.setdefault(network, []).append(speed)
+    # An address that several hosts have leads to none of them.
+    owners = Counter(place for links in hosts for place in links)
+    dead = {str(place.network) for place, count in owners.items() if count > 1}
+    common = {network: min(each) for network, each in speeds.items() if len(each) == len(told) and network not in dead}
+    best = max(common.values(), default=0)
+    if best <= _speed_of_route(hosts[0] if hosts else {}, common, master_addr):
+        return ()
+    return tuple(network for network, speed in common.items() if speed == best)
+
+
+def names_in(networks: Iterable[str], links: Iterable[Link]) -> tuple[str, ...]:
+    """Name this host's links into these networks."""
+    wanted = set(networks)
+    return tuple(dict.fromkeys(link.name for link, entry in _usable(links) if entry.subnet in wanted))
+
+
+def _usable(links: Iterable[Link]) -> Iterator[tuple[Link, LinkAddress]]:
+    for link in links:
+        if link.up and not (link.loopback or link.wireless or link.of_containers or link.kind in TUNNELS):
+            for entry in link.addresses:
+                if entry.lasting and not ipaddress.ip_address(entry.address).is_link_local:
+                    yield link, entry
+
+
+def _read(links: Mapping[str, int]) -> dict[_Place, int]:
+    """Read what a host has told; what is no address is left out."""
+    found: dict[_Place, int] = {}
+    for text, speed in links.items():
+        with contextlib.suppress(ValueError):
+            found[ipaddress.ip_interface(text)] = speed
+    return found
+
+
+def _speed_of_route(first: Mapping[_Place, int], common: Mapping[str, int], master_addr: str) -> int:
+    for place, speed in first.items():
+        if str(place.ip) == master_addr:
+            return common.get(str(place.network), speed)
+    return 0

@@ -1,0 +1,98 @@
+"""What a run inherits from the environment of whoever submits it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.ranks.environment import COOKIE
+
+_FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
+_TRAVELLING = frozenset(
+    {
+        "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "MODULEPATH", "LOADEDMODULES",
+        "_LMFILES_", "MODULESHOME", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH",
+        "CUDAHOSTCXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "GLIBC_TUNABLES",
+        "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "OPAL_PREFIX", "CC", "CXX",
+    }
+)  # fmt: skip
+_TRAVELLING_PREFIXES = (
+    "LC_", "PYTHON", "CONDA_", "MAMBA_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "HF_",
+    "TRANSFORMERS_", "WANDB_", "MLFLOW_", "XDG_", "LMOD_", "__LMOD_", "UCX_", "FI_", "OFI_", "TRITON_", "MPI_", "GOMP_",
+    "OPENBLAS_", "NVIDIA_", "ROCR_", "HIP_", "ROCM_", "MIOPEN_", "APPTAINER_", "SINGULARITY_", "ENROOT_", "TF_",
+    "JAX_", "XLA_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "NVCC_", "NUMBA_", "KINETO_", "MALLOC_", "UCC_", "RDMAV_", "IBV_",
+    "MLX4_", "MLX5_", "PSM2_", "PSM3_", "HFI_", "SHARP_", "NVSHMEM_", "CUBLAS_", "CUDNN_", "NVTE_", "TOKENIZERS_",
+    "TENSORBOARD_", "EBROOT", "EBVERSION", "EBDEVEL",
+)  # fmt: skip
+"""Variables that go from the submitting shell to a job: what programs find their parts and settings by."""
+_PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY"})
+_OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "XDG_RUNTIME_DIR",
+                           "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
+_SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_URL = re.compile(r"://[^/@\s:]*:[^/@\s]*@")
+_SECRET_VALUE = re.compile(
+    r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
+)
+"""How the tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS begin, and private keys."""
+_RANK_VARIABLES = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+    }
+)  # fmt: skip
+
+
+def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for one of a run's own processes.
+
+    What another launcher left there would lie to the ranks: somebody submits from within a Slurm job, or from a rank.
+    A relative PYTHONPATH would mean another directory, for the processes start elsewhere.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_FOREIGN_PREFIXES) and name not in _RANK_VARIABLES
+    }
+    return kept | python_path(environ) | {COOKIE: cookie}
+
+
+def python_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return PYTHONPATH, unless it is empty, so that it means the same, and finds this package, wherever it is used."""
+    paths = [str(Path(path).absolute()) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if not _is_installed():
+        paths.append(str(Path(__file__).absolute().parents[2]))
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else {}
+
+
+def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what goes along to the ranks of a job on other machines: known kinds of variables, no secret among them.
+
+    A secret goes along only when the spec names it. What belongs to this host (its GPUs, its run-time directory) stays.
+    """
+    chosen = process_environment("", environ)
+    chosen.pop(COOKIE)
+    return {
+        name: value
+        for name, value in chosen.items()
+        if (name in _TRAVELLING or name.upper() in _PROXIES or name.startswith(_TRAVELLING_PREFIXES))
+        and name not in _OF_THIS_HOST
+        and not is_secret(name, value)
+    }
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Say whether a variable looks like one that nobody else should read."""
+    return bool(_SECRET.search(name) or _SECRET_URL.search(value) or _SECRET_VALUE.match(value))
+
+
+def _is_installed() -> bool:
+    """Say whether a new process finds this package wherever it starts; from a bare checkout it does not."""
+    try:
+        importlib.metadata.distribution("clusterddp")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""What a plan takes from a spec's values: paths that mean the same everywhere, every default filled in, the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from clusterddp.spec.image_sets import GENERATED
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+
+if TYPE_CHECKING:
+    from clusterddp.spec.entry_section import EntrySpec
+    from clusterddp.spec.model import JobSpec
+
+_START_S = 60.0
+_START_ON_SLURM_S = 600.0
+"""In it nodes boot and container images are pulled."""
+_START_S_PER_NODE = 1.0
+"""Supervisors are started some tens at a time, and many share a network or, as virtual machines, a processor."""
+
+
+def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
+    """Make paths mean the same wherever the spec is read again, by a rank or by `rerun`; those on hosts stay."""
+    if job.ssh.send:
+        send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
+        job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})
+    if job.launcher == "ssh" and not (job.snapshot and job.entry):
+        return job
+    if job.train and job.train.data_dir:
+        data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
+        return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
+    if job.entry:
+        paths = _entry_paths(job.entry, working_dir, on_hosts=job.launcher == "ssh")
+        return job.model_copy(update={"entry": job.entry.model_copy(update=paths)})
+    return job
+
+
+def _entry_paths(entry: EntrySpec, working_dir: Path, *, on_hosts: bool) -> dict[str, str]:
+    """Make the paths of an entry absolute; `on_hosts`: those of its data and results are paths on hosts."""
+    here = ("script",) if on_hosts else ("script", "data_dir", "output_dir")
+    named = {name: getattr(entry, name) for name in here if getattr(entry, name)}
+    paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
+    file, _, function = (entry.function or "").rpartition(":")
+    if file.endswith(".py"):
+        paths["function"] = f"{working_dir / Path(file).expanduser()}:{function}"
+    return paths
+
+
+def filled_in(job: JobSpec) -> dict[str, Any]:
+    """Return the spec as JSON for the ranks, which choose nothing themselves."""
+    data: dict[str, Any] = job.model_dump(mode="json")
+    if data["train"] is not None and data["train"]["data_dir"] is None:
+        here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+        data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
+    return data
+
+
+def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
+    """Return how long a gang's nodes may take to be there, and may be silent, by the gang's own names."""
+    network = job.network
+    start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
+    host_silence_s = float(network.host_silence.seconds) if network.host_silence else HOST_SILENCE_S
+    heartbeat_s = network.heartbeat_timeout.seconds if network.heartbeat_timeout else HEARTBEAT_TIMEOUT_S
+    return {
+        "start_timeout_s": float(network.start_timeout.seconds) if network.start_timeout else start_s,
+        "host_silence_s": host_silence_s,
+        "heartbeat_timeout_s": max(float(heartbeat_s), host_silence_s),
+    }
+
+
+def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
+    """Return the directories that a spec, as `filled_in` gave it, makes use of: a container has to have them."""
+    section = filled["train"] or filled["entry"] or {}
+    data_dir = None if section.get("dataset") in GENERATED else section.get("data_dir")
+    named = (data_dir, section.get("output_dir"))
+    return tuple(dict.fromkeys([str(working_dir), *(path for path in named if path)]))
+
+
+def spec_text(job: JobSpec) -> str:
+    """Return the spec as YAML; reading it gives the same spec again."""
+    from clusterddp.spec.load import resolved_yaml
+
+    return resolved_yaml(job)

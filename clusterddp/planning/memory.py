@@ -1,0 +1,54 @@
+"""The memory that a run of the trainer on this machine's CPU needs, beside what is free when it is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.facts.memory import free_bytes, in_gib
+from clusterddp.facts.training_memory import split_batch, training_memory
+from clusterddp.planning.placement import Placement
+from clusterddp.spec.image_sets import BUILT_IN, IMAGE_SETS
+
+
+def fit_memory(
+    name: str, spec: dict[str, Any], placement: Placement, *, free: int | None = None
+) -> tuple[dict[str, Any], Placement]:
+    """Return the spec as the ranks of a run get it, and its placement, with a note on the memory that they need.
+
+    Where the memory of this machine holds all ranks, but no step of even one of them, the ranks take each batch in
+    micro-batches. `spec`: filled in; `free`: bytes, None: what is free here.
+    Raises: PreflightError: the ranks themselves do not fit, or a step of a single image.
+    """
+    train = spec["train"]
+    side = train and (train["image_size"] or _side(train["dataset"]))
+    free = free or free_bytes()
+    if not (train and side and free and placement.on_cpu):
+        return spec, placement
+    num_ranks = sum(len(node.ranks) for node in placement.nodes)
+    try:
+        parts = split_batch(train, image_size=side, num_ranks=num_ranks, free=free)
+    except ClusterddpError as error:
+        raise PreflightError(f"{name}: {error.message}", hint=error.hint) from error
+    micro = {"batch_size": train["batch_size"] // parts, "accumulate": train["accumulate"] * parts}
+    need = training_memory(train | micro, image_size=side)
+    if need is None:
+        return spec, placement
+    notes = [
+        f"about {in_gib(num_ranks * need.resident)} of memory for {num_ranks} rank{'s' * (num_ranks > 1)}, and "
+        f"{in_gib(need.step)} for each that computes; {in_gib(free)} are free"
+    ]
+    if parts > 1:
+        notes.append(
+            f"too little for a step of {train['batch_size']} images: each rank takes them as {parts} micro-batches of "
+            f"{micro['batch_size']} (train.accumulate {micro['accumulate']}). The step has the same samples; batch "
+            "norm sees them in smaller batches"
+        )
+    placement = dataclasses.replace(placement, notes=(*placement.notes, *notes))
+    return spec | {"train": train | micro}, placement
+
+
+def _side(dataset: str) -> int | None:
+    """Return the side of a set's images in pixels, where it is known before a file is seen."""
+    return BUILT_IN.get(dataset) or (IMAGE_SETS[dataset].side if dataset in IMAGE_SETS else None)

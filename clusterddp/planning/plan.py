@@ -1,0 +1,289 @@
+"""The plan: everything that a submit would do, as a value that is printed, carried out, and asserted by tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.planning import local
+from clusterddp.planning import ssh as ssh_plan
+from clusterddp.planning.details import commands_started, files_written, rank0_variables
+from clusterddp.planning.entry import Trial, entry_of, move_entry, trial_of
+from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.memory import fit_memory
+from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.owned_ranks import with_one_process_each
+from clusterddp.planning.placement import Placement, Request
+from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.program import plan_program
+from clusterddp.planning.seal import hint, is_sealed, seal
+from clusterddp.planning.slurm import place as slurm_place
+from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
+from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh
+from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.gang import Entry, Gang
+from clusterddp.wire import build
+
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
+
+MASTER_ADDR = "127.0.0.1"
+_SEALED = "the hosts of a plan"
+_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
+"""What lays the ranks out, by launcher."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One submit, before it happens."""
+
+    run: str
+    token: str
+    name: str
+    launcher: str
+    runs_dir: Path
+    working_dir: Path
+    spec: dict[str, Any]
+    """The spec as resolved, every default filled in."""
+    spec_text: str
+    """The spec as YAML; reading it gives the same spec again."""
+    gang: Gang
+    rank0: dict[str, dict[str, str]]
+    """The variables of rank 0: name -> {value, origin}."""
+    changes: tuple[dict[str, Any], ...]
+    """What is no default: {key, value, default, origin}."""
+    notes: tuple[str, ...]
+    """What people should know before they submit this."""
+    snapshot: dict[str, Any] | None
+    """Which code is kept: {source, root, files, bytes}; `source` is `git`, or the path of a script outside of git."""
+    secrets: tuple[str, ...]
+    """Names of variables that must be set when the run starts; their values are nowhere in the run."""
+    parent: str | None
+    """The run that this one repeats."""
+    files: tuple[str, ...]
+    """What the submit writes."""
+    commands: tuple[tuple[str, ...], ...]
+    """What is started, in this order, as argv: the launcher, each node's supervisor, and what each rank runs."""
+    slurm: SlurmPlan | None = None
+    """The job, for the slurm launcher."""
+    ssh: SshPlan | None = None
+    """The hosts, for the ssh launcher."""
+
+    @property
+    def run_dir(self) -> Path:
+        on_host = self.ssh is not None and self.ssh.home is not None
+        return self.runs_dir / (directory_name(self.run, self.token) if on_host else self.run)
+
+    @property
+    def dir_on_hosts(self) -> str:
+        """The run's directory where its ranks are: from / or ~/, the same on every host."""
+        if self.ssh is None or self.ssh.home is not None:
+            return str(self.run_dir)
+        return f"{self.ssh.root}/runs/{directory_name(self.run, self.token)}"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether ranks run where this machine cannot look: on hosts over SSH, or in a container."""
+        return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {
+            "runs_dir": str(self.runs_dir),
+            "working_dir": str(self.working_dir),
+            "gang": self.gang.to_json(),
+            "slurm": self.slurm.to_json() if self.slurm else None,
+            "ssh": self.ssh.to_json() if self.ssh else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Rebuild a plan from what `to_json` gave.
+
+        Raises: ValueError: it is no plan; see `build`.
+        """
+        return build(cls, data, "plan")
+
+
+def plan_run(
+    resolved: ResolvedSpec,
+    *,
+    runs_dir: Path,
+    working_dir: Path,
+    environ: Mapping[str, str],
+    parent: str | None = None,
+    attached: bool = False,
+    queued: bool = False,
+    trial: Trial | None = None,
+) -> Plan:
+    """Compute everything that submitting this spec from here would do; nothing is written or started.
+
+    `attached`: a run over SSH is to end with the process that starts it. `queued`: the run waits for its GPUs, so it
+    does not matter who uses them now. `trial`: what the ranks do in place
+    of the entry, to prove or to measure what it needs.
+    Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
+    """
+    runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
+    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, attached=attached, queued=queued)
+    job = with_absolute_paths(resolved.job, working_dir)
+    _refuse_what_cannot_be(job, request)
+    placed = _PLACE[job.launcher](job, request)
+    slurm, ssh = placed.slurm, placed.ssh
+    placement, spawns = with_one_process_each(job, placed.placement)
+    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
+    run, token = choose_run_name(runs_dir), secrets.token_hex(16)
+    entry = entry_of(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    spec = filled_in(job)
+    if trial:
+        entry, spec = trial_of(trial, entry, spec, on_cpu=placement.on_cpu)
+    if not (slurm or ssh or queued):
+        spec, placement = fit_memory(job.name, spec, placement)
+    gang = plan_gang(job, placement, entry, run=run, token=token)
+    if not (slurm or ssh):
+        gang = dataclasses.replace(gang, master_addr=MASTER_ADDR)
+    if slurm:  # the allocation's end is the limit
+        gang = dataclasses.replace(gang, time_limit_s=None)
+    plan = Plan(
+        run=run,
+        token=token,
+        name=job.name,
+        launcher=job.launcher,
+        runs_dir=runs_dir,
+        working_dir=working_dir,
+        spec=spec,
+        spec_text=spec_text(job),
+        gang=gang,
+        rank0={},
+        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
+        snapshot=program.snapshot_summary,
+        secrets=tuple(job.secrets),
+        parent=parent,
+        files=(),
+        commands=(),
+        slurm=slurm,
+        ssh=ssh,
+    )
+    return move_plan(plan, runs_dir / run)
+
+
+def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, token: str) -> Gang:
+    """Plan the gang of a run; the address of its head is found at the start."""
+    time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
+    return Gang(
+        run=run,
+        token=token,
+        nodes=placement.nodes,
+        entry=entry,
+        threads_per_rank=placement.threads_per_rank,
+        backend=placement.backend,
+        on_cpu=placement.on_cpu,
+        master_addr="",
+        master_port=None if job.network.master_port == "auto" else job.network.master_port,
+        interface=placement.interface,
+        env=dict(job.env),
+        restarts=job.restarts,
+        start=job.start,
+        time_limit_s=time_limit_s,
+        stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
+        **timeouts_of(job, len(placement.nodes)),
+    )
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as it lies in a run's directory: with the user's seal, where it names hosts.
+
+    Raises: ClusterddpError: the key of the seal cannot be read or written.
+    """
+    return sealed(plan.to_json())
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a plan with the user's seal of what makes us connect to hosts, if it names any."""
+    return data | {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else data
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read the plan of a run.
+
+    Raises: ClusterddpError: what `read_plan_json` raises.
+    """
+    return Plan.from_json(read_plan_json(run))
+
+
+def read_plan_json(run: RunDir) -> dict[str, Any]:
+    """Read the plan of a run as it lies there.
+
+    Raises: ClusterddpError: it is gone; it names hosts, and this user has not written it.
+    """
+    data = read_json(run.plan)
+    if data is None:
+        raise ClusterddpError(f"{run.plan}: is gone, without it the run cannot go on")
+    if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
+        raise ClusterddpError(f"{run.plan}: is no plan")
+    if data.get("ssh") and not is_sealed(_SEALED, _granted(data), data.get("seal")):
+        raise ClusterddpError(f"{run.plan}: names hosts, and does not come from you: they are not asked", hint=hint())
+    return data
+
+
+def _granted(data: dict[str, Any]) -> list[Any]:
+    return [data["gang"]["token"], data["ssh"]]
+
+
+def rename_plan(plan: Plan) -> Plan:
+    """Return the same plan under a fresh name, for the name of this one was taken meanwhile."""
+    return move_plan(plan, plan.runs_dir / choose_run_name(plan.runs_dir))
+
+
+def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None = None) -> Plan:
+    """Return the same plan for another run directory: fill in everything that follows from where it is.
+
+    `attempt` is the one that a job on Slurm begins with. `home`: the directory is on a host, with that home directory;
+    the run keeps its name there, though `directory_name` names its directory.
+    """
+
+    def moved(path: str) -> str:
+        inside = Path(path).is_relative_to(plan.run_dir)
+        path = str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
+        return at_home(path, home) if home is not None else path
+
+    entry = move_entry(plan.gang.entry, moved)
+    run = run_dir.name if home is None else plan.run
+    gang = dataclasses.replace(plan.gang, run=run, entry=entry)
+    slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)
+    ssh = plan.ssh and place_ssh(plan.ssh, home)
+    spec = plan.spec if home is None else _spec_at_home(plan.spec, home)
+    there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
+    return dataclasses.replace(
+        there,
+        rank0=rank0_variables(gang, there.dir_on_hosts, slurm, ssh),
+        files=files_written(RunDir(run_dir), with_code=plan.snapshot is not None, with_job=slurm is not None),
+        commands=commands_started(gang, run_dir, slurm, ssh, there.dir_on_hosts),
+    )
+
+
+def plan_on_hosts(plan: Plan) -> Plan:
+    """Return the plan of a run over SSH with its paths as they are on the hosts, for people to read."""
+    gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
+    return dataclasses.replace(plan, gang=gang)
+
+
+def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
+    train = spec.get("train")
+    return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
+
+
+def _refuse_what_cannot_be(job: JobSpec, request: Request) -> None:
+    if job.sweep:
+        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+    if request.attached and job.launcher != "ssh":
+        raise UsageError(
+            f"--attach is for launcher ssh, and this spec's is {job.launcher}", hint="--follow stays with any run"
+        )
+    check_secrets(tuple(job.secrets), request.environ)

@@ -1,0 +1,1 @@
+"""Rank variables: what each launcher sets, and what a rank's entry gets."""

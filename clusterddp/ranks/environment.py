@@ -1,0 +1,188 @@
+"""The environment of a rank: torchrun's variables and clusterddp's own, each with where its value came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp.network import nccl_log
+
+COOKIE = "CLUSTERDDP_COOKIE"
+"""Names the run (its token) and the role of a process; inherited by all descendants, a sweep goes by it."""
+STOP_FILE = "CLUSTERDDP_STOP_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
+"""Tells a starting rank whose death ends it; removed before the user's program runs."""
+DEVICE = "CLUSTERDDP_DEVICE"
+"""What the trainer's ranks compute on: cuda or cpu."""
+GPU = "CLUSTERDDP_GPU"
+"""Which of the GPUs that a rank sees is its own, where that is not LOCAL_RANK."""
+CORES = "CLUSTERDDP_CORES"
+"""The cores that a starting rank keeps to, near its GPU; removed before the user's program runs."""
+START_AGAIN = "CLUSTERDDP_START_AGAIN"
+"""From a job's batch script to the first task of a node: `SlurmOrder.start_again` as JSON."""
+LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
+"""Tells rank 0 which inherited descriptor listens at the master port; removed before the user's program runs."""
+ALONE = "CLUSTERDDP_ALONE"
+"""Tells a rank that no supervisor answers for it: it records its own end."""
+USERS = "env in the spec"
+"""The origin of the user's own variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """The value of one variable and, in words for people, where it came from."""
+
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a rank sits in its gang."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    num_nodes: int
+
+
+def cookie(token: str, role: str) -> str:
+    """Return the value of CLUSTERDDP_COOKIE for a role: `s2` supervisor, `g2` guard, `n2` ranks of node 2, `task`."""
+    return f"{token}.{role}"
+
+
+def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
+    """Return the cookies of what runs on nodes and ends with them: their ranks (`n2`), their torchrun (`a2`)."""
+    return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "a"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSettings:
+    """What the variables of one rank follow from."""
+
+    place: RankPlace
+    run: str
+    run_dir: str
+    token: str
+    attempt: int
+    restarts: int
+    restart: int = 0
+    """Counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed."""
+    master_addr: str
+    master_port: int | str
+    """In a plan, where the port is not known yet, words."""
+    threads: int
+    gpus: tuple[str, ...] | None
+    """None: what the rank sees is not ours to say."""
+    on_cpu: bool = False
+    """True: the ranks are to compute on the CPU, whatever the machine has."""
+    backend: str
+    interface: str | None
+    nccl_interfaces: tuple[str, ...] = ()
+    """What NCCL's sockets take in place of `interface`."""
+    user: Mapping[str, str]
+    """The user's own variables. They beat what clusterddp chooses, but not what makes the rank this rank."""
+
+
+def rank_variables(settings: RankSettings) -> dict[str, Variable]:
+    """Compute every variable that clusterddp sets for one rank, the user's own among them."""
+    groups = {
+        "the plan: the rank's place in the gang": _place_variables(settings.place),
+        "the plan: the rendezvous": _rendezvous_variables(settings),
+        "the run": _run_variables(settings),
+    }
+    return {
+        **_chosen(settings),
+        **_nccl_variables(settings),
+        **{name: Variable(value, USERS) for name, value in settings.user.items()},
+        **{
+            name: Variable(str(value), origin)
+            for origin, variables in groups.items()
+            for name, value in variables.items()
+        },
+    }
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment, which what it starts gets as well, without clusterddp's own variables."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
+
+
+def _place_variables(place: RankPlace) -> dict[str, object]:
+    return {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": place.num_nodes,
+        "NODE_RANK": place.node_rank,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.world_size,
+        "ROLE_NAME": "default",
+    }
+
+
+def _rendezvous_variables(settings: RankSettings) -> dict[str, object]:
+    return {
+        "MASTER_ADDR": settings.master_addr,
+        "MASTER_PORT": settings.master_port,
+        "TORCHELASTIC_RUN_ID": settings.run,
+        "TORCHELASTIC_RESTART_COUNT": settings.restart,
+        "TORCHELASTIC_MAX_RESTARTS": settings.restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+    }
+
+
+def _run_variables(settings: RankSettings) -> dict[str, object]:
+    attempt_dir = f"{settings.run_dir}/attempts/{settings.attempt}"
+    return {
+        ERROR_FILE: f"{attempt_dir}/ranks/{settings.place.rank:03d}.error.json",
+        "CLUSTERDDP_RUN": settings.run,
+        "CLUSTERDDP_RUN_DIR": settings.run_dir,
+        "CLUSTERDDP_ATTEMPT": settings.attempt,
+        STOP_FILE: f"{attempt_dir}/STOP",
+        "CLUSTERDDP_BACKEND": settings.backend,
+        DEVICE: "cpu" if settings.on_cpu else "cuda",
+        COOKIE: cookie(settings.token, f"n{settings.place.node_rank}"),
+    }
+
+
+def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
+    """Choose NCCL's networks and have it log the one that it takes, unless the user has it log something."""
+    variables = {}
+    if settings.nccl_interfaces:
+        names = f"={','.join(settings.nccl_interfaces)}"
+        variables["NCCL_SOCKET_IFNAME"] = Variable(names, "the fastest network of all hosts")
+    spans_ranks = settings.backend == "nccl" and settings.place.world_size > 1
+    if spans_ranks and settings.user.keys().isdisjoint(nccl_log.VARIABLES):
+        logs = f"{settings.run_dir}/attempts/{settings.attempt}/logs"
+        log = f"{logs}/rank-{settings.place.rank:03d}.nccl".replace("%", "%%")
+        for name, value in zip(nccl_log.VARIABLES, ("INFO", "INIT,NET", log), strict=True):
+            variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
+    return variables
+
+
+def _chosen(settings: RankSettings) -> dict[str, Variable]:
+    """Choose what the user may choose otherwise."""
+    gpus, interface = settings.gpus, settings.interface
+    chosen = {
+        "OMP_NUM_THREADS": Variable(str(settings.threads), "resources.cpus_per_task"),
+        "PYTHONUNBUFFERED": Variable("1", "clusterddp: logs are read while they are written"),
+    }
+    if gpus is not None:
+        gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
+        chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
+    if settings.on_cpu:
+        # Without it Accelerate's ranks that find no GPU make no group: each trains alone, and all end well.
+        chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
+    if interface is not None:
+        chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
+        if not interface.startswith("lo"):
+            # NCCL reads a bare name as a prefix; "=" makes it exact. Over loopback NCCL finds its own way.
+            chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={interface}", "network.interface")
+    return chosen

@@ -1,0 +1,278 @@
+"""Who started this process, which rank it is, and where the ranks meet: read from what its launcher has set.
+
+The table of the launchers, and what is taken from where, is docs/launchers.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterddp.errors import UsageError
+from clusterddp.network.hostlist import MAX_HOSTS, expand
+from clusterddp.network.interface import LOOPBACK_ADDRESS
+from clusterddp.ranks.environment import Variable
+from clusterddp.ranks.launched_sources import Key, Launcher, Source, read_source, read_starter, witnesses
+
+DEFAULT_PORT = 29500
+"""torchrun's, for those who set MASTER_ADDR alone."""
+_DAEMONS = re.compile(r"([^,\[]{1,255})(?:\[([0-9]{1,2}):([0-9,-]+)\]([^,]{0,255}))?")
+TITLES: dict[Launcher | None, str] = {
+    "torchrun": "torchrun",
+    "openmpi": "mpirun (Open MPI)",
+    "mpich": "mpirun (MPICH)",
+    "srun": "srun",
+    "pmi": "a launcher with PMI",
+    "pmix": "a launcher with PMIx",
+    "kubeflow": "Kubeflow",
+    "hand": "RANK and WORLD_SIZE in the environment",
+    None: "nobody",
+}
+_VARIABLES: dict[Key, str] = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "num_nodes": "GROUP_WORLD_SIZE",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """What a process knows of its place before it has met the other ranks; None: the ranks find out together."""
+
+    launcher: Launcher | None
+    """None: no launcher, the process is the only rank."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    master_addrs: tuple[str, ...] = ()
+    """Where rank 0 may be met, the first that answers is right; empty: PMI has to be asked (launched_pmi.py)."""
+    master_port: int | None = None
+    """None: rank 0 takes the first free one of a walk that follows from `identity`."""
+    port_is_taken: bool = False
+    """True: torchrun's agent listens at the master port already, the ranks' store is its."""
+    identity: str = ""
+    """What tells this start from any other, the same for all its ranks; empty for a rank that is alone."""
+    start: int = 0
+    """How often the launcher has started these ranks again."""
+    told: Mapping[str, Variable] = field(default_factory=dict)
+    """RANK and the like, as far as they are known, each with the variable that it came from."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.launcher]
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """True when all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size or self.num_nodes == 1
+
+
+def find_place(environ: Mapping[str, str]) -> Launched:
+    """Find out who started this process and which rank it is.
+
+    Raises: UsageError: this is no place to start a rank from, or a variable is missing or makes no sense,
+    or two of them tell different numbers.
+    """
+    _refuse_wrong_places(environ)
+    starter = read_starter(environ)
+    if starter is None:
+        return Launched(launcher=None, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
+    others = [read_source(launcher, environ) for launcher in witnesses(starter.launcher)]
+    _check_agreement(starter, others)
+    numbers = {number.key: number for source in reversed([starter, *others]) for number in reversed(source.numbers)}
+    _demand(numbers.keys(), starter)
+    launched = Launched(
+        launcher=starter.launcher,
+        **{key: number.value for key, number in numbers.items()},  # type: ignore[arg-type]
+        told={_VARIABLES[key]: Variable(str(number.value), number.variable) for key, number in numbers.items()},
+    )
+    _check_sizes(launched)
+    return _with_master(launched, environ)
+
+
+def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
+    run = environ.get("CLUSTERDDP_RUN")
+    if run:
+        raise UsageError(
+            f"this is a rank of {run} already: CLUSTERDDP_RUN is set",
+            hint="entry in the spec names what the ranks run; clusterddp worker is for other launchers",
+        )
+    procs = environ.get("PET_NPROC_PER_NODE", "")
+    if _is_number(procs) and int(procs) > 1 and not environ.get("TORCHELASTIC_RUN_ID"):
+        raise UsageError(
+            f"PET_NPROC_PER_NODE is {procs}: torchrun is to start {procs} ranks here, and this is none of them",
+            hint="torchrun -m clusterddp worker SPEC; torchrun reads PET_* itself",
+        )
+    tasks = environ.get("SLURM_NTASKS", "")
+    if read_starter(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
+        raise UsageError(
+            f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), and this is none of them",
+            hint="srun clusterddp worker SPEC",
+        )
+
+
+def _check_agreement(starter: Source, others: list[Source]) -> None:
+    """See to it that whatever tells the same number tells the same."""
+    for other in others:
+        for number in other.numbers:
+            own = starter.find(number.key)
+            if own is not None and own.value != number.value:
+                left_over = f"{TITLES[starter.launcher]} has set {own.variable}; unset {number.variable}"
+                raise UsageError(
+                    f"{own.variable} is {own.value} and {number.variable} is {number.value}: "
+                    f"two numbers for one thing ({_VARIABLES[number.key]}), and both are set",
+                    hint=left_over if starter.launcher != other.launcher else f"unset {number.variable}",
+                )
+
+
+def _demand(known: object, starter: Source) -> None:
+    hints = {
+        "pmix": "PMIx tells no world size in the environment: have the launcher set WORLD_SIZE, as mpirun -x does",
+        "hand": "each rank has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    }
+    for key, name in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
+        if key not in known:  # type: ignore[operator]
+            there = ", ".join(f"{number.variable} is {number.value}" for number in starter.numbers)
+            raise UsageError(f"{there}, and {name} is not set", hint=hints.get(starter.launcher))
+
+
+def _check_sizes(launched: Launched) -> None:
+    told = launched.told
+    for prefix in ("", "LOCAL_", "GROUP_"):
+        number, size = f"{prefix}RANK", f"{prefix}WORLD_SIZE"
+        if number in told and size in told and int(told[number].value) >= int(told[size].value):
+            raise UsageError(
+                f"{told[number].origin} is {told[number].value} and {told[size].origin} is {told[size].value}: "
+                f"ranks are numbered from 0 to {int(told[size].value) - 1}"
+            )
+    if launched.local_world_size is not None and launched.local_world_size > launched.world_size:
+        local, world = told["LOCAL_WORLD_SIZE"], told["WORLD_SIZE"]
+        raise UsageError(f"{local.origin} is {local.value} and {world.origin} is {world.value}: more than all")
+
+
+def _with_master(launched: Launched, environ: Mapping[str, str]) -> Launched:
+    """Add where the ranks meet, and what this start of them is called."""
+    addresses: tuple[str, ...] = ()
+    port: int | None = None
+    told = dict(launched.told)
+    for prefix in ("", "PET_"):
+        if not addresses and environ.get(f"{prefix}MASTER_ADDR"):
+            addresses = (environ[f"{prefix}MASTER_ADDR"],)
+            told["MASTER_ADDR"] = Variable(addresses[0], f"{prefix}MASTER_ADDR")
+        if port is None and environ.get(f"{prefix}MASTER_PORT"):
+            port = _read_port(environ, f"{prefix}MASTER_PORT")
+            told["MASTER_PORT"] = Variable(str(port), f"{prefix}MASTER_PORT")
+    if not addresses:
+        addresses, origin = _find_addresses(launched, environ)
+        if addresses:
+            told["MASTER_ADDR"] = Variable(addresses[0], origin)
+    if port is None and launched.launcher in {"hand", "kubeflow"}:
+        port = DEFAULT_PORT
+        told["MASTER_PORT"] = Variable(str(port), "torchrun's default")
+    agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched.launcher == "torchrun"
+    identity, start = _identify(launched, environ, f"{addresses[0] if addresses else ''}:{port}")
+    return dataclasses.replace(
+        launched,
+        master_addrs=addresses,
+        master_port=port,
+        port_is_taken=agents,
+        identity=identity,
+        start=start,
+        told=told,
+    )
+
+
+def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    if launched.is_on_one_host or launched.world_size == 1:
+        return (LOOPBACK_ADDRESS,), "all ranks are on one host"
+    if launched.launcher == "srun":
+        for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+            if environ.get(name):
+                return expand(environ[name])[:1], f"the first host of {name}"
+    if launched.launcher == "openmpi" and environ.get("OMPI_MCA_orte_hnp_uri"):
+        # mpirun's own host has rank 0 if it has any rank; else rank 0 is on the host of its first daemon.
+        others = _hosts_of(environ.get("OMPI_MCA_orte_node_regex", ""))[1:]
+        addresses = (*others[:1], *_addresses_of(environ["OMPI_MCA_orte_hnp_uri"]), *others[1:])
+        return addresses, "OMPI_MCA_orte_node_regex and OMPI_MCA_orte_hnp_uri: the hosts of mpirun"
+    if launched.launcher == "openmpi" and environ.get("SLURM_JOB_NODELIST"):
+        # Since its version 5 no variable names the hosts; in an allocation they are the allocation's.
+        return expand(environ["SLURM_JOB_NODELIST"]), "SLURM_JOB_NODELIST: the hosts of the allocation"
+    if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
+        return (), "PMI"
+    hints = {
+        "openmpi": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., HOST being where rank 0 is",
+        "mpich": "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..., HOST being where rank 0 is",
+    }
+    raise UsageError(
+        f"rank {launched.rank} of {launched.world_size}: MASTER_ADDR is not set, so nothing tells where rank 0 is",
+        hint=hints.get(launched.launcher or "", "export MASTER_ADDR=HOST MASTER_PORT=29500, HOST being rank 0's"),
+    )
+
+
+def _addresses_of(uri: str) -> tuple[str, ...]:
+    """Read the addresses of `1504706560.0;tcp://192.0.2.2,10.0.0.2:52885;tcp6://[fd00::2]:45157`."""
+    plain = re.findall(r"tcp://([0-9.,]+):\d+", uri)
+    six = re.findall(r"tcp6://([^;]+):\d+", uri)
+    found = [*",".join(plain).split(","), *(part.strip("[]") for part in ",".join(six).split(","))]
+    return tuple(filter(None, found))
+
+
+def _hosts_of(regex: str) -> tuple[str, ...]:
+    """Name the hosts of mpirun's daemons in their order: `head,node[1:1-2]@0(3)` is head, node1, node2."""
+    hosts: list[str] = []
+    for name, width, ranges, rest in _DAEMONS.findall(regex.partition("@")[0]):
+        for first, last in re.findall(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", ranges):
+            numbers = range(int(first), min(int(last or first) + 1, int(first) + MAX_HOSTS - len(hosts)))
+            hosts += [f"{name}{str(number).zfill(int(width))}{rest}" for number in numbers]
+        hosts += [] if ranges else [name]
+    return tuple(hosts)
+
+
+def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> tuple[str, int]:
+    """Name this start of the ranks, and count how often the launcher has started them before."""
+    if launched.launcher == "torchrun":
+        run_id = environ["TORCHELASTIC_RUN_ID"]
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"torchrun {run_id}" if run_id not in {"", "none"} else f"torchrun at {meeting}"
+        return name, int(restarts) if _is_number(restarts) else 0
+    if launched.launcher == "srun":
+        restarts = environ.get("SLURM_RESTART_COUNT", "0")
+        job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
+        step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
+        return f"srun {job}.{step}", int(restarts) if _is_number(restarts) else 0
+    if launched.launcher in {"openmpi", "pmix"}:
+        namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+        return f"mpirun {namespace or meeting}", 0
+    if launched.launcher in {"mpich", "pmi"}:
+        return _identify_mpich(launched, environ, meeting), 0
+    return f"hand at {meeting}", 0
+
+
+def _identify_mpich(launched: Launched, environ: Mapping[str, str], meeting: str) -> str:
+    """Name an mpirun by what its ranks on one host have in common: their connection to Hydra, or their parent."""
+    if not launched.is_on_one_host:
+        return f"mpirun at {meeting}"
+    try:
+        return f"mpirun {os.fstat(int(environ['HYDI_CONTROL_FD'])).st_ino}"
+    except (KeyError, ValueError, OSError):
+        return f"mpirun process {os.getppid()}"
+
+
+def _read_port(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not (_is_number(text) and 0 < int(text) < 65536):
+        raise UsageError(f"{name} is {environ[name]!r}, a port from 1 to 65535 is expected")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -1,0 +1,118 @@
+"""Where a task stands in its Slurm step, as srun's variables tell it; the step's own count before the job's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.network.hostlist import expand
+
+MAX_TASKS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlace:
+    """A task's place in its step, and the step as a whole: which ranks are on which host."""
+
+    job_id: str
+    step_id: str
+    restart_count: int
+    """How often Slurm has started this job before."""
+    hosts: tuple[str, ...]
+    """By node rank."""
+    ranks: tuple[tuple[int, ...], ...]
+    """By node rank, in the order of their local ranks."""
+    rank: int
+    local_rank: int
+    node_rank: int
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.node_rank]
+
+
+def read_place(environ: Mapping[str, str]) -> StepPlace:
+    """Read a task's place; tasks are laid out in blocks (`srun --distribution=block`).
+
+    Raises: ClusterddpError: a variable is missing or makes no sense, or two of them contradict each other.
+    """
+    hosts = expand(_one_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    counts = expand_counts(_one_of(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    place = StepPlace(
+        job_id=_one_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"),
+        step_id=_one_of(environ, "SLURM_STEP_ID", "SLURM_STEPID"),
+        restart_count=_number(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0,
+        hosts=hosts,
+        ranks=_blocks(counts),
+        rank=_number(environ, "SLURM_PROCID"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        node_rank=_number(environ, "SLURM_NODEID"),
+    )
+    _check(place, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    return place
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Read Slurm's counts per node: `2(x3),1` is 2, 2, 2, 1.
+
+    Raises: ClusterddpError: these are no counts.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
+        times = int(match[2] or 1) if match else 0
+        if match is None or int(match[1]) * times > MAX_TASKS or len(counts) + times > MAX_TASKS:
+            raise ClusterddpError(f"tasks per node {text!r}: a count such as 2 or 2(x3) is expected, not {part!r}")
+        counts += [int(match[1])] * times
+    return tuple(counts)
+
+
+def _blocks(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    blocks, first = [], 0
+    for count in counts:
+        blocks.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(blocks)
+
+
+def _check(place: StepPlace, num_tasks: int) -> None:
+    if len(place.hosts) != len(place.ranks):
+        raise ClusterddpError(
+            f"Slurm's variables contradict each other: the step's {len(place.hosts)} hosts are "
+            f"{', '.join(place.hosts)}, but tasks per node are given for {len(place.ranks)}"
+        )
+    if place.world_size != num_tasks:
+        raise ClusterddpError(
+            f"Slurm's variables contradict each other: {place.world_size} tasks on the nodes, {num_tasks} in the step"
+        )
+    if place.node_rank >= len(place.ranks):
+        raise ClusterddpError(
+            f"Slurm's variables contradict each other: node {place.node_rank} of a step with {len(place.hosts)} hosts"
+        )
+    own = place.ranks[place.node_rank]
+    if place.local_rank >= len(own) or own[place.local_rank] != place.rank:
+        raise ClusterddpError(
+            f"task {place.rank} is number {place.local_rank} on node {place.node_rank}, whose tasks in blocks are "
+            f"{', '.join(map(str, own))}",
+            hint="srun must be given --distribution=block",
+        )
+
+
+def _one_of(environ: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if environ.get(name):
+            return environ[name]
+    raise ClusterddpError(f"{names[0]} is not set", hint="srun starts the tasks of a Slurm run")
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    text = _one_of(environ, *names)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ClusterddpError(f"{names[0]} is {text!r}, a number is expected")
+    return int(text)

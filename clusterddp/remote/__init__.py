@@ -1,0 +1,1 @@
+"""Sessions with the agents of SSH hosts: start one, ask it, upload files to it."""

@@ -1,0 +1,118 @@
+"""What an agent's answer to each request holds: a host that says anything else has said nonsense, and is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from clusterddp.facts.host import HostFacts
+from clusterddp.network.interface import Link
+from clusterddp.network.paths import Outcome
+from clusterddp.run.leftovers import Ended, RunHere
+from clusterddp.run.stored import Removed, Storage
+
+
+class Part(TypedDict):
+    """A piece of a file (agent/mirror.py)."""
+
+    length: int
+    gone: bool
+    size: int
+    mtime_ns: int
+    fits: bool
+
+
+class Look(TypedDict):
+    """A run on a host (agent/mirror.py)."""
+
+    boot: str
+    alive: list[str]
+    has_run: bool
+    end_attempt: int | None
+    end: dict[str, Any] | None
+    sum: str
+    files: dict[str, tuple[int, int]] | None
+
+
+class WayTold(TypedDict):
+    """A try to connect (agent/ways.py)."""
+
+    target: int
+    address: str
+    port: int
+    outcome: Outcome
+    detail: str
+    left_from: str | None
+    seen_from: str | None
+    round_trip_ms: float | None
+
+
+class LinkTried(TypedDict):
+    """How fast two hosts talk (train/trial.py)."""
+
+    mbyte_per_s: float
+    latency_ms: float
+
+
+class TrialWords(TypedDict, total=False):
+    """A line of a trial (train/trial.py)."""
+
+    port: int
+    compute: dict[str, float]
+    link: LinkTried
+    error: str
+
+
+class Address(TypedDict):
+    """Where the head listens for the other supervisors."""
+
+    host: str
+    port: int
+
+
+HELLO: Mapping[str, Any] = {
+    "hostname": str,
+    "uid": int,
+    "user": str,
+    "home": str,
+    "root": str,
+    "python": str,
+    "path": str,
+    "version": str,
+    "platform": str,
+    "boot_id": str,
+    "pid": int,
+    "have": bool,
+}
+"""What the boot says of the host (agent/boot.py)."""
+ANSWERS: Mapping[str, Mapping[str, Any]] = {
+    "facts.machine": {"facts": HostFacts},
+    "facts.clock": {"time": float},
+    "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
+    "gpus.lease": {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str], "ahead": list[str]},
+    "login.lay_out": {"place": str, "directory": str},
+    "mirror.changes": {"runs": dict[str, Look]},
+    "mirror.read": {"parts": list[Part]},
+    "net.listen": {
+        "machine": str,
+        "links": tuple[Link, ...],
+        "own_addresses": tuple[str, ...] | None,
+        "port": int,
+        "master_port": int | None,
+        "firewall": str | None,
+    },
+    "net.probe": {"ways": list[WayTold], "slow_names": list[str]},
+    "run.ask": {"found": bool},
+    "run.end": {"ended": int, "left": list[int]},
+    "run.prepare": {"run_dir": str},
+    "run.supervise": {"pid": int, "link": Address | None},
+    "store.compare": {"place": str, "in_the_way": tuple[str, ...], "stale": tuple[str, ...], "stale_count": int},
+    "store.missing": {"missing": list[str]},
+    "store.seen": {"seen": list[str]},
+    "table.look": {"runs": list[RunHere]},
+    "table.end": {"ended": list[Ended]},
+    "table.stored": {"stored": Storage},
+    "table.remove": {"removed": list[Removed]},
+    "trial.read": {"said": list[TrialWords], "ended": str | None},
+}
+"""Operation -> key -> type, for `wire.build`; the other operations answer only that all went well."""

@@ -1,0 +1,1 @@
+"""How processes find each other, authenticate, and are counted before torch starts."""

@@ -1,0 +1,175 @@
+"""Supervisors, as seen by the process that starts one: the order, the process, the lines that pass between the two.
+
+The order is the first line on the supervisor's standard input. The pipe stays open: for a supervisor that is bound to
+its parent, the end of the pipe means that the parent has died. Later lines are `{"detach": true}` (the parent leaves
+on purpose) and, to the head only, `{"ended": node rank, "exit_code": int}` (another node's supervisor has ended; a
+negative code is a signal). The supervisor answers with one line on standard output: the head with
+`{"link": {"host": str, "port": int}}`, the address that the orders of the other nodes name; over SSH the others with
+`{"joined": true}`, when the head has accepted them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from clusterddp.ranks.environment import COOKIE, cookie
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang, Node
+from clusterddp.wire import build, read_object
+
+SUPERVISOR_COMMAND = (sys.executable, "-m", "clusterddp.node.supervisor")
+
+
+class Link(TypedDict):
+    """Where the head listens for the other supervisors."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOrder:
+    """What a supervisor knows of the job that it belongs to."""
+
+    job_id: str
+    restart_count: int
+    """How often Slurm has started the job before."""
+    used_restarts: int
+    """How many of the run's restarts were used up before this start of the job."""
+    job_tag: str | None
+    heads: tuple[str, ...]
+    """Where the head may be, as names or addresses."""
+    start_again: tuple[str, ...] = ()
+    """What Python runs to have the job started again, the attempt's number added: `-m`, module, run; empty: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorOrder:
+    """What a supervisor is started for."""
+
+    run_dir: Path
+    """The run's directory on the supervisor's host."""
+    gang: Gang
+    node_rank: int
+    attempt: int
+    """The number of the first attempt; restarts count on from it."""
+    link: Link | None
+    """Where the head listens; None for the head itself, and on Slurm, where `slurm.heads` says where to look."""
+    parent_bound: bool
+    """True: the end of standard input means that the parent is dead, and ends the gang."""
+    over_ssh: bool = False
+    """True: the parent carries this node alone, as an agent does at the end of an SSH connection."""
+    hold: tuple[int, ...] = ()
+    """Inherited descriptors that supervisor and guard hold until the node's processes are gone: its GPU leases."""
+    tasks: int | None = None
+    """The inherited socket that the node's Slurm tasks connect to, which start the ranks; None: the supervisor does."""
+    slurm: SlurmOrder | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        slurm = dataclasses.asdict(self.slurm) if self.slurm else None
+        return fields | {"run_dir": str(self.run_dir), "gang": self.gang.to_json(), "slurm": slurm}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:
+        """Rebuild an order from what `to_json` gave.
+
+        Raises: ValueError: it is no order; see `build`.
+        """
+        order: SupervisorOrder = build(cls, data, "order")
+        if all(node.node_rank != order.node_rank for node in order.gang.nodes):
+            raise ValueError(f"order.node_rank is {order.node_rank}: the gang has no such node")
+        return order
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.run_dir)
+
+    @property
+    def node(self) -> Node:
+        return next(node for node in self.gang.nodes if node.node_rank == self.node_rank)
+
+    @property
+    def is_head(self) -> bool:
+        return self.node_rank == 0
+
+    @property
+    def spans_hosts(self) -> bool:
+        """True when the nodes are on several hosts, any of which may fall silent."""
+        return len({node.host for node in self.gang.nodes}) > 1
+
+    @property
+    def first_restart(self) -> int:
+        """How many restarts lie behind the run when this order's first attempt begins."""
+        return self.slurm.used_restarts if self.slurm is not None else 0
+
+    def restarts_left_after(self, attempt: int) -> bool:
+        """Say whether the run may begin yet another attempt after this one."""
+        return self.first_restart + attempt - self.attempt < self.gang.restarts
+
+
+def supervisor_log(run: RunDir, node_rank: int) -> Path:
+    """Return the log of a node's supervisor."""
+    return run.launcher_dir / f"supervisor-{node_rank}.log"
+
+
+def start_supervisor(order: SupervisorOrder, environ: Mapping[str, str], *, answers: bool) -> subprocess.Popen[bytes]:
+    """Start the supervisor of a node in a session of its own and give it its order.
+
+    `answers`: its standard output is a pipe for `read_answer`; otherwise it goes to the log, as standard error does.
+    Raises: OSError: it cannot be started.
+    """
+    descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        process = subprocess.Popen(
+            SUPERVISOR_COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if answers else descriptor,
+            stderr=descriptor,
+            cwd=order.run.launcher_dir,
+            env=dict(environ) | {COOKIE: cookie(order.gang.token, f"s{order.node_rank}")},
+            start_new_session=True,
+            pass_fds=order.hold if order.tasks is None else (order.tasks, *order.hold),
+        )
+    finally:
+        os.close(descriptor)
+    send(process, order.to_json())
+    return process
+
+
+def send(supervisor: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
+    """Send a supervisor one line; nothing happens when it has ended, which `wait` shows."""
+    assert supervisor.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        supervisor.stdin.write(json.dumps(message).encode() + b"\n")
+        supervisor.stdin.flush()
+
+
+def read_answer(supervisor: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
+    """Read the line that a supervisor answers with; None when it has ended, or sends none in time."""
+    assert supervisor.stdout is not None
+    readable, _, _ = select.select([supervisor.stdout], [], [], timeout_s)
+    try:
+        return read_object(supervisor.stdout.readline()) if readable else None
+    except ValueError:
+        return None
+
+
+def read_link(head: subprocess.Popen[bytes], timeout_s: float) -> Link | None:
+    """Read where the head listens; None as for `read_answer`."""
+    answer = read_answer(head, timeout_s)
+    try:
+        link: Link = build(Link, (answer or {}).get("link"))
+    except ValueError:
+        return None
+    return link

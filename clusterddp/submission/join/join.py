@@ -1,0 +1,215 @@
+"""A run that machines join one by one, each from a terminal of its own: no SSH, no scheduler, nothing in common.
+
+Each machine finds itself among the hosts of the spec and starts its own node's supervisor; node 0's is the head, as in
+any run. What was started here ends with this process. The functions behind `join` are what `cancel` and `resume` ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.launchers.join import JoinLauncher
+from clusterddp.network.interface import LOOPBACK_ADDRESS
+from clusterddp.network.own_host import find_own_index, look_up, read_own_host
+from clusterddp.planning.environment import process_environment
+from clusterddp.planning.prerequisites import check_trainer
+from clusterddp.rendezvous.signed import JOIN_KEY
+from clusterddp.run.attempts import Tell, silence
+from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.record import ProcessIdentity, read_run, write_run
+from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
+from clusterddp.submission.join.head import Gathering
+from clusterddp.submission.join.member import Seat
+from clusterddp.submission.join.news import Joined
+from clusterddp.submission.join.plan import hosts_of, join_port, lease_own_gpus, plan_join, settle
+from clusterddp.submission.join.resuming import find_earlier, next_attempt, open_again, under_its_name
+from clusterddp.submission.join.words import read_facts
+from clusterddp.submission.staging import make_run
+from clusterddp.system.gpu_lease import Lease
+
+if TYPE_CHECKING:
+    from clusterddp.planning.plan import Plan
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What this machine is to do, before the others are there."""
+
+    plan: Plan
+    node_rank: int
+    lease: Lease
+    """On the GPUs of its node."""
+    interface: str | None
+    """The one that the spec names."""
+    environ: Mapping[str, str]
+    earlier: RunDir | None
+    """The run that is gone on with, as this machine has it."""
+
+    def settled(self, *, run: str, token: str, master_addr: str) -> Plan:
+        """Return the plan with what is known once all are there."""
+        names = {"run": run, "token": token, "master_addr": master_addr}
+        return settle(self.plan, self.node_rank, interface=self.interface, **names)
+
+
+def join(
+    resolved: ResolvedSpec,
+    *,
+    runs_dir: Path,
+    working_dir: Path,
+    environ: Mapping[str, str],
+    node_rank: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    resume: str | None = None,
+    say: Tell = silence,
+) -> Joined:
+    """Take this machine's part in a run: wait for the others, then start its node's ranks.
+
+    `node_rank`: which node it is, where its addresses and names do not tell. `resume`: the run to go on with.
+    Raises: UsageError, PreflightError, ClusterddpError: it is none of the hosts, or not all fitting ones come in time;
+    nothing is left then.
+    """
+    from clusterddp.spec.hosts import share_out
+    from clusterddp.spec.load import flatten
+
+    plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    earlier = find_earlier(runs_dir, resume) if resume else None
+    if earlier is not None:
+        JoinLauncher().clear_away(
+            earlier, read_run(earlier), environ
+        )  # first, for what is left of it may hold its GPUs
+        plan = under_its_name(plan, earlier)
+    rank = _own_rank(hosts_of(plan), node_rank)
+    named = resolved.job.network.interface
+    plan, lease = lease_own_gpus(plan, rank, share_out(resolved.job)[rank].gpus, environ)
+    with contextlib.closing(lease):
+        interface = None if named == "auto" else named
+        part = Part(plan=plan, node_rank=rank, lease=lease, interface=interface, environ=environ, earlier=earlier)
+        meeting = _Meeting(
+            hosts=hosts_of(plan),
+            port=join_port(resolved),
+            key=environ.get(JOIN_KEY, ""),
+            spec=flatten(resolved.job.model_dump(mode="json")),
+            facts=read_facts() | {"--resume": earlier.name if earlier else None},
+            timeout_s=timeout_s,
+            tell=say,
+        )
+        return _follow(part, meeting) if rank else _lead(part, meeting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Meeting:
+    """Where and how the machines meet."""
+
+    hosts: tuple[str, ...]
+    port: int
+    key: str
+    spec: Mapping[str, Any]
+    facts: Mapping[str, str | None]
+    timeout_s: float
+    tell: Tell
+
+
+def start_timeout_s(job: JobSpec) -> float:
+    """Return how long to wait for the other machines: what the spec says, else five minutes."""
+    return float(job.network.start_timeout.seconds) if job.network.start_timeout else TIMEOUT_S
+
+
+def _own_rank(hosts: tuple[str, ...], named: int | None) -> int:
+    if named is None:
+        return find_own_index(look_up(hosts), read_own_host())
+    if not 0 <= named < len(hosts):
+        raise UsageError(f"--node-rank {named}: the spec has nodes 0 to {len(hosts) - 1}: {', '.join(hosts)}")
+    return named
+
+
+def _lead(part: Part, meeting: _Meeting) -> Joined:
+    """Wait for the others and start the head; then tell them where it is."""
+    hosts = meeting.hosts
+    gathering = Gathering(
+        hosts=hosts, spec=meeting.spec, facts=meeting.facts, key=meeting.key, port=meeting.port, tell=meeting.tell
+    )
+    try:
+        if len(hosts) > 1:
+            gathering.gather(meeting.timeout_s)
+        master_addr = gathering.master_addr() if gathering.members else LOOPBACK_ADDRESS
+        plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=master_addr)
+        attempt = next_attempt(part.earlier) if part.earlier else 0
+        if part.earlier:
+            open_again(part.earlier, plan, attempt)
+        else:
+            plan = make_run(plan, part.environ)
+        run = _own(plan)
+        supervisor = _start(part, plan, run, attempt, None)
+        link = read_link(supervisor, plan.gang.start_timeout_s)
+        if link is None:
+            supervisor.kill()
+            raise ClusterddpError(f"{run.name}: the supervisor did not say where it listens: {_last_line(run)}")
+        gathering.begin(plan.run, plan.token, attempt, dict(link))
+    except BaseException:
+        gathering.say_all({"refused": f"node 0 ({hosts[0]}) could not start; its terminal says why", "hint": None})
+        gathering.close()
+        raise
+    return Joined(run, 0, supervisor, gathering if gathering.members else None).watch()
+
+
+def _follow(part: Part, meeting: _Meeting) -> Joined:
+    """Find node 0, wait until all are there, and start this node's supervisor, which finds the head by itself."""
+    rank = part.node_rank
+    seat = Seat(hosts=meeting.hosts, node_rank=rank, port=meeting.port, key=meeting.key, tell=meeting.tell)
+    try:
+        said = seat.take(meeting.spec, meeting.facts, meeting.timeout_s)
+        plan = part.settled(run=said.run, token=said.token, master_addr=said.master_addr)
+        run, attempt = RunDir(plan.run_dir), said.attempt
+        shared = run.attempt(attempt).path.exists() and read_run(run).token == said.token
+        if part.earlier and not shared:
+            open_again(run, plan, attempt)
+        elif not shared:
+            plan = make_run(plan, part.environ)
+        run = run if shared else _own(plan)
+        supervisor = _start(part, plan, run, attempt, said.link)
+    except BaseException:
+        seat.close()
+        raise
+    return Joined(run, rank, supervisor, seat, shares_files=shared).watch()
+
+
+def _own(plan: Plan) -> RunDir:
+    """Say in the record that this process carries the run here."""
+    run = RunDir(plan.run_dir)
+    keeper = dataclasses.asdict(ProcessIdentity.of())
+    job_id = f"{os.getpid()}@{socket.gethostname()}"
+    write_run(run, dataclasses.replace(read_run(run), keeper=keeper, job_id=job_id))
+    return run
+
+
+def _start(part: Part, plan: Plan, run: RunDir, attempt: int, link: Link | None) -> subprocess.Popen[bytes]:
+    order = SupervisorOrder(
+        run_dir=run.path,
+        gang=plan.gang,
+        node_rank=part.node_rank,
+        attempt=attempt,
+        link=link,
+        parent_bound=True,
+        hold=part.lease.descriptors,
+        over_ssh=True,  # this process carries its node alone, as an agent does
+    )
+    return start_supervisor(order, process_environment("", part.environ), answers=order.is_head)
+
+
+def _last_line(run: RunDir) -> str:
+    log = supervisor_log(run, 0)
+    return (read_tail(log).rpartition("\n")[2].strip() if log.exists() else "") or "it said nothing"

@@ -1,0 +1,130 @@
+"""The plan of a run that machines join: hosts of the ssh section, code and paths of this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import PreflightError, UsageError
+from clusterddp.network.interface import Interface, interface_towards, loopback, named_interface
+from clusterddp.network.port import walk_ports
+from clusterddp.planning.entry import entry_of
+from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
+from clusterddp.planning.local import read_machine
+from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.owned_ranks import with_one_process_each
+from clusterddp.planning.plan import Plan, move_plan, plan_gang
+from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.program import plan_program
+from clusterddp.planning.ssh import plan_ssh_placement
+from clusterddp.run.gang import Node
+from clusterddp.system.devices import list_gpus
+from clusterddp.system.gpu_lease import Lease, spell_busy, take_leases
+
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+
+LAUNCHER = "join"
+_TRIES = 5
+
+
+def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]) -> Plan:
+    """Compute what this machine would do in the run; who it is, and where node 0 is found, is filled in later.
+
+    Raises: UsageError, PreflightError, ClusterddpError: it could not take part, with the reason.
+    """
+    from clusterddp.spec.hosts import share_out, unused_hosts
+
+    runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
+    if resolved.job.sweep:
+        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+    check_secrets(tuple(resolved.job.secrets), environ)
+    # The code is here, as for a run of this machine alone; nothing is sent anywhere.
+    here = with_absolute_paths(resolved.job.model_copy(update={"launcher": "local"}), working_dir)
+    shares = share_out(resolved.job)
+    placement = plan_ssh_placement(resolved.job, shares, unused_hosts(resolved.job))
+    placement, spawns = with_one_process_each(resolved.job, placement)
+    program = plan_program(here, working_dir=working_dir, runs_dir=runs_dir, environ=environ)
+    run, token = choose_run_name(runs_dir), secrets.token_hex(16)
+    entry = entry_of(program, here, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    plan = Plan(
+        run=run,
+        token=token,
+        name=resolved.job.name,
+        launcher=LAUNCHER,
+        runs_dir=runs_dir,
+        working_dir=working_dir,
+        spec=filled_in(here),
+        spec_text=spec_text(here.model_copy(update={"launcher": resolved.job.launcher})),
+        gang=plan_gang(resolved.job, placement, entry, run=run, token=token),
+        rank0={},
+        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
+        snapshot=program.snapshot_summary,
+        secrets=tuple(resolved.job.secrets),
+        parent=None,
+        files=(),
+        commands=(),
+    )
+    return move_plan(plan, runs_dir / run)
+
+
+def hosts_of(plan: Plan) -> tuple[str, ...]:
+    """Name the hosts in the order of the node ranks."""
+    return tuple(node.host for node in plan.gang.nodes)
+
+
+def join_port(resolved: ResolvedSpec) -> int:
+    """Return the port at which node 0 waits for the others: the one of the spec, or one that follows from its name."""
+    port = resolved.job.network.master_port
+    return walk_ports(f"join:{resolved.job.name}", 1)[0] if port == "auto" else port
+
+
+def settle(plan: Plan, node_rank: int, *, run: str, token: str, master_addr: str, interface: str | None) -> Plan:
+    """Fill in what is known once all are there: the run, and how this machine reaches node 0.
+
+    Raises: ClusterddpError: there is no way there, or not the interface that the spec names.
+    """
+    found = _interface(plan, master_addr, interface)
+    nodes = tuple(
+        dataclasses.replace(node, interface=found.name, address=found.address, why=found.why)
+        if node.node_rank == node_rank
+        else node
+        for node in plan.gang.nodes
+    )
+    gang = dataclasses.replace(plan.gang, nodes=nodes, token=token, master_addr=master_addr)
+    return move_plan(dataclasses.replace(plan, token=token, gang=gang), plan.runs_dir / run)
+
+
+def lease_own_gpus(plan: Plan, node_rank: int, count: int, environ: Mapping[str, str]) -> tuple[Plan, Lease]:
+    """Lease so many GPUs of this machine for its node; they are in the plan then.
+
+    Raises: PreflightError: it has fewer, or fewer that are free.
+    """
+    for _ in range(_TRIES):
+        machine = read_machine(environ)
+        free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)[:count]
+        if len(free) < count:
+            in_use = f", {len(free)} of them free: {spell_busy(machine.busy)}" if len(machine.gpus) >= count else ""
+            raise PreflightError(
+                f"node {node_rank} is to have {count} GPUs; this machine shows {len(machine.gpus)}{in_use}",
+                hint="--cpu, on all machines, starts the same ranks on the CPU with gloo",
+            )
+        lease = take_leases(free, plan.name, list_gpus(environ))
+        if lease is not None:
+            nodes = tuple(_with_gpus(node, node_rank, free) for node in plan.gang.nodes)
+            return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes)), lease
+    raise PreflightError(f"{plan.name}: the GPUs that are free are taken by others again and again")
+
+
+def _interface(plan: Plan, master_addr: str, named: str | None) -> Interface:
+    if named is not None:
+        return named_interface(named)
+    return loopback() if len(plan.gang.nodes) == 1 else interface_towards(master_addr)
+
+
+def _with_gpus(node: Node, node_rank: int, gpus: tuple[str, ...]) -> Node:
+    return dataclasses.replace(node, gpus=gpus) if node.node_rank == node_rank else node

@@ -1,0 +1,148 @@
+"""The making of a run directory: all of it beside its place, then one rename. Half a run never looks like a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.planning.plan import Plan, plan_json, rename_plan
+from clusterddp.planning.program import choose_snapshot
+from clusterddp.run.attempts import make_attempt
+from clusterddp.run.directory import (
+    STAGING_PREFIX,
+    SWEEP_RECORD,
+    RunDir,
+    read_json,
+    sync_directory,
+    write_json,
+    write_text,
+)
+from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
+from clusterddp.run.snapshot import store_of, write_snapshot
+from clusterddp.run.surroundings import capture_surroundings
+
+_FOREIGN_AFTER_S = 24 * 3600.0
+"""When a staging directory of another machine, whose submitter cannot be asked, is swept."""
+_NAMELESS_AFTER_S = 600.0
+"""When one is swept whose submitter was killed before it could write a name into it."""
+
+
+def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Plan] = rename_plan) -> Plan:
+    """Write the run directory of `plan`; return the plan as carried out, whose name differs if it was taken meanwhile.
+
+    `rename` gives the plan another name then.
+
+    Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
+    """
+    staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        make_runs_dir(plan.runs_dir)
+        sweep_staging(plan.runs_dir)
+        staging.mkdir(mode=0o700)
+        _fill(staging, plan, environ)
+        while not put_in_place(staging, plan.run_dir):
+            plan = rename(plan)
+            _write_identity(RunDir(staging), plan)
+        return plan
+    except OSError as error:
+        raise refusal(plan.runs_dir, error) from error
+    except ClusterddpError as error:
+        if isinstance(error.__cause__, OSError):
+            raise refusal(plan.runs_dir, error.__cause__) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def sweep_staging(runs_dir: Path) -> None:
+    """Remove what submits that were killed left behind; one that is under way is left alone."""
+    for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def make_runs_dir(runs_dir: Path) -> None:
+    """Make the directory of all runs, unless it is there."""
+    try:
+        runs_dir.mkdir(parents=True)
+    except FileExistsError:
+        if not runs_dir.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(runs_dir)) from None
+        return
+    # As a rule this lies in a repository, where nobody wants to commit it.
+    write_text(runs_dir / ".gitignore", "*\n", exclusive=True)
+
+
+def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
+    run = RunDir(staging)
+    _write_identity(run, plan)  # first: from now on everybody can see whose this is
+    write_text(run.spec, plan.spec_text)
+    for directory in (run.checkpoints, run.tensorboard, run.launcher_dir):
+        directory.mkdir(mode=0o700)
+    make_attempt(run, 0)
+    surroundings = capture_surroundings(plan.working_dir, environ)
+    if plan.snapshot is not None:
+        chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)
+        digest = write_snapshot(chosen, store_of(plan.runs_dir), run.code)
+        surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
+    write_json(run.environment, surroundings)
+    sync_directory(staging)
+
+
+def _write_identity(run: RunDir, plan: Plan) -> None:
+    record = RunRecord(
+        run=plan.run,
+        token=plan.token,
+        name=plan.name,
+        launcher=plan.launcher,
+        created_ns=time.time_ns(),
+        parent=plan.parent,
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
+    write_run(run, record)
+    write_json(run.plan, plan_json(plan))
+
+
+def put_in_place(staging: Path, run_dir: Path) -> bool:
+    """Rename the finished directory; False when the name is taken."""
+    try:
+        # An empty directory in the way would be replaced without a word; a run is never empty.
+        staging.rename(run_dir)
+    except OSError as error:
+        if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+            return False
+        raise
+    sync_directory(run_dir.parent)
+    return True
+
+
+def _is_abandoned(staging: Path) -> bool:
+    age_s = time.time() - staging.stat().st_mtime
+    try:
+        record = read_json(staging / "run.json") or read_json(staging / SWEEP_RECORD) or {}
+        alive = ProcessIdentity.from_json(record["submitter"]).alive()
+    except (ClusterddpError, KeyError, TypeError):
+        return age_s > _NAMELESS_AFTER_S
+    return age_s > _FOREIGN_AFTER_S if alive is None else not alive
+
+
+def refusal(runs_dir: Path, error: OSError) -> ClusterddpError:
+    """Say why nothing was submitted."""
+    hints = {
+        errno.ENOSPC: "free some space, or --runs DIR takes another directory",
+        errno.EDQUOT: "free some space, or --runs DIR takes another directory",
+    }
+    return ClusterddpError(
+        f"{runs_dir}: nothing was submitted: {error.strerror}"
+        + (f" ({error.filename})" if error.filename and str(error.filename) != str(runs_dir) else ""),
+        hint=hints.get(error.errno or 0, "--runs DIR or CLUSTERDDP_RUNS takes another directory"),
+    )

@@ -1,0 +1,298 @@
+"""Carry out a plan, go on with a run, end it, wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from clusterddp.errors import ClusterddpError, SlurmError, UsageError
+from clusterddp.launchers.registry import launcher_named
+from clusterddp.launchers.state import read_state
+from clusterddp.planning.local import GpusInUseError
+from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.results.fresh import ALL_HERE, Home, kept_fresh
+from clusterddp.run.attempts import (
+    Closeable,
+    Tell,
+    adopt,
+    end_queued,
+    end_run,
+    final_end,
+    make_next_attempt,
+    refuse_resume,
+    refuse_to_end,
+    silence,
+)
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed
+from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep_queue import claim
+from clusterddp.run.view import RunState, RunView
+from clusterddp.slurm.jobs import Phase
+from clusterddp.submission.staging import make_run
+
+if TYPE_CHECKING:
+    from clusterddp.slurm.queue import Slurm
+
+CANCELLED_IN_QUEUE = "cancelled before it was started"
+_ANSWER_INTERVAL_S = 0.25
+_RESUME_LOOK_S = 60.0
+"""How long `resume` waits for the answers of busy hosts; what they say decides whether it may start anything."""
+_ANSWER_S = 5.0
+"""How long the supervisors have to answer a cancel: they look four times a second, and have to kill the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """What a submit or a resume gives back."""
+
+    run: str
+    launcher: str
+    job_id: str | None
+    run_dir: Path
+    tie: Closeable | None = None
+    """What an attached run hangs on."""
+
+
+def submit(plan: Plan, tell: Tell = silence) -> Submitted:
+    """Carry out the plan: make the run's directory, then start it; `tell` is told what takes long.
+
+    Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run is
+    there with that as its end.
+    """
+    environ = inherited_environment()
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    launcher_named(plan.launcher).check(plan)
+    plan = make_run(plan, environ)
+    return start_attempt(RunDir(plan.run_dir), 0, tell)
+
+
+def resume(run: RunDir, tell: Tell = silence) -> Submitted:
+    """Start the next attempt of a run that ended before it was done.
+
+    Raises: UsageError: it has not ended, or it is done. PreflightError: fewer GPUs than it had are free.
+    """
+    run = RunDir(run.path.absolute())
+    environ = inherited_environment()
+    record = read_run(run)
+    with kept_fresh([run], environ) as home:
+        home.look(timeout_s=_RESUME_LOOK_S)
+    view = read_state(run)
+    refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
+    refuse_foreign(run)
+    clear_away(run, record, environ)  # first, for what is left of it may hold its GPUs
+    plan = plan_again(run, environ)
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    launcher_named(plan.launcher).check(plan)
+    number = open_attempt(run, view)
+    log_event(run, "resumed", attempt=number)
+    return start_attempt(run, number, tell)
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse to start what another user has written.
+
+    Raises: UsageError: the run belongs to another user.
+    """
+    owner = run.plan.stat().st_uid
+    if owner != os.geteuid():
+        raise UsageError(
+            f"{run.name} belongs to another user (uid {owner}), whose plan would start programs as you",
+            hint=f"clusterddp rerun {run.name} starts its spec as a run of your own",
+        )
+
+
+def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
+    """Make the next attempt of a run that has ended; `queued`: it waits for a queue to start it. Return its number.
+
+    An attempt that no queue has come to start is taken as it is.
+    Raises: UsageError: somebody else has made it. ClusterddpError: the file system refuses.
+    """
+    number = view.attempt or 0
+    if view.attempt is None or not (read_run(run).queued and claim(run.attempt(number))):
+        number = 0 if view.attempt is None else view.attempt + 1
+        make_next_attempt(run, number)
+    adopt(run, number, queued=queued)
+    return number
+
+
+def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: bool = False) -> Submitted:
+    """Start an attempt whose directory is ready.
+
+    Raises: ClusterddpError: it cannot be started; that is then the recorded end of the run. GpusInUseError: with
+    `may_wait` it is not.
+    """
+    environ = inherited_environment()
+    launcher = read_run(run).launcher
+    try:
+        started = launcher_named(launcher).start(run, attempt, environ, tell)
+    except KeyboardInterrupt:
+        # Who interrupts a submit does not want the run.
+        became = launcher_named(launcher).withdraw(run, environ)
+        reason = "; ".join(filter(None, ("interrupted while it was being started", became)))
+        record_end(run, cancelled(reason))
+        raise KeyboardInterrupt(f"{run.name}: {reason}") from None
+    except (ClusterddpError, OSError) as error:
+        if isinstance(error, SlurmError) and error.transient:
+            raise  # Slurm may have the job: that is no end
+        if isinstance(error, GpusInUseError) and may_wait:
+            raise
+        give_up_start(run, error)
+    return Submitted(run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, tie=started.tie)
+
+
+def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
+    """End a run; with `save`, let it write a checkpoint first. Return in words what became of it.
+
+    A run that has ended is left as it is, and a second cancel only waits for the first.
+    Raises: ClusterddpError: it has not ended in time. UsageError: it is another user's.
+    """
+    run = RunDir(run.path.absolute())
+    refuse_to_end(run.path)
+    with kept_fresh([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as home:
+        home.look()
+        return _end(run, home, save=save, timeout_s=timeout_s)
+
+
+def wait(
+    run: RunDir,
+    timeout_s: float | None = None,
+    poll: float = 0.2,
+    *,
+    slurm: Slurm | None = None,
+    home: Home = ALL_HERE,
+) -> RunView:
+    """Wait until the run has ended, or the time is up; return what is known of it then.
+
+    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`. `home`: what keeps
+    the files of the run fresh.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    interval = poll
+    while True:
+        home.look()
+        view = read_state(run, slurm)
+        if view.finished:
+            return view
+        left = interval if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return view
+        time.sleep(min(interval, left))
+        interval = min(1.0, interval * 1.2)
+
+
+def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    """See to it that nothing is left of a run that has ended; return how much of it had to be ended for that.
+
+    Raises: ClusterddpError: some of it cannot be reached, or cannot be ended.
+    """
+    num_ended: int = launcher_named(record.launcher).clear_away(run, record, environ)
+    return num_ended
+
+
+def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
+    """Keep to the plan, but for what depends on the machine and on the place of the run directory.
+
+    Raises: GpusInUseError, PreflightError: the machine does not have what it takes, or not now.
+    """
+    plan = read_plan(run)
+    now = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
+    if now != plan:
+        write_json(run.plan, plan_json(now))
+    return now
+
+
+def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
+    if end_queued(run, CANCELLED_IN_QUEUE):
+        return CANCELLED_IN_QUEUE
+    view = read_state(run)
+    record = read_run(run)
+    if view.state is RunState.LOST:
+        num_strays = clear_away(run, record, inherited_environment())
+        if num_strays:
+            things = launcher_named(record.launcher).things
+            return f"was lost; {num_strays} {things} that were left of it are ended"
+    if view.finished:
+        return f"has already ended: {view.state.value} ({view.reason})"
+    waits = view.job is not None and view.job.phase is Phase.WAITING
+    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
+        return _stop(run, record, view.attempt, home)
+    return _cancel(run, record, timeout_s, home)
+
+
+def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
+    """Ask for a checkpoint and the end, and wait for both."""
+    environ = inherited_environment()
+    launcher = launcher_named(record.launcher)
+    gang = read_gang(run)
+    request_stop(run.attempt(attempt).stop_file, "cancel --save")
+    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
+    launcher.request_stop(run, record, environ, home)
+    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), home=home)
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
+            hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
+        )
+    return _became(view)
+
+
+def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str:
+    environ = inherited_environment()
+    launcher = launcher_named(record.launcher)
+    by = f"pid {os.getpid()} on {socket.gethostname()}"
+    asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
+    if asked:
+        log_event(run, "cancel_requested")
+    deadline = time.monotonic() + timeout_s
+    answers = launcher.request_end(run, record, environ, home)
+    slurm = launcher.observer(environ)
+    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
+    # Nobody answers, or nobody is there who could: it is ended from here.
+    if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
+        record_end(run, cancelled(launcher.killed))
+        view = read_state(run, slurm)
+    if not view.finished:
+        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
+            hint=f"it ends as soon as its supervisors see {run.cancel_file}",
+        )
+    return _became(view) if asked else f"was being cancelled already, {_became(view)}"
+
+
+def _became(view: RunView) -> str:
+    word = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
+    return word.get(view.state, f"ended: {view.state.value} ({view.reason})")
+
+
+def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
+    """Record why a run could not be started as its end, and raise it.
+
+    Raises: ClusterddpError: that.
+    """
+    reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
+    log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
+    record_end(run, failed(reason, log=log))
+    if isinstance(error, ClusterddpError):
+        raise error
+    raise ClusterddpError(f"{run.name}: {reason}") from error
+
+
+def record_end(run: RunDir, end: AttemptEnd) -> None:
+    """Record how a run ended, unless that is recorded already."""
+    # A disk that is full, or away, must not hide why the start failed.
+    with contextlib.suppress(ClusterddpError, OSError):
+        end_run(run, end)

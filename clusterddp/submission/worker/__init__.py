@@ -1,0 +1,1 @@
+"""The worker command: ranks that another launcher has started become a run."""

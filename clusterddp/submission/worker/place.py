@@ -1,0 +1,129 @@
+"""What follows from the ranks that have come to a muster: nodes, devices, threads, the interface on this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import PreflightError
+from clusterddp.network.interface import interface_towards, is_loopback, loopback, named_interface
+from clusterddp.network.socket_links import faster_networks
+from clusterddp.rendezvous.muster_words import Hello, Seen
+from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
+from clusterddp.wire import build
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+
+
+_MAX_TEXT = 1024
+"""Of a host's name or address, or of what identifies the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What rank 0 decides, and all ranks are told."""
+
+    run: str
+    token: str
+    attempt: int
+    identity: str
+    nodes: tuple[tuple[str, tuple[int, ...]], ...]
+    """By node rank: the host and its ranks, in the order of their local ranks."""
+    gpus: bool
+    """True: each rank computes on a GPU."""
+    backend: str
+    master_addr: str
+    master_port: int
+    reached: str
+    """The address of rank 0's host by which the others reach it."""
+    networks: tuple[str, ...] = ()
+    """What NCCL's sockets take in place of the one by which rank 0 is reached."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], world_size: int) -> Decided:
+        """Take what rank 0 has told `world_size` ranks: without a key, whoever answers at its port may have told it.
+
+        Raises: PreflightError: it cannot be what rank 0 says.
+        """
+        try:
+            decided: Decided = build(cls, data, "rank 0's answer")
+        except ValueError as error:
+            raise PreflightError(f"what answers as rank 0 is none: {error}") from error
+        ranks = sorted(rank for _, of_host in decided.nodes for rank in of_host)
+        fits = 0 < decided.master_port < 65536 and 0 <= decided.attempt < MAX_ATTEMPTS
+        if not (is_run_name(decided.run) and is_token(decided.token) and fits):
+            raise PreflightError(f"what answers as rank 0 is none: it names the run {decided.run!r:.60}")
+        if ranks != list(range(world_size)):
+            raise PreflightError(f"what answers as rank 0 is none: its ranks are not 0 to {world_size - 1}")
+        texts = (decided.identity, decided.master_addr, decided.reached, *(host for host, _ in decided.nodes))
+        if not all(text.isprintable() and len(text) < _MAX_TEXT for text in texts):
+            raise PreflightError("what answers as rank 0 is none: it names a host that cannot be one")
+        return decided
+
+
+def nodes_of(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Sort the ranks into nodes: by where they are, in the order of their first ranks."""
+    places: dict[tuple[str, str], list[Hello]] = {}
+    for hello in hellos:
+        places.setdefault(hello.place, []).append(hello)
+    return tuple(
+        (host, tuple(hello.rank for hello in sorted(ranks, key=lambda each: (each.local_rank or 0, each.rank))))
+        for (host, _), ranks in places.items()
+    )
+
+
+def decide_gpus(job: JobSpec, hellos: tuple[Hello, ...]) -> bool:
+    """Decide whether the ranks compute on GPUs: when each has one, unless the spec says otherwise.
+
+    Raises: PreflightError: the spec insists on GPUs, and a rank has none.
+    """
+    if job.device == "cpu" or job.resources.gpus_per_node == 0:
+        return False
+    sizes = {host: len(ranks) for host, ranks in nodes_of(hellos)}
+    poor = [hello for hello in hellos if hello.gpus < sizes[hello.host] and hello.gpus != 1] + [
+        hello for hello in hellos if hello.gpus == 0
+    ]
+    insists = job.device == "cuda" or bool(job.resources.gpus_per_node) or job.network.backend == "nccl"
+    if poor and insists:
+        raise PreflightError(
+            f"{poor[0].name} sees {poor[0].gpus} GPUs, and {sizes[poor[0].host]} ranks are there",
+            hint="device=cpu starts the same ranks on the CPU with gloo",
+        )
+    return not poor
+
+
+def count_gpus(job: JobSpec, environ: Mapping[str, str]) -> int:
+    """Count the GPUs that this rank sees; none are looked for when none are wanted."""
+    from clusterddp.system.devices import visible_gpus
+
+    return 0 if job.device == "cpu" or job.resources.gpus_per_node == 0 else len(visible_gpus(environ))
+
+
+def count_threads(num_ranks: int) -> int:
+    """Share this host's cores out; a launcher that binds ranks to cores has done that."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, mine if mine < (os.cpu_count() or 1) else mine // num_ranks)
+
+
+def decide_networks(job: JobSpec, seen: Seen) -> tuple[str, ...]:
+    """Decide what networks NCCL's sockets take; none: the one by which rank 0 is reached."""
+    hosts = {hello.place: hello.links for hello in reversed(seen.hellos)}
+    if job.network.interface != "auto" or len(hosts) == 1:
+        return ()
+    first = hosts.pop(seen.hellos[0].place)
+    return faster_networks([first, *hosts.values()], seen.reached)
+
+
+def choose_interface(job: JobSpec, decided: Decided) -> str | None:
+    """Choose the interface on this host that carries the gang's traffic.
+
+    Raises: ClusterddpError: there is no route to rank 0, or not the interface that the spec names.
+    """
+    if job.network.interface != "auto":
+        return named_interface(job.network.interface).name
+    if len(decided.nodes) == 1 and is_loopback(decided.reached):
+        return loopback().name
+    return interface_towards(decided.reached).name

@@ -1,0 +1,248 @@
+"""The queue of a sweep from outside: started, started again, ended; where Slurm does not start the runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.launchers.state import read_state
+from clusterddp.planning.command_lines import queue_command
+from clusterddp.planning.environment import process_environment
+from clusterddp.planning.plan import read_plan
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
+from clusterddp.ranks.environment import COOKIE, inherited_environment
+from clusterddp.results.fresh import kept_fresh
+from clusterddp.run.attempts import end_queued
+from clusterddp.run.directory import RunDir, read_tail, write_json
+from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
+from clusterddp.run.sweep_queue import QueueRecord, read_queue, write_queue
+from clusterddp.run.view import RunView
+from clusterddp.submission.submit import cancel
+from clusterddp.sweep.queued_run import is_left, queue_again
+from clusterddp.sweep.staging import take_back
+from clusterddp.system.processes import read_process
+
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
+"""How long a queue may take to break off what it does: at most to look at hosts that do not answer."""
+_CANCELS_AT_ONCE = 8
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmittedSweep:
+    """What a submit of a sweep gives back."""
+
+    sweep: str
+    launcher: str
+    job_id: str
+    """The number of the job array, or the pid of the queue."""
+    path: Path
+    runs: tuple[str, ...]
+    """Those that are to be started."""
+
+
+def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSweep:
+    """Start the queue of a sweep whose directory is ready.
+
+    Raises: ClusterddpError: nothing is left of the sweep.
+    """
+    try:
+        return _started(sweep, sweep.runs(), environ)
+    except BaseException:  # who interrupts a submit does not want the runs
+        with contextlib.suppress(ClusterddpError):
+            cancel_queued(sweep)
+        take_back(sweep)
+        raise
+
+
+def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
+    """Start a queue for what is left of a sweep: what was never started, was lost or was cancelled.
+
+    Raises: UsageError: nothing is left, or its queue goes on. ClusterddpError: what is left cannot be gone on with.
+    """
+    sweep = SweepDir(sweep.path.absolute())
+    environ = inherited_environment()
+    runs = sweep.runs()
+    with kept_fresh(runs, environ) as home:
+        home.look()
+    views = {run: read_state(run) for run in runs}
+    _refuse_resume(sweep, views.values())
+    left = [run for run, view in views.items() if is_left(run, view)]
+    if not left:
+        failed = [run.name for run, view in views.items() if view.state.value == "FAILED"]
+        hint = f"clusterddp resume {failed[0]} goes on with one that failed" if failed else None
+        raise UsageError(f"{sweep.name}: nothing is left to be started: {spell_states(views.values())}", hint=hint)
+    plan = read_plan(left[0])
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    for run in left:
+        queue_again(run, views[run])
+    return _started(sweep, left, environ)
+
+
+def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
+    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Say what became of them.
+
+    Raises: ClusterddpError: some have not ended in time.
+    """
+    environ = inherited_environment()
+    runs = sweep.runs()
+    waited = [run for run in runs if end_queued(run, "cancelled with its sweep before it was started")]
+    _end_queue(sweep)
+    with kept_fresh(runs, environ) as home:
+        home.look()
+    going = [run for run in runs if not read_state(run).finished]
+    troubles: list[ClusterddpError] = []
+
+    def end(run: RunDir) -> None:
+        try:
+            cancel(run, save=save)
+        except ClusterddpError as error:  # the others are ended all the same
+            troubles.append(error)
+
+    with ThreadPoolExecutor(_CANCELS_AT_ONCE) as pool:
+        list(pool.map(end, going))
+    if troubles:
+        raise ClusterddpError("\n".join(error.message for error in troubles), hint=troubles[0].hint)
+    states = spell_states(read_state(run) for run in (runs if not going and not waited else [*waited, *going]))
+    return f"ended: {states}" if going or waited else f"has already ended: {states}"
+
+
+def spell_states(views: Iterable[RunView]) -> str:
+    """Count the states: `3 COMPLETED, 1 FAILED`."""
+    counts = Counter(view.state.value for view in views)
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
+
+
+def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> SubmittedSweep:
+    record = read_sweep(sweep)
+    pid = _start_queue(sweep, environ)
+    write_sweep(sweep, dataclasses.replace(record, job_id=str(pid)))
+    names = tuple(run.name for run in runs)
+    return SubmittedSweep(sweep=sweep.name, launcher=record.launcher, job_id=str(pid), path=sweep.path, runs=names)
+
+
+def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
+    """Start the queue, which nothing but its own end, and a cancel, ends; return its pid.
+
+    It inherits the lock, so there is never a second one.
+    Raises: UsageError: there is one. ClusterddpError: it did not start.
+    """
+    environment = process_environment("", environ)
+    # The runs have cookies of their own; who clears up after a run must not take the queue for a part of it.
+    environment.pop(COOKIE)
+    with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
+        sweep.cancel_file.unlink(missing_ok=True)
+        starting = QueueRecord(process=dataclasses.asdict(ProcessIdentity.of()), is_starting=True)
+        write_queue(sweep, starting)
+        process = subprocess.Popen(
+            queue_command(sweep.path),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=sweep.launcher_dir,
+            env=environment,
+            start_new_session=True,
+            umask=0o077,
+            pass_fds=(lock,),
+        )
+        try:
+            _await_queue(sweep, process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            write_queue(sweep, dataclasses.replace(starting, ended=time.time(), why="it did not start"))
+            raise
+    return process.pid
+
+
+def _await_queue(sweep: SweepDir, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        record = read_queue(sweep)
+        if record is not None and not record.is_starting:
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            last_line = read_tail(sweep.queue_log).rpartition("\n")[2].strip()
+            raise ClusterddpError(f"{sweep.name}: its queue did not start: {last_line or 'no answer in time'}")
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _locked(sweep: SweepDir) -> Iterator[int]:
+    """Hold the lock of the queue; what inherits the descriptor holds it, too.
+
+    Raises: UsageError: somebody else has it.
+    """
+    descriptor = os.open(sweep.queue_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
+            raise UsageError(f"{sweep.name}: its queue goes on, or is just being started") from None
+        raise ClusterddpError(f"{sweep.queue_lock}: cannot be locked: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_resume(sweep: SweepDir, views: Iterable[RunView]) -> None:
+    record, queue = read_sweep(sweep), read_queue(sweep)
+    if record.launcher == "slurm":
+        raise UsageError(
+            f"{sweep.name}: runs of a job array are resumed one by one", hint=f"clusterddp resume {sweep.name}.0"
+        )
+    state = queue.state if queue else "GONE"
+    # A queue lives on a little when its last run has ended.
+    if queue and state == "RUNNING" and not all(view.finished for view in views):
+        raise UsageError(
+            f"{sweep.name}: its queue goes on (pid {queue.identity.pid})",
+            hint=f"clusterddp resume {sweep.name}.0 goes on with one run that has ended",
+        )
+    if queue and state == "UNKNOWN":
+        raise UsageError(f"{sweep.name}: its queue is on {queue.identity.host}", hint="resume it there")
+
+
+def _end_queue(sweep: SweepDir) -> None:
+    """End the queue of a sweep; one on another machine is asked to, and can take no run that was ended here."""
+    record = read_queue(sweep)
+    state = record.state if record else "GONE"
+    if record is None or state not in {"RUNNING", "UNKNOWN"}:
+        return
+    write_json(sweep.cancel_file, {"time": time.time()}, exclusive=True)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    if state == "RUNNING" and not record.is_starting:  # else it sees the file
+        _signal(record.identity, signal.SIGTERM)
+    while state in {"RUNNING", "UNKNOWN"} and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = read_queue(sweep)
+        state = now.state if now else "GONE"
+    if state == "RUNNING" and not record.is_starting:
+        _signal(record.identity, signal.SIGKILL)
+
+
+def _signal(identity: ProcessIdentity, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process = read_process(identity.pid)
+        if identity.alive():
+            process.send_signal(number)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,171 @@
+"""The making of a sweep's directory: a thousand runs beside their place, one sync, one rename."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.planning.program import choose_snapshot
+from clusterddp.run.directory import STAGING_PREFIX, RunDir, write_json
+from clusterddp.run.record import ProcessIdentity, RunRecord
+from clusterddp.run.snapshot import store_of, write_snapshot
+from clusterddp.run.surroundings import capture_surroundings
+from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
+from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, sweep_staging
+
+if TYPE_CHECKING:
+    from clusterddp.planning.plan import Plan
+    from clusterddp.sweep.plan import SweepPlan
+
+JOB_ENVIRONMENT = "environment.json"
+
+
+def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    """Write the directory of a sweep with all of its runs; `variables` go along to their ranks.
+
+    Raises: FileExistsError: the name has been taken meanwhile. ClusterddpError: the directory cannot be made (full,
+    read-only). In both cases nothing is left behind.
+    """
+    runs_dir = plan.path.parent
+    staging = runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        make_runs_dir(runs_dir)
+        sweep_staging(runs_dir)
+        staging.mkdir(mode=0o700)
+        _fill(SweepDir(staging), plan, environ, variables)
+        sync_file_system(staging)
+        if not put_in_place(staging, plan.path):
+            raise FileExistsError(plan.path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise refusal(runs_dir, error) from error
+    except ClusterddpError as error:
+        if isinstance(error.__cause__, OSError):
+            raise refusal(runs_dir, error.__cause__) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def take_back(sweep: SweepDir) -> None:
+    """Remove a sweep that was not submitted: first out of sight, at once and whole, then from the disk."""
+    hidden = sweep.path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(8)}")
+    sweep.path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def replace_files(texts: Mapping[Path, str]) -> None:
+    """Replace files, each at once or not at all; after a power loss a file may be the one before."""
+    for path, text in texts.items():
+        temporary = path.with_name(f".{path.name}.new")
+        _write(temporary, text)
+        os.replace(temporary, path)
+
+
+def record_text(record: RunRecord) -> str:
+    """Write a run's record as `write_run` does, but in one line: indents take Python longer than all the rest."""
+    return json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n"
+
+
+def sync_file_system(path: Path) -> None:
+    """Make everything that was written to the file system of `path` survive a power loss, in one call.
+
+    Raises: OSError: what was written could not be kept.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "syncfs"):
+            os.sync()
+        elif libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    record = _sweep_record(plan)
+    write_sweep(sweep, record)  # first: from now on everybody can see whose this is
+    sweep.launcher_dir.mkdir(mode=0o700)
+    surroundings = capture_surroundings(plan.base.working_dir, environ)
+    if plan.base.snapshot is not None:
+        chosen = choose_snapshot(plan.base.snapshot, runs_dir=plan.path.parent, environ=environ)
+        digest = write_snapshot(chosen, store_of(plan.path.parent), sweep.code)
+        surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
+    write_json(sweep.environment, surroundings)
+    hidden: dict[str, str] = {}
+    if plan.job:
+        write_json(sweep.job_environment, dict(variables))
+        hidden = {name: environ[name] for name in plan.base.secrets}
+    for index, run in enumerate(plan.runs):
+        _fill_run(sweep, run, _run_record(plan, record, index), hidden)
+    _write(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
+
+
+def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str]) -> None:
+    """Write one run as `staging.make_run` does, but for what the sweep's runs share and for the syncs."""
+    from clusterddp.planning.plan import plan_json
+
+    run = RunDir(sweep.path / plan.run)
+    attempt = run.attempt(0)
+    for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir, attempt.path.parent, attempt.path):
+        directory.mkdir(mode=0o700)
+    for directory in (attempt.ranks, attempt.logs):
+        directory.mkdir(mode=0o700)
+    _write(run.record, record_text(record))
+    _write(run.plan, json.dumps(plan_json(plan), ensure_ascii=False) + "\n")
+    _write(run.spec, plan.spec_text)
+    if hidden:
+        _write(run.job_secrets, json.dumps(hidden))
+    run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
+    if plan.slurm:
+        run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
+    if plan.snapshot is not None:
+        run.code.symlink_to(Path("..", sweep.code.readlink()))
+
+
+def _sweep_record(plan: SweepPlan) -> SweepRecord:
+    return SweepRecord(
+        sweep=plan.sweep,
+        token=plan.token,
+        name=plan.base.name,
+        launcher=plan.base.launcher,
+        created_ns=time.time_ns(),
+        keys=plan.keys,
+        size=len(plan.runs),
+        throttle=plan.throttle,
+        job_tag=plan.tag,
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
+
+
+def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
+    return RunRecord(
+        run=plan.runs[index].run,
+        token=plan.runs[index].token,
+        name=plan.base.name,
+        launcher=plan.base.launcher,
+        # One nanosecond apart, so that they are listed in the order of their tasks.
+        created_ns=sweep.created_ns + index,
+        submitter=sweep.submitter,
+        job_tag=plan.tag,
+        array_index=index if plan.job else None,
+        variant=plan.labels[index],
+        queued=plan.job is None,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)

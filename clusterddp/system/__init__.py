@@ -1,0 +1,1 @@
+"""This machine: processes, file locks, GPU leases, storage, devices."""

@@ -1,0 +1,234 @@
+"""The lease on a GPU: held by the processes of one run, told to everybody on the host, gone with the last holder.
+
+A lease is two abstract unix sockets of one device, bound and never used: the name of the first is the device's, so the
+kernel gives it to one taker only; the name of the second says for whom. Whoever wants to know reads the names in
+/proc/net/unix. The kernel drops both when the last process that has them open ends, however it ends: there is no file
+to clean up, and users need nothing in common. Sockets are of a network namespace: containers with networks of their
+own do not see each other's leases.
+
+The same pair of names makes a line: a place has a number in place of a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import re
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.system.devices import Gpu, ask_nvidia_smi, list_gpus, visible_gpus
+
+_GPU = "clusterddp-gpu"
+_LINE = "clusterddp-line"
+_MAX_NAME = 107
+"""Bytes of an abstract name: sun_path has 108, the first of them is 0."""
+_PLACE = re.compile("[0-9]{1,9}")
+"""A number in the line; a longer one is somebody's joke, after which no number would be left."""
+_NAMES = Path("/proc/net/unix")
+_NO_HOLDER = frozenset({"nvidia-cuda-mps"})
+"""Processes, as the kernel abbreviates their names, that compute for others: those are listed themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds a lease or a place; the kernel vouches for neither, another user could bind any name."""
+
+    run: str
+    """Empty: it has not said so yet."""
+    uid: int | None
+
+    def __str__(self) -> str:
+        if not self.run or self.uid is None:
+            return "another run"
+        return f"run {self.run}" if self.uid == os.getuid() else f"run {self.run} of {user_name(self.uid)}"
+
+
+class Lease:
+    """Leases of this process, or a place in the line; they end when all holders of the descriptors have closed them."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = list(sockets)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What a process must inherit to hold them, too; in the order of the devices, the same number for each."""
+        return tuple(each.fileno() for each in self._sockets)
+
+    def close(self) -> None:
+        """Hold them no longer; who has inherited them still does."""
+        for each in self._sockets:
+            each.close()
+        self._sockets.clear()
+
+
+class Line:
+    """The line of the runs that wait for GPUs of this host, whoever their users are: first come, first served."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self._place: Lease | None = None
+        self._number = 0
+
+    def ahead(self) -> list[Holder]:
+        """Stand in line, unless we do, and return who stands there before us, the first one first."""
+        if self._place is None:
+            self._number = max(self._numbers(), default=0)
+            while self._place is None:
+                self._number += 1
+                self._place = _bind_all(_LINE, [str(self._number)], self.run)
+        places = self._numbers()
+        ours = Holder(run=self.run, uid=os.getuid())
+        # A run that reaches one machine by two names stands there twice; the first of its places counts for both.
+        first = min([self._number, *(number for number, holder in places.items() if holder == ours)])
+        return [places[number] for number in sorted(places) if number < first]
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+
+    def _numbers(self) -> dict[int, Holder]:
+        return {int(key): holder for key, holder in _read_marks(_LINE).items() if _PLACE.fullmatch(key)}
+
+
+def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
+    """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: somebody has one of them.
+
+    `listed` are the GPUs of this host. Where the kernel has no abstract sockets (not Linux) nothing is held.
+    """
+    if sys.platform != "linux":
+        return Lease(())
+    return _bind_all(_GPU, [device for gpu in gpus for device in devices_of(gpu, listed)], run)
+
+
+def read_leases(gpus: Iterable[str], listed: Sequence[Gpu]) -> dict[str, Holder]:
+    """Say which of these GPUs are leased, and to whom."""
+    leased = _read_marks(_GPU)
+    held = {gpu: [leased[key] for device in devices_of(gpu, listed) if (key := _key(device)) in leased] for gpu in gpus}
+    return {gpu: holders[0] for gpu, holders in held.items() if holders}
+
+
+def busy_gpus(
+    environ: Mapping[str, str],
+    *,
+    gpus: Iterable[str] | None = None,
+    listed: Sequence[Gpu] | None = None,
+    foreign: bool = True,
+) -> dict[str, str]:
+    """Say of the GPUs that this environment sees (or of `gpus`) who uses those that are in use, in words.
+
+    Leased ones by their run; with `foreign`, those without a lease by the processes that compute on them.
+    """
+    listed = list_gpus(environ) if listed is None else listed
+    names = visible_gpus(environ, listed) if gpus is None else tuple(gpus)
+    busy = {gpu: str(holder) for gpu, holder in read_leases(names, listed).items()}
+    processes = _processes(environ) if foreign and set(names) - set(busy) else {}
+    for gpu in names:
+        users = [words for device in devices_of(gpu, listed) for words in processes.get(device, ())]
+        if users and gpu not in busy:
+            busy[gpu] = ", ".join(dict.fromkeys(users))
+    return {gpu: busy[gpu] for gpu in names if gpu in busy}
+
+
+def spell_busy(busy: Mapping[str, str]) -> str:
+    """Say who uses which GPU: `GPUs 0 and 1: run brisk-otter-3; GPU 2: pid 4120 of ana`."""
+    by_user: dict[str, list[str]] = {}
+    for gpu, user in busy.items():
+        by_user.setdefault(user, []).append(gpu)
+    parts = []
+    for user, gpus in by_user.items():
+        names = gpus[0] if len(gpus) == 1 else f"{', '.join(gpus[:-1])} and {gpus[-1]}"
+        parts.append(f"GPU{'s' if len(gpus) > 1 else ''} {names}: {user}")
+    return "; ".join(parts)
+
+
+def devices_of(gpu: str, listed: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return the UUID of the device that CUDA_VISIBLE_DEVICES names by index, UUID, or the beginning of a UUID.
+
+    A GPU that is cut into MIG slices stands for all of them. A name that nvidia-smi does not know stands for itself.
+    """
+    for each in listed:
+        if gpu == each.index or (gpu.startswith("GPU-") and each.uuid.startswith(gpu)):
+            return each.slices or (each.uuid,)
+    if gpu.startswith("MIG-"):
+        for uuid in (uuid for each in listed for uuid in each.slices):
+            if uuid.startswith(gpu):
+                return (uuid,)
+    return (gpu,)
+
+
+def user_name(uid: int) -> str:
+    """Name a user of this host."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return f"uid {uid}"
+
+
+def _bind_all(kind: str, keys: Iterable[str], run: str) -> Lease | None:
+    """Bind both names of every key, or none of them; None: one is taken."""
+    mark = f"{os.getuid()}/{re.sub('[^0-9A-Za-z_.-]', '_', run)}"
+    sockets: list[socket.socket] = []
+    try:
+        for key in dict.fromkeys(map(_key, keys)):
+            for name in (f"{kind}/{key}", f"{kind}/{key}/{mark}"):
+                sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sockets[-1].bind(b"\0" + name.encode()[:_MAX_NAME])
+    except OSError as error:
+        Lease(sockets).close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return Lease(sockets)
+
+
+def _read_marks(kind: str) -> dict[str, Holder]:
+    """Read which keys are taken, and by whom; none where the kernel does not tell."""
+    marks: dict[str, Holder] = {}
+    try:
+        lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return marks
+    for line in lines:
+        # Any user may bind any name, with ends of lines in it and numbers that are none.
+        *_, name = line.split(maxsplit=7) or [""]
+        if mark := re.fullmatch(rf"@{kind}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
+            if mark[3]:
+                marks[mark[1]] = Holder(run=mark[3], uid=int(mark[2]))
+            else:
+                marks.setdefault(mark[1], Holder(run="", uid=None))
+    return marks
+
+
+def _key(device: str) -> str:
+    return re.sub("[^0-9A-Za-z_.:-]", ":", device)
+
+
+def _processes(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Say in words which processes compute on each GPU (by UUID), whoever started them."""
+    found: dict[str, list[str]] = {}
+    listing = ask_nvidia_smi(environ, "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
+    for line in listing.splitlines():
+        uuid, comma, pid = (part.strip() for part in line.partition(","))
+        if comma and (words := _spell_process(pid)):
+            found.setdefault(uuid, []).append(words)
+    return found
+
+
+def _spell_process(pid: str) -> str:
+    """Name a process and its user; empty for one that only computes for others."""
+    if not pid.isdigit():
+        return "a process that cannot be seen from here"  # nvidia-smi says why in brackets
+    process = Path("/proc", pid)
+    with contextlib.suppress(OSError):
+        if (process / "comm").read_text(errors="replace").strip() in _NO_HOLDER:
+            return ""
+        return f"pid {pid} of {user_name(process.stat().st_uid)}"
+    return f"pid {pid}"  # of another PID namespace, or gone this moment

@@ -1,0 +1,251 @@
+"""What the fuzzer mutates between a launcher and an agent: answers, requests, files on their way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import random
+import shutil
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal
+
+from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.record import log_event
+from clusterddp.wire import read_value
+from tests.fuzz.mutations import TOKEN, Example, Target, mutate
+from tests.support.handmade_runs import make_gang, make_run, start_attempt, train
+
+
+class Answering:
+    """Stands for the SSH channel and connection to a host that answers as it likes."""
+
+    eof_received = True
+    transport = SimpleNamespace(is_active=lambda: False)
+
+    def __init__(self, answer: Callable[[bytes], bytes]) -> None:
+        self._answer = answer
+        self._said = io.BytesIO()
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+    def recv_stderr_ready(self) -> bool:
+        return False
+
+    def sendall(self, data: bytes) -> None:
+        self._said = io.BytesIO(self._answer(data))
+
+    def recv(self, size: int) -> bytes:
+        return self._said.read(size)
+
+    def close(self) -> None:
+        self._answer = lambda data: b""
+
+
+def _session(answer: Callable[[bytes], bytes]) -> Any:
+    from clusterddp.remote.answers import ANSWERS
+    from clusterddp.ssh.session import Session
+
+    channel = Answering(answer)
+    return Session(host="gpu01", connection=channel, channel=channel, answers=ANSWERS)  # type: ignore[arg-type]
+
+
+def answers() -> Target:
+    from clusterddp.remote.answers import ANSWERS, HELLO
+
+    examples = [Example(value={"ok": True, "size": 0, **_object(keys)}, what=do) for do, keys in ANSWERS.items()]
+    examples += [
+        Example(value={"ok": False, "error": "no", "hint": None}, what="beat"),
+        Example(value={"ok": True, **_object(HELLO)}),
+    ]
+
+    def read(do: str | None, data: bytes, rng: random.Random) -> None:
+        if do is None:
+            session = _session(lambda request: b"welcome\nclusterddp-agent " + data + b"\n")
+            session.sent = session._send(b"x", 1.0)
+            session.read_marked(HELLO, 1.0)
+        elif do != "beat" or not data.startswith(b'{"ok": false'):
+            _session(lambda request: data + b"\n").ask(do)
+
+    return Target(name="answers of a host", examples=examples, read=read)
+
+
+def _object(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value_of(kind) for key, kind in keys.items()}
+
+
+def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of type
+    """Return a value of a type as JSON has it."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
+        return value_of(inner[0])
+    if origin is Literal:
+        return inner[0]
+    if origin is dict:
+        return {"x": value_of(inner[1])}
+    if origin in (list, frozenset) or (origin is tuple and inner[-1] is Ellipsis):
+        return [value_of(inner[0])] * 2
+    if origin is tuple:
+        return [value_of(each) for each in inner]
+    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+        return _object(typing.get_type_hints(kind))
+    plain = {str: "x", int: 1, float: 1.5, bool: True, Path: "/x", type(None): None}
+    return plain.get(kind)
+
+
+def mirrored(root: Path) -> Target:
+    """Bring a run home from a host whose real answers are mutated on their way."""
+    from clusterddp.agent.types import Host
+    from clusterddp.look.status import read_status
+    from clusterddp.results.fetch import fetch
+    from clusterddp.results.pull import pull
+    from clusterddp.results.target import Target as OfHost
+    from clusterddp.results.target import Wants, newest_attempt
+    from clusterddp.results.told import record, report_of
+
+    host = Host(root=root / "host", package=root, patience_s=600)
+    there = make_run(root / "host" / "runs", "hosts.01234567")
+    start_attempt(there)
+    for name, text in (
+        ("output/model.txt", "x" * 100),
+        ("tb/events", "y" * 50),
+        ("checkpoints/step-1-a0.pt", "z" * 99),
+    ):
+        (there.path / name).parent.mkdir(exist_ok=True)
+        (there.path / name).write_text(text)
+    import hashlib
+
+    manifest = {"file": "step-1-a0.pt", "sha256": hashlib.sha256(b"z" * 99).hexdigest(), "bytes": 99}
+    write_json(there.checkpoints / "step-1-a0.json", manifest)
+    (there.attempt(0).stdout(0)).write_text("hello\n" * 100)
+    train(there, steps=20)
+    log_event(there, "started", attempt=0)
+    copy = root / "work" / "copies" / "hosts"
+    original = root / "work" / "runs" / "hosts"
+
+    def read(what: Any, data: bytes, rng: random.Random) -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(original, copy)
+        run = RunDir(copy)
+        asked = iter(range(1000))
+        hit = rng.choice((0, 1, 1, 2, 3)) if rng.getstate() != random.Random(0).getstate() else -1
+
+        def answer(request: bytes) -> bytes:
+            said = _ask_agent(host, request)
+            return _mutated(rng, said) if next(asked) == hit else said
+
+        session = _session(answer)
+        logs = frozenset({0, 1})
+        target = OfHost(
+            run=run, name="hosts.01234567", token=TOKEN, host="gpu01", nodes=frozenset({0}), ranks=logs,
+            is_head=True, fetch=("logs", "metrics", "checkpoints"),
+        ).wanting(Wants(logs=logs, results=True))  # fmt: skip
+        asks = [{"name": target.name, "token": TOKEN, "seen": ""}]
+        told = session.ask("mirror.changes", {"runs": asks}).facts["runs"].get(target.name)
+        if told is None:
+            return
+        target = target.wanting_from(newest_attempt(run, told["files"] or {}))
+        pulled = pull(session, target, told["files"] or {})
+        if pulled.problem is None:
+            record(run, [report_of(target, told, told["files"] or {})])
+            fetch(session, target, told["files"] or {}, lambda text: None)
+        read_status(run)
+
+    return Target(name="a run that is brought home", examples=[Example(value=b"", what=None)], read=read)
+
+
+def _mutated(rng: random.Random, said: bytes) -> bytes:
+    """Mutate the line of an answer, or what follows it."""
+    import json
+
+    line, newline, data = said.partition(b"\n")
+    if data and rng.random() < 0.3:
+        return line + newline + mutate(rng, Example(value=data))
+    return mutate(rng, Example(value=json.loads(line))).replace(b"\n", b" ") + newline + data
+
+
+def _ask_agent(host: Any, request: bytes, body: bytes = b"") -> bytes:
+    from clusterddp.agent.main import answer_one
+
+    answers = io.BytesIO()
+    answer_one(host, request, io.BytesIO(body), answers)
+    return answers.getvalue()
+
+
+def requests(root: Path) -> Target:
+    """Ask the agent, as a launcher of the same user does; it may be told any place of that user."""
+    import json
+
+    from clusterddp.agent.types import Host
+
+    name, sum_, nonce = "asked.01234567", "0" * 64, "1" * 32
+    part = {"path": "metrics.jsonl", "offset": 0, "limit": 100, "like": [[0, 1, sum_]]}
+    gang = make_gang().to_json()
+    requests: list[dict[str, Any]] = [
+        {"do": "beat"},
+        {"do": "facts.clock"},
+        {"do": "login.lay_out", "at": ".", "files": {"spec.yaml": "name: a"}, "sum": None, "within": ".", "git": None},
+        {"do": "mirror.changes", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
+        {"do": "mirror.read", "name": name, "parts": [part, part]},
+        {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
+        {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
+        {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
+        {"do": "run.release", "token": TOKEN},
+        {"do": "store.missing", "sums": [sum_]},
+        {"do": "store.checkout", "sum": sum_, "name": name},
+        {"do": "store.put", "kind": "code", "sum": sum_, "size": 3},
+        {"do": "store.mark", "nonce": nonce, "target": None},
+        {"do": "store.unmark"},
+        {"do": "store.seen", "nonces": [nonce], "target": None},
+        {"do": "store.compare", "target": "~/data", "size": 2},
+        {"do": "table.stored", "older_than_s": 1e9},
+        {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
+        {"do": "trial.tell", "words": {}},
+        {"do": "trial.stop"},
+    ]
+    host = Host(root=root / "asked", package=root, patience_s=600)
+    make_run(host.root / "runs", name)
+
+    def read(what: Any, data: bytes, rng: random.Random) -> None:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            try:
+                answered = _ask_agent(host, data.replace(b"\n", b" ") + b"\n", b"[]xx")
+            except SystemExit as end:  # the agent leaves, and says why in a line
+                if not isinstance(end.code, str):
+                    raise AssertionError(f"leaves with {end.code!r}") from end
+                return
+        line = json.loads(answered.partition(b"\n")[0])
+        if not isinstance(line["ok"], bool) or "Traceback" in said.getvalue():
+            raise AssertionError(said.getvalue() or repr(line))
+
+    examples = [Example(value=request) for request in requests]
+    return Target(name="requests to an agent", examples=examples, read=read, is_any_place_allowed=True)
+
+
+def trees(root: Path) -> Target:
+    from clusterddp.system.tree import from_json, list_tree, to_json
+    from clusterddp.system.tree_stream import Sending, receive_tree
+
+    source, target = root / "tree", root / "work" / "tree"
+    (source / "a").mkdir(parents=True)
+    (source / "a" / "b.py").write_text("x" * 40)
+    (source / "c").symlink_to("a/b.py")
+    entries, _ = list_tree(source)
+    stream = b"".join(Sending(root=source, entries=entries).chunks())
+
+    def read(what: str, data: bytes, rng: random.Random) -> None:
+        if what == "list":
+            with contextlib.suppress(ValueError):  # as documented
+                list(from_json(read_value(data)))
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        receive_tree(io.BytesIO(data).read, target, read_only=False)
+
+    examples = [Example(value=stream, what="stream"), Example(value=to_json(entries), what="list")]
+    return Target(name="files on their way", examples=examples, read=read)

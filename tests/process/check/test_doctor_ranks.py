@@ -1,0 +1,178 @@
+"""doctor --job --deep: what the ranks of a spec measure, what it means, and the report that is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.check.page import render_page
+from clusterddp.check.ranks import judge_hang, judge_ranks, judge_transports, to_report
+from clusterddp.facts.deep_check import (
+    MARK,
+    Compile,
+    Environment,
+    Finding,
+    Peers,
+    Reduction,
+    Reductions,
+    Training,
+    read_findings,
+)
+from clusterddp.system.devices import visible_gpus
+from tests.support.paths import ROOT
+
+GPU = Environment(
+    python="3.11.7", torch="2.13.0", cuda="13.0", cudnn=91000, nccl="2.28.9", cores=16, locked_memory_bytes=-1,
+    shm_bytes=1 << 34, compile_obstacle=None, variables={}, gpus=8, gpu="NVIDIA H100", capability="9.0",
+    memory_bytes=1 << 36, driver="580.10",
+)  # fmt: skip
+TRAINING = Training(
+    model="resnet18", precision="bf16", batch=2048, step_ms=10.0, images_per_s=204800.0, checkpoint_s=0.2,
+    launches_per_step=318.0, syncs_per_step=0.0,
+)  # fmt: skip
+SPEC = """\
+name: measured
+launcher: local
+device: cpu
+resources: {procs_per_node: 2}
+train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}
+"""
+
+
+def told(probe: str, found: Any = None, *, rank: int = 0, error: str | None = None) -> Finding:
+    return Finding(rank=rank, host=f"gpu0{rank // 8}", probe=probe, found=found, error=error)
+
+
+def levels(findings: list[Finding], **changes: Any) -> dict[str, str]:
+    checks = judge_ranks(findings, **{"world_size": 1, "state": "COMPLETED", "run": "run-1"} | changes)
+    return {check.name: check.level for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("finding", "level"),
+    [
+        (told("environment", GPU), "ok"),
+        (told("environment", dataclasses.replace(GPU, locked_memory_bytes=65536)), "note"),
+        (told("environment", dataclasses.replace(GPU, compile_obstacle="no Python.h in /usr/include")), "note"),
+        (told("compile", Compile(seconds=3.0)), "ok"),
+        (told("compile", error="InvalidCxxCompiler: No working C++ compiler found"), "note"),
+        (told("all_reduce", Reductions(sizes=(Reduction(bytes=1024, ms=0.1, bus_gb_per_s=0.1),))), "ok"),
+        (told("all_reduce", error="DistBackendError: NCCL error"), "red"),
+        (told("peers", Peers(access=((True, True), (True, True)), gb_per_s=((None, 300.0), (300.0, None)))), "ok"),
+        (told("peers", Peers(access=((True, False), (False, True)), gb_per_s=((None, 9.0), (9.0, None)))), "note"),
+        (told("train", TRAINING), "ok"),
+        (told("train", error="OutOfMemoryError: CUDA out of memory"), "red"),
+    ],
+)
+def test_each_probe_is_judged(finding: Finding, level: str) -> None:
+    assert levels([finding]) == {finding.probe.replace("_", "-"): level}
+
+
+def test_a_slow_rank_is_named_by_its_time() -> None:
+    slow = dataclasses.replace(TRAINING, step_ms=15.0)
+    findings = [told("train", slow if rank == 3 else TRAINING, rank=rank) for rank in range(8)]
+    assert levels(findings, world_size=8) == {"train": "note"}
+
+
+def test_ranks_that_end_early_are_red_with_the_probe_that_they_came_to() -> None:
+    (_, ranks) = judge_ranks([told("environment", GPU)], world_size=2, state="FAILED", run="run-1")
+    (result,) = ranks.results.values()
+    assert ranks.level == "red"
+    assert "FAILED; last told of: environment; 1 of 2 told nothing" in result.found
+
+
+def test_a_hang_that_takes_a_minute_to_end_is_noted() -> None:
+    assert [judge_hang(seconds, backend="nccl").level for seconds in (2.0, 90.0, None)] == ["ok", "note", "note"]
+
+
+def test_the_way_that_nccl_took_is_told_with_what_status_warns_of() -> None:
+    node = {"node_rank": 0, "host": "gpu00", "network": "Socket", "devices": ("eth0",), "links": ("P2P/CUMEM",)}
+    check = judge_transports([node], "between hosts NCCL sends over sockets")
+    assert check.level == "note"
+    assert check.results["gpu00"].found == "Socket, eth0, P2P/CUMEM; between hosts NCCL sends over sockets"
+    assert judge_transports([node], "").level == "ok"
+
+
+def test_what_a_rank_prints_is_read_back_and_what_makes_no_sense_is_left_out() -> None:
+    lines = [finding.to_line() for finding in (told("environment", GPU), told("train", TRAINING))]
+    hostile = [MARK + "[" * 9000, MARK + "{}", MARK + lines[0][len(MARK) :].replace('"cores": 16', '"cores": "x"')]
+    assert list(read_findings("\n".join(["a word", *hostile, *lines]))) == [
+        told("environment", GPU),
+        told("train", TRAINING),
+    ]
+
+
+def test_a_report_names_no_host_and_its_page_escapes_what_others_wrote() -> None:
+    topology = "GPU0 <script>alert(1)</script>\n"
+    findings = [told("environment", dataclasses.replace(GPU, topology=topology)), told("train", TRAINING, rank=8)]
+    report = to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
+    text = json.dumps(report)
+    assert "gpu0" not in text
+    assert [each["host"] for each in report["findings"] + report["checks"]] == [0, 1, 0, 1]
+    page = render_page(json.loads(text), title="<b>")
+    assert "<script>" not in page
+    assert "<b>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_spec_measure_and_hang_and_the_report_is_a_page(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(SPEC)
+    command = [sys.executable, "-m", "clusterddp", "doctor", "job.yaml", "--job", "--deep", "--report", "sent"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\x1b" not in done.stdout
+    report = json.loads((tmp_path / "sent.json").read_text())
+    assert report["state"] == "COMPLETED"
+    assert 0 < report["hang_ended_s"] < 60
+    assert {(each["probe"], each["rank"]) for each in report["findings"] if each["found"]} == {
+        (probe, rank) for probe in ("environment", "rendezvous", "all_reduce", "train") for rank in (0, 1)
+    }
+    assert {each["level"] for each in report["checks"]} == {"ok"}
+    assert [each["check"] for each in report["checks"]][-1] == "end of a hang in gloo"
+    tables: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tables.append(tag)  # type: ignore[method-assign]
+    parser.feed((tmp_path / "sent.html").read_text())
+    assert tables.count("table") >= 6
+
+
+def test_deep_and_job_without_a_spec_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "clusterddp", "doctor", "--job", "--deep"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "give a SPEC" in done.stderr
+
+
+@pytest.mark.skipif(bool(visible_gpus(os.environ)), reason="there are GPUs here")
+def test_gpu_check_says_what_is_missing_and_its_page_does(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path / "sent")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3
+    assert "red   NVIDIA GPU" in done.stdout
+    report = json.loads((tmp_path / "sent.json").read_text())
+    missing = [each for each in report["checks"] if each["check"] == "NVIDIA GPU"]
+    assert missing[0]["fix"] in html.unescape((tmp_path / "sent.html").read_text())
+
+
+def test_a_report_becomes_a_table_of_the_docs() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from trainer_table import gpu_check_rows
+
+    findings = [told("environment", GPU), told("train", TRAINING)]
+    deep = {"ranks": 8} | to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
+    speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0, "mfu_percent": 31.5}]
+    machine = {"torch": "2.13.0", "date": "2026-11-25", "commit": "abcdef0"}
+    report = {"deep": deep, "machine": machine, "tests": {"passed": 3, "failed": []}, "speed": speed}
+    lines = list(gpu_check_rows(json.loads(json.dumps(report))))
+    assert lines[0].startswith("8 x NVIDIA H100, driver 580.10, torch 2.13.0, NCCL 2.28.9;")
+    assert "| jobs/a.yaml | 1000.0 | 2.0 | 31.5 |  |" in lines

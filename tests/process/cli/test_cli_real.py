@@ -1,0 +1,307 @@
+"""The command with real runs: four ranks of a script without torch on two nodes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.record import read_run
+from tests.support.patience import PATIENCE
+
+SCRIPT = """\
+import os, sys, time
+rank = os.environ["RANK"]
+print(f"rank {rank} of", os.environ["WORLD_SIZE"], flush=True)
+print(f"\\033[31mwarning from {rank}\\033[0m", file=sys.stderr, flush=True)
+time.sleep(float(sys.argv[1]))
+if rank == sys.argv[2]:
+    raise ValueError("the loss is nan")
+"""
+SPEC = """\
+name: script
+resources: {nodes: 2, procs_per_node: 2}
+entry: {script: train.py, args: ["0", none]}
+"""
+FAILS = 'entry.args=["0", "3"]'
+LASTS = 'entry.args=["60", none]'
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a spec and a script; whatever is started in it does not outlive the test."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "job.yaml").write_text(SPEC)
+    yield tmp_path
+    for run in list_runs(tmp_path / "runs"):
+        sweep(f"{read_run(run).token}.", timeout_s=5)
+
+
+def clusterddp(place: Path, *arguments: str, timeout_s: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clusterddp", *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * timeout_s,
+        check=False,
+        **options,
+    )
+
+
+def newest(place: Path) -> RunDir:
+    return list_runs(place / "runs")[-1]
+
+
+def gone_soon(run: RunDir) -> bool:
+    """Say whether no process of the run is left, or will be within a moment."""
+    deadline = time.monotonic() + PATIENCE * 3
+    while time.monotonic() < deadline:
+        if not find_processes(f"{read_run(run).token}."):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def wait_for_ranks(place: Path) -> str:
+    """Wait until every rank has said something; return the run's name."""
+    deadline = time.monotonic() + PATIENCE * 30
+    while time.monotonic() < deadline:
+        for run in list_runs(place / "runs"):
+            logs = [run.attempt(0).stderr(rank) for rank in range(4)]
+            if all(log.exists() and log.stat().st_size for log in logs):
+                return run.name
+        time.sleep(0.05)
+    pytest.fail("the ranks did not start")
+
+
+def test_submit_and_wait_for_a_run_that_completes(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", "--wait", "-o", "json")
+    assert done.returncode == 0
+    submitted = json.loads(done.stdout)
+    assert list(submitted) == ["run", "launcher", "job_id", "run_dir"]
+    assert submitted["run_dir"] == str(place / "runs" / submitted["run"])
+    assert f"{submitted['run']} COMPLETED" in done.stderr
+    status = json.loads(clusterddp(place, "status", "-o", "json").stdout)
+    assert (status["state"], status["job_id"]) == ("COMPLETED", submitted["job_id"])
+    assert [(rank["node_rank"], rank["local_rank"], rank["state"]) for rank in status["ranks"]] == [
+        (0, 0, "COMPLETED"),
+        (0, 1, "COMPLETED"),
+        (1, 0, "COMPLETED"),
+        (1, 1, "COMPLETED"),
+    ]
+    lines = clusterddp(place, "logs", "--rank", "all").stdout.splitlines()
+    assert [line.partition("] ")[2] for line in lines if "of 4" in line] == [f"rank {rank} of 4" for rank in range(4)]
+
+
+def test_stdout_of_submit_is_the_name_of_the_run(place: Path) -> None:
+    done = clusterddp(place, "submit", "-", input=SPEC)
+    assert done.stdout == newest(place).name + "\n"
+    assert f"clusterddp logs -f {newest(place).name}" in done.stderr
+    assert clusterddp(place, "wait", done.stdout.strip()).returncode == 0
+
+
+def test_a_run_that_fails_is_exit_code_five_and_told(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", FAILS, "--wait")
+    assert done.returncode == 5
+    assert "rank 3 on" in done.stderr
+    assert "ValueError: the loss is nan" in done.stderr
+    assert f"clusterddp logs {newest(place).name} --rank 3" in done.stderr
+    cause = json.loads(clusterddp(place, "status", "-o", "json").stdout)["root_cause"]
+    assert (cause["rank"], cause["exit_code"]) == (3, 1)
+    assert (newest(place).path / cause["log"]).is_file()
+    assert "ValueError: the loss is nan" in clusterddp(place, "logs", "--rank", "failed").stdout
+
+
+def test_cancel_from_elsewhere_ends_the_run_twice_is_harmless(place: Path) -> None:
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "clusterddp", "submit", "job.yaml", LASTS, "--wait"],
+        cwd=place,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    name = wait_for_ranks(place)
+    first = clusterddp(place, "cancel", name)
+    assert (first.returncode, first.stderr) == (0, f"{name}: cancelled\n")
+    assert waiting.wait(20) == 6
+    assert clusterddp(place, "cancel", name).returncode == 0
+    assert gone_soon(newest(place))
+
+
+def test_cancel_goes_on_after_a_name_that_is_none(place: Path) -> None:
+    clusterddp(place, "submit", "job.yaml", LASTS)
+    name = wait_for_ranks(place)
+    done = clusterddp(place, "cancel", "nobody", name)
+    assert done.returncode == 4
+    assert "error: nobody: no such run" in done.stderr
+    assert f"{name}: cancelled" in done.stderr
+
+
+def test_following_shows_rank_zero_and_exits_with_how_the_run_ended(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", FAILS, "-f")
+    assert done.returncode == 5
+    assert done.stdout.splitlines()[:2] == [newest(place).name, "rank 0 of 4"]
+
+
+def test_json_stays_alone_on_stdout_while_following(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", "-f", "-o", "json")
+    assert json.loads(done.stdout)["run"] == newest(place).name
+    assert "rank 0 of 4\n" in done.stderr
+
+
+def test_ctrl_c_leaves_the_run_alone_and_says_how_to_cancel(place: Path) -> None:
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "clusterddp", "submit", "job.yaml", LASTS, "--follow"],
+        cwd=str(place),
+        encoding="utf-8",
+        timeout=30,
+        env=os.environ | {"TERM": "xterm-256color", "NO_COLOR": "1"},
+    )
+    child.expect("submitted ([a-z0-9-]+)")
+    name = child.match.group(1)
+    child.expect("rank 0 of 4")
+    child.expect_exact("\\x1b[31mwarning from 0\\x1b[0m")  # escaped, for this is a terminal
+    child.sendintr()
+    child.expect_exact(f"detached; the run goes on. cancel: clusterddp cancel {name}")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert json.loads(clusterddp(place, "status", "-o", "json").stdout)["state"] == "RUNNING"
+    assert clusterddp(place, "cancel", name).returncode == 0
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_lines_elsewhere(place: Path) -> None:
+    clusterddp(place, "submit", "job.yaml", LASTS)
+    name = wait_for_ranks(place)
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "clusterddp", "wait", name],
+        cwd=str(place),
+        encoding="utf-8",
+        timeout=30,
+        env=os.environ | {"TERM": "xterm-256color"},
+    )
+    child.expect("RUNNING")
+    child.expect("\x1b\\[2K")  # a line that is drawn again
+    child.sendintr()
+    child.expect("detached")
+    child.expect(pexpect.EOF)
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "clusterddp", "wait", name], cwd=place, stderr=subprocess.PIPE, text=True
+    )
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline() == f"{name} RUNNING\n"
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(20) == 130
+
+
+def test_rerun_is_a_new_run_that_names_the_old_one(place: Path) -> None:
+    first = clusterddp(place, "submit", "job.yaml", FAILS, "--wait").stdout.strip()
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    done = clusterddp(
+        elsewhere,
+        "rerun",
+        str(place / "runs" / first),
+        'entry.args=["0", none]',
+        "--runs",
+        str(place / "runs"),
+        "--wait",
+    )
+    assert (done.returncode, newest(place).name) == (0, done.stdout.strip())
+    assert read_run(newest(place)).parent == first
+
+
+def test_a_dry_run_shows_all_and_does_nothing(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", "resources.nodes=3", "-n")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert not (place / "runs").exists()
+    for words in (
+        "3 nodes x 2 = 6 ranks",
+        "resources.nodes",
+        "command line",
+        "WORLD_SIZE",
+        "clusterddp.node.supervisor",
+    ):
+        assert words in done.stdout
+
+
+def test_a_dry_run_as_json_is_the_plan_without_its_token(place: Path) -> None:
+    plan = json.loads(clusterddp(place, "submit", "job.yaml", "-n", "-o", "json").stdout)
+    assert plan["rank0"]["WORLD_SIZE"]["value"] == "4"
+    assert set(plan["token"]) == {"*"}
+    assert plan["gang"]["token"] == plan["token"]
+    assert plan["rank0"]["CLUSTERDDP_COOKIE"]["value"].startswith("*")
+
+
+def test_a_wrong_spec_is_told_line_by_line_with_exit_code_two(place: Path) -> None:
+    (place / "bad.yaml").write_text("name: bad\nresurces: {nodes: 2}\n")
+    done = clusterddp(place, "submit", "bad.yaml", "train.epochs=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "bad.yaml:2:1" in done.stderr
+    assert 'Did you mean "resources"?' in done.stderr
+    assert "train.epochs" in done.stderr
+    assert not (place / "runs").exists()
+
+
+def test_the_run_keeps_the_spec_as_resolved(place: Path) -> None:
+    clusterddp(place, "submit", "job.yaml", "restarts=2", "--wait")
+    plan = read_json(newest(place).plan)
+    assert plan is not None
+    assert plan["spec"]["restarts"] == 2
+    assert "restarts: 2" in newest(place).spec.read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_says_what_is_next(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = clusterddp(tmp_path, "demo", timeout_s=160)
+    assert done.returncode == 0, done.stderr
+    assert "unseen images classified correctly" in done.stderr
+    assert "clusterddp init" in done.stderr
+    summary = read_json(newest(tmp_path).summary)
+    assert summary is not None
+    assert summary["accuracy"] >= 0.95
+
+
+def test_ctrl_c_in_the_demo_ends_its_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "clusterddp", "demo"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    assert demo.stderr is not None
+    assert "ranks on this machine learn" in demo.stderr.readline()
+    # In the middle of an import Python may end by the signal itself, which only a shell sees as 130.
+    demo.stderr.readline()
+    demo.send_signal(signal.SIGINT)
+    err = demo.stderr.read()
+    assert demo.wait(30) == 130, err
+    assert f"{newest(tmp_path).name}: cancelled" in err
+    assert gone_soon(newest(tmp_path))
+
+
+def test_resume_is_the_next_attempt_of_the_same_run(place: Path) -> None:
+    name = clusterddp(place, "submit", "job.yaml", FAILS, "--wait").stdout.strip()
+    done = clusterddp(place, "resume", name, "--wait", "-o", "json")
+    assert (done.returncode, json.loads(done.stdout)["run"]) == (5, name)
+    assert json.loads(clusterddp(place, "status", "-o", "json").stdout)["attempt"] == 1
+
+
+def test_following_tells_of_a_restart(place: Path) -> None:
+    done = clusterddp(place, "submit", "job.yaml", FAILS, "restarts=1", "-f")
+    assert done.returncode == 5
+    assert done.stdout.splitlines().count("rank 0 of 4") == 2
+    assert f"attempt 1 of {newest(place).name} starts\n" in done.stderr

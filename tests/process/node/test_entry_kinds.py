@@ -1,0 +1,259 @@
+"""What an entry may be, started by a real gang: a function, a command, a shell's text; without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click import unstyle
+
+import clusterddp
+from clusterddp.cli.status_text import status_lines
+from clusterddp.look.status import read_status
+from clusterddp.run.cleanup import sweep
+from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import RootCause, read_end
+from clusterddp.run.record import read_run
+from clusterddp.submission.submit import cancel, submit, wait
+from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
+
+TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
+
+
+class Starter:
+    """Submits specs from one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.runs: list[RunDir] = []
+
+    def __call__(self, entry: str, *, more: str = "", nodes: int = 1, procs: int = 2) -> RunDir:
+        text = f"name: job\nresources: {{nodes: {nodes}, procs_per_node: {procs}}}\nentry: {entry}\n{more}\n"
+        run = RunDir(submit(plan_text(text, self.directory, environ=os.environ)).run_dir)
+        self.runs.append(run)
+        return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
+    (tmp_path / "tell.py").write_text(TELL)
+    yield starter
+    for run in starter.runs:
+        sweep(f"{read_run(run).token}.", timeout_s=5)
+
+
+def output(run: RunDir, rank: int = 0) -> str:
+    return run.attempts()[-1].stdout(rank).read_text()
+
+
+def told(run: RunDir, rank: int = 0) -> tuple[list[str], dict[str, str], str, list[str]]:
+    """Return the words, the variables, the working directory and the path that a rank has told."""
+    words, environ, cwd, path = json.loads(output(run, rank))
+    return words, environ, cwd, path
+
+
+def completed(run: RunDir) -> RunDir:
+    view = wait(run, 120)
+    assert view.state == "COMPLETED", (view, run.attempts()[-1].stderr(0).read_text())
+    return run
+
+
+def cause(run: RunDir) -> RootCause:
+    assert wait(run, 120).state == "FAILED"
+    end = read_end(run.attempts()[-1])
+    assert end is not None
+    assert end.root_cause is not None
+    return end.root_cause
+
+
+def test_a_function_of_a_module_is_called_with_values_of_any_kind(start: Starter, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/train.py").write_text("def fit(*args, **kwargs):\n    print([args, kwargs], flush=True)\n")
+    run = start(
+        '{function: "package.train:fit", args: [1, "1", 0.1, null], kwargs: {rank: "{rank}", sizes: [2, {a: 3}]}}'
+    )
+    assert eval(output(completed(run), 1)) == [(1, "1", 0.1, None), {"rank": "1", "sizes": [2, {"a": 3}]}]
+
+
+def test_a_function_of_a_file_is_called_without_running_its_main_part(start: Starter, tmp_path: Path) -> None:
+    code = "import helper\ndef fit():\n    print(helper.WORD, __name__)\nif __name__ == '__main__':\n    1 / 0\n"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/my-train.py").write_text(code)
+    (tmp_path / "src/helper.py").write_text("WORD = 'here'\n")
+    assert output(completed(start('{function: "src/my-train.py:fit"}'))) == "here my-train\n"
+
+
+def test_processes_that_a_function_of_a_file_spawns_find_it(start: Starter, tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing\ndef square(x): return x * x\n"
+        "def fit():\n    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(square, [3]))\n"
+    )
+    (tmp_path / "train.py").write_text(code)
+    assert output(completed(start('{function: "train.py:fit"}', procs=1))) == "[9]\n"
+
+
+def test_a_function_that_is_not_there_is_the_root_cause(start: Starter, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def fit(): pass\n")
+    error = cause(start('{function: "train:fitt"}', procs=1)).error
+    assert error.endswith("entry.function: train has no fitt")
+
+
+def test_the_exception_of_a_function_has_no_frames_of_ours(start: Starter, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def fit(lr):\n    raise ValueError(lr)\n")
+    found = cause(start('{function: "train.py:fit", args: [0.5]}', procs=1))
+    assert found.error.endswith(": ValueError: 0.5")
+    assert found.traceback is not None
+    assert "clusterddp" not in found.traceback.replace(str(tmp_path), "")
+
+
+def test_a_command_gets_its_words_as_they_are_and_the_ranks_variables(start: Starter) -> None:
+    run = completed(
+        start(f'{{command: [{sys.executable}, tell.py, "a b", "$HOME", "{{rank}}/{{world_size}}"], args: ["*"]}}')
+    )
+    words, environ, cwd, _ = told(run, 1)
+    assert words == ["a b", "$HOME", "1/2", "*"]
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["CLUSTERDDP_RUN_DIR"]) == ("1", "2", str(run.path))
+    assert cwd == str(start.directory)
+
+
+def test_a_text_is_split_into_words_and_no_shell_reads_it(start: Starter) -> None:
+    run = completed(start(f"{{command: \"{sys.executable} tell.py 'a b' && c\"}}"))
+    assert told(run)[0] == ["a b", "&&", "c"]
+
+
+def test_a_shell_reads_text_that_asks_for_it(start: Starter) -> None:
+    command = '"echo $RANK ${WORLD_SIZE} \\"$1\\" && echo $CLUSTERDDP_INIT_METHOD"'
+    run = completed(start(f'{{command: {command}, shell: true, args: ["{{rank}} b"]}}'))
+    first, second = output(run, 1).splitlines()
+    assert first == "1 2 1 b"
+    assert second.startswith("tcp://127.0.0.1:")
+
+
+def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Starter, tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    script = tmp_path / "go.sh"
+    script.write_text('#!/bin/sh\necho "$0" "$1"\n')
+    script.chmod(0o755)
+    run = start('{command: [./go.sh, "{code_dir}"]}', procs=1)
+    assert output(completed(run)).split() == [str(run.code / "go.sh"), str(run.code)]
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "error"),
+    [
+        (
+            '"echo before >&2; echo no such label >&2; exit 3"',
+            3,
+            "left with exit code 3; the last line of its stderr: no such label",
+        ),
+        ('"exit 4"', 4, "left with exit code 4"),
+        ('"kill -SEGV $$"', 139, "was killed by SIGSEGV"),
+        ('"kill -9 $$"', 137, "was killed by SIGKILL"),
+    ],
+)
+def test_a_command_that_knows_nothing_of_us_has_a_root_cause(
+    start: Starter, command: str, exit_code: int, error: str
+) -> None:
+    found = cause(start(f"{{command: {command}, shell: true}}", procs=1))
+    assert (found.exit_code, found.error.partition(" on ")[2].partition(" ")[2]) == (exit_code, error)
+
+
+def test_the_last_lines_of_a_commands_standard_error_are_kept(start: Starter) -> None:
+    found = cause(start('{command: "echo first >&2; echo second >&2; exit 3", shell: true}', procs=1))
+    assert found.traceback == "first\nsecond"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("no-such-program", "entry.command: no-such-program: no such program on PATH"),
+        ("./gone.sh", "entry.command: ./gone.sh: no such file in "),
+        ("./tell.py", "not executable (chmod +x "),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_named(start: Starter, program: str, words: str) -> None:
+    assert words in cause(start(f"{{command: [{program}]}}", procs=1)).error
+
+
+def test_a_command_that_takes_a_signal_for_a_stop_ends_well_and_the_run_has_stopped(start: Starter) -> None:
+    command = "trap 'echo saved; exit 0' USR1; echo up; while :; do sleep 0.1; done"
+    run = start(f'{{command: "{command}", shell: true, stop_signal: USR1}}')
+    wait_for_ranks(run, 2)
+    assert cancel(run, save=True) == "cancelled"
+    assert output(run, 1).splitlines() == ["up", "saved"]
+
+
+def test_a_command_that_is_ended_by_the_signal_for_a_stop_has_not_failed(start: Starter) -> None:
+    run = start('{command: "echo up; sleep 600", shell: true, stop_signal: TERM}')
+    wait_for_ranks(run, 2)
+    assert cancel(run, save=True) == "cancelled"
+    end = read_end(run.attempts()[-1])
+    assert (end and end.outcome) == "STOPPED"
+
+
+def test_nothing_of_a_command_is_left_when_the_run_is_cancelled(start: Starter) -> None:
+    run = start('{command: "trap : TERM; setsid sleep 601 & echo up; while :; do sleep 0.1; done", shell: true}')
+    wait_for_ranks(run, 2)
+    cancel(run)
+    wait_until(lambda: not processes_of(run))
+
+
+def test_a_program_that_owns_its_ranks_is_told_of_the_machines(start: Starter) -> None:
+    command = f"[{sys.executable}, tell.py, '{{node_rank}}/{{num_nodes}}', '{{rank}}/{{world_size}}']"
+    entry = f"{{command: {command}, owns_ranks: true}}"
+    run = completed(start(entry, nodes=2, procs=3))
+    words, environ, _, _ = told(run, 1)
+    assert words == ["1/2", "1/2"]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
+    assert [environ[name] for name in names] == ["1", "2", "3", "2", "3", "1"]
+    assert not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ROLE_RANK"} & environ.keys()
+    text = unstyle("\n".join(status_lines(read_status(run), run, address=run.name)))
+    assert "2 programs, 6 ranks of their own" in text
+    assert [line.split()[:2] for line in text.splitlines() if "COMPLETED" in line][1:] == [["0", "0-2"], ["1", "3-5"]]
+    end = read_end(run.attempt(0))
+    assert end is not None
+    assert end.reason == "ranks 0-5 left with exit code 0"
+
+
+def test_a_program_that_owns_its_ranks_may_count_processes(start: Starter) -> None:
+    entry = (
+        f"{{command: [{sys.executable}, tell.py, '{{rank}}/{{world_size}}'], owns_ranks: true, world_size: processes}}"
+    )
+    words, environ, _, _ = told(completed(start(entry, nodes=2, procs=3)), 1)
+    assert (words, environ["RANK"], environ["WORLD_SIZE"]) == (["3/6"], "3", "6")
+
+
+def test_placeholders_may_count_machines_while_variables_count_ranks(start: Starter) -> None:
+    entry = f"{{command: [{sys.executable}, tell.py, '{{rank}}/{{world_size}}'], world_size: machines}}"
+    words, environ, _, _ = told(completed(start(entry, nodes=2, procs=2)), 3)
+    assert (words, environ["RANK"], environ["WORLD_SIZE"]) == (["1/2"], "3", "4")
+
+
+def test_the_output_directory_is_made_where_the_spec_says(start: Starter, tmp_path: Path) -> None:
+    run = start(f"{{command: [{sys.executable}, tell.py, '{{output_dir}}'], output_dir: results/one}}", procs=1)
+    assert told(completed(run))[0] == [str(tmp_path / "results/one")]
+    assert (tmp_path / "results/one").is_dir()
+
+
+def test_what_the_plan_shows_of_rank_0s_variables_is_what_it_finds(start: Starter) -> None:
+    run = completed(start(f"{{command: [{sys.executable}, tell.py], owns_ranks: true}}", nodes=2))
+    plan: dict[str, Any] = json.loads(run.plan.read_text())
+    environ = told(run)[1]
+    unknown = {"MASTER_PORT", "PET_MASTER_PORT", "CLUSTERDDP_INIT_METHOD"}
+    shown = {name: variable["value"] for name, variable in plan["rank0"].items() if name not in unknown}
+    assert {name: environ.get(name) for name in shown} == shown
+
+
+def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
+    code = "import time, clusterddp; print('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)"
+    (start.directory / "loop.py").write_text(code)
+    run = start(f"{{command: [{sys.executable}, loop.py]}}")
+    wait_for_ranks(run, 2)
+    assert cancel(run, save=True) == "cancelled"
+    assert clusterddp.Run(run.path).wait(20) == "CANCELLED"

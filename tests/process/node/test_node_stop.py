@@ -1,0 +1,148 @@
+"""The stop contract, the time limit and cancel, on real gangs."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from clusterddp.run.directory import write_json
+from tests.support.gang_runs import running, wait_until
+from tests.support.patience import PATIENCE
+
+UNTIL_STOP = "until_stop()"
+
+
+def ask_by_file(gang):
+    gang.attempt().stop_file.touch()
+
+
+def ask_head_usr2(gang):
+    os.kill(gang.supervisors[0], signal.SIGUSR2)
+
+
+def ask_member_term(gang):
+    os.kill(gang.supervisors[1], signal.SIGTERM)
+
+
+def ask_rank_usr2(gang):
+    os.kill(gang.ranks()[3].pid, signal.SIGUSR2)
+
+
+def ask_rank_term(gang):
+    os.kill(gang.ranks()[0].pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("ask", "reason"),
+    [
+        (ask_by_file, "the file STOP"),
+        (ask_head_usr2, "SIGUSR2 to the supervisor of node 0"),
+        (ask_member_term, "SIGTERM to the supervisor of node 1"),
+        (ask_rank_usr2, "SIGUSR2 to rank 3"),
+        (ask_rank_term, "SIGTERM to rank 0"),
+    ],
+)
+def test_whoever_is_asked_to_stop_all_ranks_stop(tmp_path, ask, reason):
+    with running(tmp_path, UNTIL_STOP, restarts=3) as gang:
+        gang.await_up()
+        ask(gang)
+        assert gang.await_end() == [0, 0]
+        assert (gang.end().outcome, gang.end().reason, gang.end().will_restart) == ("STOPPED", reason, False)
+        assert [record.exit_code for record in gang.ranks()] == [0] * 4
+        events = [json.loads(line)["event"] for line in gang.run.events.read_text().splitlines()]
+        assert events == ["attempt_started", "stop_requested", "attempt_ended"]
+
+
+def test_the_approaching_time_limit_stops_the_gang_and_a_restart_goes_on(tmp_path):
+    program = "until_stop() if attempt == 0 else up()"
+    with running(tmp_path, program, time_limit_s=2.0, stop_lead_s=1.0, restarts=1) as gang:
+        assert gang.await_end() == [0, 0]
+        events = [json.loads(line) for line in gang.run.events.read_text().splitlines()]
+        times = {event["event"]: event["time"] for event in events if event["attempt"] == 0}
+        assert times["stop_requested"] - times["attempt_started"] == pytest.approx(1.0, abs=0.5)
+        first = gang.end(0)
+        assert (first.outcome, first.will_restart) == ("STOPPED", True)
+        assert first.reason == "the time limit of 2 s approaches"
+        assert gang.end(1).outcome == "COMPLETED"
+
+
+def test_ranks_that_do_not_stop_in_time_are_ended_and_named(tmp_path):
+    program = "if rank == 0: until_stop()\nelse: forever()"
+    with running(tmp_path, program, stop_grace_s=0.5, restarts=1) as gang:
+        gang.await_up()
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [1, 1]
+        end = gang.end()
+        assert (end.outcome, end.will_restart, end.root_cause.rank) == ("FAILED", False, 1)
+        assert end.reason == "ranks 1-3 did not stop within 0.5 s of the request (the file STOP)"
+
+
+def test_ranks_that_pass_the_time_limit_are_ended_and_named(tmp_path):
+    with running(tmp_path, "forever()", time_limit_s=1.0, stop_grace_s=60) as gang:
+        assert gang.await_end() == [1, 1]
+        assert gang.end().reason == "ranks 0-3 did not stop before the time limit of 1 s"
+
+
+def test_a_program_that_confirms_stops_itself_was_completed_when_it_did_not(tmp_path):
+    with running(tmp_path, UNTIL_STOP, stop_aware=True) as gang:
+        gang.await_up()
+        gang.attempt().stop_file.touch()
+        gang.await_end()
+        assert gang.end().outcome == "COMPLETED"
+
+
+def test_a_program_that_confirmed_its_stop_was_stopped(tmp_path):
+    program = UNTIL_STOP + "\nif rank == 0: (run_dir / f'attempts/{attempt}/stopped.json').write_text('{}')"
+    with running(tmp_path, program, stop_aware=True) as gang:
+        gang.await_up()
+        gang.attempt().stop_file.touch()
+        gang.await_end()
+        assert gang.end().outcome == "STOPPED"
+
+
+def test_a_rank_that_fails_while_stopping_fails_the_run_without_a_restart(tmp_path):
+    with running(tmp_path, UNTIL_STOP + "\nif rank == 1: os._exit(5)\ntime.sleep(60)", restarts=1) as gang:
+        gang.await_up()
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [1, 1]
+        assert (gang.end().outcome, gang.end().will_restart, gang.end().root_cause.rank) == ("FAILED", False, 1)
+
+
+def test_a_cancelled_gang_is_gone_at_once(tmp_path):
+    with running(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nforever()", restarts=3) as gang:
+        gang.await_up()
+        write_json(gang.run.cancel_file, {"by": "somebody", "time": time.time()})
+        cancelled = time.monotonic()
+        assert gang.await_end() == [0, 0]
+        assert time.monotonic() - cancelled < PATIENCE * 3  # 1.3 s on a machine with nothing else to do
+        end = gang.end()
+        assert (end.outcome, end.reason, end.will_restart) == ("CANCELLED", "cancelled by somebody", False)
+        assert end.root_cause is None
+
+
+def test_a_gang_that_was_cancelled_before_it_started_starts_no_rank(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "CANCEL").touch()
+    with running(tmp_path, "forever()") as gang:
+        gang.await_end()
+        assert gang.end().outcome == "CANCELLED"
+        assert gang.ranks() == []
+
+
+def test_a_stop_before_the_start_starts_no_rank(tmp_path):
+    with running(tmp_path, "forever()", nodes=3, order={"only": (0, 1)}) as gang:
+        wait_until(lambda: "node 1 on host1 has joined" in gang.logs())
+        os.kill(gang.supervisors[1], signal.SIGUSR2)
+        assert gang.await_end() == [0, 0]
+        assert gang.end().outcome == "STOPPED"
+        assert gang.ranks() == []
+
+
+def test_a_cancel_between_two_attempts_starts_no_other(tmp_path):
+    program = "(run_dir / 'CANCEL').touch(); os._exit(1)"
+    with running(tmp_path, program, restarts=5) as gang:
+        gang.await_end()
+        assert gang.end().will_restart is False
+        assert not gang.attempt(1).path.exists()

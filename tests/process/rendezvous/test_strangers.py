@@ -1,0 +1,405 @@
+"""What a stranger on the network gets from the listeners of a run: nothing that it did not prove to be entitled to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import clusterddp
+from clusterddp.errors import PreflightError
+from clusterddp.rendezvous.acceptor import PER_TURN, REST_S, Acceptor, Refusals
+from clusterddp.rendezvous.signed import Signer, UnprovenError
+from clusterddp.submission.join.head import Gathering
+from clusterddp.submission.join.member import Seat
+from clusterddp.submission.worker.place import Decided
+from tests.support.gang_runs import GangRun, running, wait_until
+from tests.support.patience import PATIENCE
+from tests.support.worker_ranks import ROOT, Place, meeting, wait_for, worker
+
+FACTS = {"torch": "2.13.0"}
+SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": 2}
+_NO_LISTENER = {"rendezvous/muster_host.py", "node/search.py"}
+"""Files whose `bind` only tries whether an address is this host's, or whose `listen` is a method of ours."""
+DECIDED: dict[str, Any] = {
+    "run": "brisk-otter-3",
+    "token": "0" * 32,
+    "attempt": 0,
+    "identity": "hand",
+    "nodes": [["node1", [0]], ["node2", [1]]],
+    "gpus": False,
+    "backend": "gloo",
+    "master_addr": "127.0.0.1",
+    "master_port": 29500,
+    "reached": "127.0.0.1",
+}
+
+
+class Stranger:
+    """One end of a connection that speaks as our own do; it knows a key, or none."""
+
+    def __init__(self, sock: socket.socket, of: str, side: Any, key: str = "") -> None:
+        sock.settimeout(PATIENCE * 10)
+        self.got = b""
+        """Everything that came."""
+        self._sock, self._of, self._signer = sock, of, Signer(key, side)
+        self._unread = b""
+        sock.sendall(self._signer.greeting(of))
+        self._signer.meet(self._line(), of)
+
+    def send(self, words: dict[str, Any]) -> None:
+        self._sock.sendall(self._signer.sign(words))
+
+    def read(self) -> dict[str, Any]:
+        return self._signer.read(self._line())
+
+    def read_all(self) -> bytes:
+        """Return everything that comes until the other end hangs up."""
+        with contextlib.suppress(ConnectionError):
+            while data := self._sock.recv(65536):
+                self.got += data
+        return self.got
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._unread:
+            data = self._sock.recv(65536)
+            assert data, "the other end has hung up"
+            self.got += data
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+
+@contextlib.contextmanager
+def serving(serve: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Serve the first connection to a port in a thread; yield the port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError, AssertionError), server.accept()[0] as sock:
+                serve(sock)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(PATIENCE * 20)
+        assert not thread.is_alive()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def gathering(key: str, said: list[str]) -> Gathering:
+    return Gathering(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), tell=said.append)
+
+
+@contextlib.contextmanager
+def waiting(node_0: Gathering, timeout_s: float) -> Iterator[None]:
+    """Let node 0 wait for the others meanwhile."""
+
+    def gather() -> None:
+        with contextlib.suppress(PreflightError):
+            node_0.gather(timeout_s)
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    yield
+    thread.join(PATIENCE * 20)
+    assert not thread.is_alive()
+
+
+def call(port: int) -> socket.socket:
+    deadline = time.monotonic() + PATIENCE * 5
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def take_seat(port: int, key: str) -> None:
+    """Be node 1, and leave."""
+    seat = Seat(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+    with contextlib.closing(seat):
+        seat.take(SPEC, FACTS, PATIENCE * 5)
+
+
+def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
+    def pair(key: str, other: str) -> tuple[Signer, Signer]:
+        head, member = Signer(key, "head"), Signer(other, "member")
+        head.meet(member.greeting("x"), "x")
+        member.meet(head.greeting("x"), "x")
+        return head, member
+
+    head, member = pair("mum", "mum")
+    line = head.sign({"n": 1}).rstrip()
+    assert member.read(line) == {"n": 1}
+    for reader, text in ((member, line), (head, line), (pair("mum", "mum")[1], line)):
+        with pytest.raises(UnprovenError):
+            reader.read(text)
+    head, member = pair("mum", "dad")
+    with pytest.raises(UnprovenError):
+        member.read(head.sign({}).rstrip())
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n", b"[" * 9000, b'{"nonce": 1}', b"\xff\xfe"])
+def test_what_is_no_greeting_is_refused(words: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Signer("", "head").meet(words, "worker")
+
+
+def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
+    got: list[bytes] = []
+    refused = pytest.raises(PreflightError, match="does not know the same CLUSTERDDP_JOIN_KEY")
+    with serving(lambda sock: got.append(_false_node_0(sock))) as port, refused:
+        take_seat(port, "mum")
+    assert b"a-secret-value" not in got[0]
+    assert b"API_KEY" not in got[0]
+    assert b"torch" not in got[0]
+
+
+def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
+    got: list[bytes] = []
+    with serving(lambda sock: got.append(_false_node_0(sock))) as port, pytest.raises(PreflightError):
+        take_seat(port, "")
+    assert b"API_KEY" in got[0]
+    assert b"a-secret-value" not in got[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "../../escaped"},
+        {"token": "short"},
+        {"attempt": -1},
+        {"attempt": 10**9},
+        {"attempt": "1"},
+        {"link": {"host": "127.0.0.1", "port": 70000}},
+        {"link": None},
+        {"master_addr": ["a"]},
+        {"master_addr": "10.0.0.1\0"},
+    ],
+)
+def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
+    link = {"host": "127.0.0.1", "port": 4711}
+    begin = {"run": "brisk-otter-3", "token": "0" * 32, "attempt": 0, "master_addr": "127.0.0.1", "link": link}
+
+    def answer(sock: socket.socket) -> None:
+        head = Stranger(sock, "join", "head")
+        head.send({"node_rank": 0})
+        head.read()
+        head.send(begin | change)
+        head.read_all()
+
+    refused = pytest.raises(PreflightError, match="what answers as node 0 is none")
+    with serving(answer) as port, refused:
+        take_seat(port, "")
+
+
+def test_node_0_with_a_key_sends_a_stranger_nothing_but_a_nonce_and_a_signature() -> None:
+    said: list[str] = []
+    node_0 = gathering("mum", said)
+    with waiting(node_0, 2.0):
+        stranger = Stranger(call(node_0.port), "join", "member")
+        stranger.send({"node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "spec": {}})
+        got = stranger.read_all()
+    assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"2.13.0", b"refuse"))
+    assert "a connection was refused: 127.0.0.1: it does not know the same CLUSTERDDP_JOIN_KEY" in said
+
+
+def test_node_0_without_a_key_tells_no_value_and_no_key_that_the_other_does_not_name() -> None:
+    node_0 = gathering("", [])
+    with waiting(node_0, 1.0):
+        stranger = Stranger(call(node_0.port), "join", "member")
+        stranger.send({"node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}})
+        got = stranger.read_all()
+    assert b"its spec is another one: restarts differs; and 2 more" in got
+    assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"lan"))
+
+
+def test_ranks_with_the_same_key_meet_and_their_programs_do_not_see_it(tmp_path: Path) -> None:
+    place = Place(tmp_path).write("import os\nassert 'CLUSTERDDP_JOIN_KEY' not in os.environ\n")
+    ended = place.by_hand([0, 1], 2, CLUSTERDDP_JOIN_KEY="mum")
+    assert [each.code for each in ended] == [0, 0], ended
+
+
+def test_a_rank_without_the_key_is_told_so_and_rank_0_says_who_came(tmp_path: Path) -> None:
+    place = Place(tmp_path, start_timeout="0:06").write()
+    variables = {"WORLD_SIZE": "2", **meeting()}
+    first = place.start(*worker(), RANK="0", CLUSTERDDP_JOIN_KEY="mum", **variables)
+    other = place.start(*worker(), RANK="1", **variables)
+    ended = wait_for([first, other])
+    assert [each.code for each in ended] == [3, 3]
+    assert "from 127.0.0.1 did not know the same CLUSTERDDP_JOIN_KEY" in ended[0].err
+    assert "what answers there does not know the same CLUSTERDDP_JOIN_KEY" in ended[1].err
+    assert "has to have the same value for all ranks, or be set for none" in ended[1].err
+
+
+def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    place = Place(tmp_path / "place", start_timeout="0:10").write()
+
+    def answer(sock: socket.socket) -> None:
+        head = Stranger(sock, "worker", "head")
+        head.send({"rank": 0})
+        head.read()
+        head.send({"decided": DECIDED | {"run": "../../escaped/evil"}})
+        head.read_all()
+
+    with serving(answer) as port:
+        (ended,) = place.by_hand([1], 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert (ended.code, "what answers as rank 0 is none" in ended.err) == (3, True)
+    assert not (tmp_path / "escaped").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "a/b"},
+        {"run": "."},
+        {"token": "../x"},
+        {"attempt": -1},
+        {"attempt": 1.5},
+        {"attempt": 10**7},
+        {"master_port": 0},
+        {"master_port": 65536},
+        {"nodes": [["node1", [0, 2]]]},
+        {"nodes": [["node1", [0, 0]]]},
+        {"nodes": [[7, [0]]]},
+        {"nodes": "node1"},
+        {"nodes": [["node1", [0]]]},
+        {"nodes": [["node1", [0, 1, 2]]]},
+        {"nodes": [["node\x1b[2J", [0, 1]]]},
+        {"master_addr": "10.0.0.1\0"},
+        {"reached": "x" * 5000},
+        {"gpus": "yes"},
+    ],
+)
+def test_what_no_rank_0_decides_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(PreflightError, match="what answers as rank 0 is none"):
+        Decided.from_json(DECIDED | change, 2)
+
+
+def test_every_file_that_listens_is_in_the_table_of_listeners() -> None:
+    package, table = Path(clusterddp.__file__).parent, (ROOT / "SECURITY.md").read_text()
+    files = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\.(listen|bind|create_server)\([^)*]|bind_port\(", path.read_text())
+    }
+    assert {"node/link.py", "network/port.py"} < files
+    assert [name for name in sorted(files - _NO_LISTENER) if f"`{name}`" not in table] == []
+
+
+def test_a_turn_takes_some_connections_and_the_next_one_more() -> None:
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        acceptor = Acceptor(server, selector)
+        callers = [socket.create_connection(server.getsockname()) for _ in range(PER_TURN + 2)]
+        turns = [acceptor.accept(0.0) for _ in range(3)]
+        assert [len(turn) for turn in turns] == [PER_TURN, 2, 0]
+        for sock in [*callers, *(connection for turn in turns for connection, _ in turn)]:
+            sock.close()
+
+
+def test_a_listener_without_descriptors_rests_and_goes_on() -> None:
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as server:
+        acceptor = Acceptor(server, selector)
+        caller = socket.create_connection(server.getsockname())
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            assert acceptor.accept(0.0) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert selector.select(0) == []
+        ((connection, _),) = acceptor.accept(REST_S)
+        assert selector.get_key(server)
+        for sock in (caller, connection):
+            sock.close()
+
+
+def test_refusals_are_reported_at_once_and_then_as_a_number() -> None:
+    said: list[str] = []
+    refusals = Refusals(said.append)
+    for now in (0.0, 1.0, 2.0, 100.0):
+        refusals.add(f"came at {now:g}", now)
+    assert said == ["a connection was refused: came at 0", "3 connections were refused, the last one: came at 100"]
+
+
+def test_a_flood_of_connections_stops_no_heartbeat_and_fills_no_log(tmp_path: Path) -> None:
+    with running(tmp_path, "until_stop()", order={"lease_s": 3.0}) as gang:
+        gang.await_up()
+        over = time.monotonic() + 5.0
+        floods = [threading.Thread(target=_flood, args=(gang, over)) for _ in range(3)]
+        for flood in floods:
+            flood.start()
+        for flood in floods:
+            flood.join()
+        assert [rank.exit_code for rank in gang.ranks()] == [None] * 4, gang.logs()
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [0, 0]
+        assert gang.logs().count("refused") < 5
+
+
+def test_a_supervisor_without_descriptors_waits_and_does_not_turn(tmp_path: Path) -> None:
+    with running(tmp_path, "until_stop()") as gang:
+        gang.await_up()
+        wait_until(gang.attempt().start.exists)
+        pid = gang.supervisors[0]
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        taken = {int(number) for number in os.listdir(f"/proc/{pid}/fd")}
+        lowest_free = min(set(range(len(taken) + 1)) - taken)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        callers = [socket.create_connection((gang.link["host"], gang.link["port"])) for _ in range(4)]
+        time.sleep(0.5)
+        before = _runnable_s(pid)
+        time.sleep(3.0)
+        assert Path(f"/proc/{pid}").exists(), gang.logs()
+        assert _runnable_s(pid) - before < 2.0
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        for caller in callers:
+            caller.close()
+        gang.attempt().stop_file.touch()
+        assert gang.await_end() == [0, 0]
+
+
+def _false_node_0(sock: socket.socket) -> bytes:
+    """Be a node 0 that knows no key; return all that came."""
+    head = Stranger(sock, "join", "head")
+    head.send({"node_rank": 0})
+    with contextlib.suppress(AssertionError, ValueError, OSError):
+        head.read()
+        head.send({"refused": "no", "hint": None})
+    return head.read_all()
+
+
+def _flood(gang: GangRun, until: float) -> None:
+    open_now: list[socket.socket] = []
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            open_now.append(socket.create_connection((gang.link["host"], gang.link["port"]), timeout=1.0))
+        if len(open_now) > 100:
+            open_now.pop(0).close()
+    for sock in open_now:
+        sock.close()
+
+
+def _runnable_s(pid: int) -> float:
+    """Return how long a process has computed, or waited for a core to compute on."""
+    computed, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return (int(computed) + int(waited)) / 1e9

@@ -1,0 +1,177 @@
+"""A host that answers nonsense, for ever, or too much: an error of that host alone, and bounded memory and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import SshError
+from clusterddp.remote.answers import ANSWERS
+from clusterddp.run.directory import write_json
+from clusterddp.run.host_reports import read_reports
+from clusterddp.ssh import session as session_module
+from clusterddp.ssh.session import HostAccess, Session
+from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
+
+Answer = Callable[[dict[str, Any]], bytes]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with running_hosts(tmp_path, "gpu01", "gpu02") as hosts:
+        yield hosts
+
+
+def hostile_session(answer: Answer, host: str = "gpu01") -> Session:
+    """Return a session with a host that answers each request as it likes."""
+    channel, theirs = make_channel()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), theirs, theirs.makefile("rb") as requests:
+            for line in requests:
+                theirs.sendall(answer(json.loads(line)))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return Session(host=host, connection=Connection(), channel=channel, answers=ANSWERS)
+
+
+def say(data: bytes = b"", **words: Any) -> bytes:
+    return json.dumps({"ok": True, "size": len(data), **words}).encode() + b"\n" + data
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"not JSON\n",
+        b"[]\n",
+        b"null\n",
+        b"[" * 100_000 + b"\n",
+        b'{"ok": true}\n',
+        b'{"ok": true, "parts": [{}]}\n',
+        b'{"ok": true, "parts": "x"}\n',
+        b'{"ok": true, "size": -1, "parts": []}\n',
+        b'{"ok": true, "size": 1e99, "parts": []}\n',
+        b'{"ok": true, "size": 99999999999, "parts": []}\n',
+        b"\xff\xfe\n",
+    ],
+)
+def test_nonsense_is_an_error_of_that_host_which_is_then_left(answer: bytes) -> None:
+    session = hostile_session(lambda request: answer)
+    with pytest.raises(SshError, match="gpu01: ask: its agent's answer makes no sense") as error:
+        session.ask("mirror.read", timeout_s=5)
+    assert error.value.dropped
+    with pytest.raises(SshError):
+        session.ask("beat", timeout_s=5)
+
+
+def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_MAX_LINE_BYTES", 1 << 20)
+    sent = []
+
+    def flood(request: dict[str, Any]) -> bytes:
+        sent.append(1)
+        return b"x" * (64 << 20)
+
+    begun = time.monotonic()
+    with pytest.raises(SshError, match="more than 1,048,576 bytes in a line"):
+        hostile_session(flood).ask("beat", timeout_s=5)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question() -> None:
+    def late(request: dict[str, Any]) -> bytes:
+        time.sleep(0.5)
+        return say(time=1.0)
+
+    session = hostile_session(late)
+    with pytest.raises(SshError, match=r"no answer within 0\.1 s"):
+        session.ask("facts.clock", timeout_s=0.1)
+    time.sleep(0.6)
+    with pytest.raises(SshError):
+        session.ask("facts.clock", timeout_s=0.1)
+
+
+def look_told(files: dict[str, list[int]]) -> dict[str, Any]:
+    rest = {"boot": "b", "alive": [], "has_run": True, "end_attempt": None, "end": None, "sum": os.urandom(8).hex()}
+    return rest | {"files": files}
+
+
+def answering(hosts: Hosts, files: dict[str, list[int]], read: Answer) -> Answer:
+    """Answer as a host does that has these files and sends of them what `read` makes."""
+
+    def answer(request: dict[str, Any]) -> bytes:
+        if request["do"] == "mirror.changes":
+            return say(runs={run["name"]: look_told(files) for run in request["runs"]})
+        return read(request) if request["do"] == "mirror.read" else say()
+
+    return answer
+
+
+def told(**facts: Any) -> dict[str, Any]:
+    return {"gone": False, "length": 0, "size": 0, "mtime_ns": 1, "fits": True} | facts
+
+
+LOG = "attempts/0/logs/rank-000.out"
+ANSWERS_TO_READ: dict[str, Answer] = {
+    "nothing comes of a file that is long": lambda request: say(parts=[told(size=1 << 40) for _ in request["parts"]]),
+    "it never fits": lambda request: say(parts=[told(size=5, fits=False) for _ in request["parts"]]),
+    "fewer parts": lambda request: say(parts=[]),
+    "more bytes than said": lambda request: say(b"xx", parts=[told(size=1) for _ in request["parts"]]),
+    "a negative length": lambda request: say(parts=[told(length=-1) for _ in request["parts"]]),
+    "more than was asked for": lambda request: say(
+        b"x" * (5 << 20), parts=[told(length=5 << 20, size=5 << 20) for _ in request["parts"]]
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ANSWERS_TO_READ)
+def test_a_pull_without_progress_ends(hosts: Hosts, how: str) -> None:
+    answer = answering(hosts, {LOG: [1 << 40, 1]}, ANSWERS_TO_READ[how])
+    good = hosts.open
+
+    def open_session(access: HostAccess) -> Session:
+        return hostile_session(answer) if access.host == "gpu01" else good(access)
+
+    hosts.open = open_session  # type: ignore[method-assign]
+    hosts.start()
+    begun = time.monotonic()
+    hosts.logs(0, 2)
+    assert time.monotonic() - begun < 8
+    assert "gpu02" in read_reports(hosts.run)
+    assert len(list(hosts.run.attempt(0).logs.iterdir())) <= 1
+
+
+def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: Hosts) -> None:
+    def anew(request: dict[str, Any]) -> bytes:
+        parts = [told(size=9, fits=False) if part["offset"] else told(length=9, size=9) for part in request["parts"]]
+        return say(b"x" * sum(part["length"] for part in parts), parts=parts)
+
+    number = iter(range(1, 1000))
+
+    def answer(request: dict[str, Any]) -> bytes:
+        return answering(hosts, {LOG: [9, next(number)]}, anew)(request)
+
+    hosts.open = lambda access: hostile_session(answer, access.host)  # type: ignore[method-assign]
+    hosts.start()
+    for _ in range(40):
+        hosts.logs(0)
+    assert len(list(hosts.run.attempt(0).logs.iterdir())) == 17
+    assert any("begun anew" in text for text in hosts.said)
+
+
+def test_names_that_no_disk_takes_are_left_there(hosts: Hosts) -> None:
+    files = {"tb/\ud800": [1, 1], "tb/" + "x" * 5000: [1, 1], "tb/../../../escaped": [1, 1], "/etc/x": [1, 1]}
+    answer = answering(hosts, files, lambda request: say(b"x", parts=[told(length=1, size=1)]))
+    hosts.open = lambda access: hostile_session(answer, access.host)  # type: ignore[method-assign]
+    hosts.start()
+    write_json(hosts.run.attempt(0).path / "end.json", {"outcome": "COMPLETED", "reason": "", "ended": 1.0})
+    hosts.fetch()
+    assert not list(hosts.directory.rglob("escaped"))

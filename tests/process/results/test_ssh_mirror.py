@@ -1,0 +1,323 @@
+"""Bringing home what hosts know of a run: real agents, real files; links break, hosts are down, disks are full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from clusterddp.agent import mirror as host_mirror
+from clusterddp.cli.terminal import Terminal
+from clusterddp.cli.watch import watch_until_ended
+from clusterddp.errors import PreflightError
+from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
+from clusterddp.run.host_reports import read_reports
+from clusterddp.run.outcome import AttemptEnd, read_end, write_end
+from clusterddp.run.record import log_event, read_ranks
+from clusterddp.run.view import RunState
+from tests.support.agent_hosts import Hosts, running_hosts
+from tests.testbed.rack import wait_until
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with running_hosts(tmp_path, "gpu01", "gpu02") as hosts:
+        yield hosts
+
+
+def add(path: Path, text: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(text)
+
+
+def test_records_come_from_the_host_of_each_rank(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.look()
+    assert [(record.rank, record.host) for record in read_ranks(hosts.run.attempt(0))] == [
+        (0, "gpu01"), (1, "gpu01"), (2, "gpu02"), (3, "gpu02"),
+    ]  # fmt: skip
+
+
+def test_a_rank_that_is_not_of_that_host_is_not_believed(hosts: Hosts) -> None:
+    hosts.start()
+    shutil.copy(hosts.on("gpu02").attempt(0).rank_record(2), hosts.on("gpu02").attempt(0).rank_record(0))
+    hosts.look()
+    assert read_ranks(hosts.run.attempt(0))[0].host == "gpu01"
+
+
+def test_only_the_logs_that_are_wanted_come_home(hosts: Hosts) -> None:
+    attempts = hosts.start()
+    for rank in range(4):
+        attempts[rank // 2].stdout(rank).write_bytes(b"of rank %d" % rank)
+    hosts.logs(2)
+    assert [path.name for path in sorted(hosts.run.attempt(0).logs.iterdir())] == ["rank-002.out"]
+
+
+def test_what_grows_comes_home_piece_by_piece(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    for number in range(3):
+        add(log, b"line %d\n" % number)
+        hosts.logs(0)
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+
+
+def test_a_log_larger_than_any_answer_comes_home_whole(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    log.write_bytes(os.urandom(1 << 20) * 25)
+    hosts.logs(0)
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+
+
+def test_a_link_that_breaks_while_somebody_follows_costs_no_byte_and_doubles_none(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    mirror = hosts.mirror()
+    mirror.want_logs([0], 0)
+    for number in range(5):
+        add(log, os.urandom(1000 + number))
+        mirror.catch_up()
+        hosts.break_links()
+    mirror.close()
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+
+
+def test_a_log_that_shrank_begins_anew_and_the_old_one_is_kept(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    for text in (b"the first words\n", b"anew\n"):
+        log.write_bytes(text)
+        hosts.logs(0)
+    ours = hosts.run.attempt(0).stdout(0)
+    assert (ours.read_bytes(), ours.with_name("rank-000.out.1").read_bytes()) == (b"anew\n", b"the first words\n")
+
+
+def test_a_log_that_was_replaced_by_a_longer_one_begins_anew(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    for text in (b"the first words\n", b"quite other words, and more of them\n"):
+        log.write_bytes(text)
+        hosts.logs(0)
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+
+
+def test_a_log_that_was_replaced_by_one_of_its_size_begins_anew(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    for text in (b"one\n", b"two\n"):
+        log.write_bytes(text)
+        hosts.logs(0)
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == b"two\n"
+
+
+def test_a_log_that_is_gone_stays_as_it_was(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    log.write_bytes(b"words\n")
+    hosts.logs(0)
+    log.unlink()
+    hosts.logs(0)
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == b"words\n"
+
+
+def test_the_history_has_the_rows_of_both_sides_once(hosts: Hosts) -> None:
+    hosts.start()
+    log_event(hosts.run, "submitted")
+    for event in ("attempt_started", "attempt_ended"):
+        log_event(hosts.head, event)
+        hosts.look()
+    hosts.look()
+    assert [row["event"] for row in read_jsonl(hosts.run.events)] == ["submitted", "attempt_started", "attempt_ended"]
+
+
+def test_the_first_end_here_stays(hosts: Hosts) -> None:
+    attempt = hosts.start()[0]
+    write_end(hosts.run.attempt(0), AttemptEnd(outcome="FAILED", reason="restarts", will_restart=True))
+    write_end(attempt, AttemptEnd(outcome="COMPLETED", reason="done"))
+    hosts.look()
+    assert read_end(hosts.run.attempt(0)).reason == "restarts"
+
+
+def test_what_has_not_changed_is_not_asked_for_again(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.process("s0")
+    mirror = hosts.mirror()
+    for _ in range(2):
+        mirror.catch_up()
+    asked = [session.asked for session in hosts.sessions if session.host == "gpu01"]
+    mirror.close()
+    assert asked[0][-1] == "mirror.changes"
+
+
+def test_a_host_that_is_down_hides_no_other(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.down.add("gpu02")
+    hosts.look()
+    assert [record.rank for record in read_ranks(hosts.run.attempt(0))] == [0, 1]
+
+
+def test_a_host_that_is_down_is_said_to_be_once(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.down.add("gpu02")
+    mirror = hosts.mirror()
+    for _ in range(3):
+        mirror.look()
+    mirror.close()
+    assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)"]
+
+
+def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look()
+    hosts.down.add("gpu02")
+    hosts.break_links()
+    mirror.look()
+    hosts.down.clear()
+    wait_until(lambda: mirror.look() or len(hosts.said) > 1, 20)
+    mirror.close()
+    assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)", "gpu02 answers again"]
+
+
+def test_who_waits_asks_hosts_again_that_have_not_answered_yet(hosts: Hosts) -> None:
+    hosts.start()
+    write_end(hosts.head.attempt(0), AttemptEnd(outcome="COMPLETED", reason="done"))
+    hosts.down.update(hosts.names)
+    threading.Timer(1.0, hosts.down.clear).start()
+    mirror = hosts.mirror()
+    assert watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=60).state is RunState.COMPLETED
+    mirror.close()
+
+
+def test_who_waited_in_vain_for_hosts_is_told_for_how_long(hosts: Hosts) -> None:
+    hosts.down.update(hosts.names)
+    mirror = hosts.mirror()
+    with pytest.raises(PreflightError, match=r"gpu01 cannot be reached .*; its hosts were asked for 1 s"):
+        watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=1.0)
+    mirror.close()
+
+
+def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.process("s1")
+    hosts.look()
+    hosts.down.add("gpu02")
+    hosts.look()
+    report = read_reports(hosts.run)["gpu02"]
+    assert (report.error, report.alive, report.reached is not None) == ("timed out", ("s1",), True)
+
+
+def test_a_hanging_host_holds_up_no_other(hosts: Hosts) -> None:
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look()
+    hang = next(session for session in hosts.sessions if session.host == "gpu02")
+    hang.process.send_signal(signal.SIGSTOP)
+    append_jsonl(hosts.head.metrics, {"step": 1})
+    mirror.look(timeout_s=0.5)
+    assert hosts.run.metrics.exists()
+    hang.process.send_signal(signal.SIGCONT)
+    mirror.close()
+
+
+def test_two_at_once_lose_nothing_and_double_nothing(hosts: Hosts) -> None:
+    log = hosts.start()[0].stdout(0)
+    over = threading.Event()
+
+    def follow() -> None:
+        mirror = hosts.mirror()
+        mirror.want_logs([0], 0)
+        while not over.is_set():
+            mirror.look()
+        mirror.catch_up()
+        mirror.close()
+
+    followers = [threading.Thread(target=follow) for _ in range(2)]
+    for follower in followers:
+        follower.start()
+    for number in range(50):
+        add(log, b"%d\n" % number * 100)
+        log_event(hosts.head, "event", number=number)
+        time.sleep(0.01)
+    over.set()
+    for follower in followers:
+        follower.join()
+    assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+    assert [row["number"] for row in read_jsonl(hosts.run.events)] == list(range(50))
+
+
+def test_a_damaged_record_keeps_no_other_run_from_being_looked_at(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start()
+    damaged = RunDir(tmp_path / "damaged")
+    shutil.copytree(hosts.run.path, damaged.path)
+    mirror = hosts.mirror(damaged, hosts.run)
+    damaged.record.write_text("{")
+    mirror.look()
+    mirror.close()
+    assert len(read_ranks(hosts.run.attempt(0))) == 4
+
+
+def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_path: Path) -> None:
+    log = hosts.start()[0].stdout(0)
+    add(log, b"one\n")
+    hosts.logs(0)
+    moved = tmp_path / "elsewhere" / hosts.run.name
+    shutil.copytree(hosts.run.path, moved, copy_function=shutil.copyfile)
+    add(log, b"two\n")
+    mirror = hosts.mirror(RunDir(moved))
+    mirror.want_logs([0], 0)
+    mirror.catch_up()
+    mirror.close()
+    assert [path.read_bytes() for path in (moved / "attempts/0/logs").iterdir()] == [b"one\ntwo\n"]
+
+
+def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts: Hosts) -> None:
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look()
+    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    mirror.close()
+    assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
+
+
+def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None:
+    hosts.down.add("gpu02")
+    mirror = hosts.mirror()
+    told = mirror.ask(hosts.run, "beat", {})
+    mirror.close()
+    assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
+
+
+def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterddp.results.mirror.FIRST_LOOK_S", 0.2)
+    hosts.start()
+    mirror = hosts.mirror()
+    mirror.look(timeout_s=20)
+    late = next(session for session in hosts.sessions if session.host == "gpu02").process
+    late.send_signal(signal.SIGSTOP)
+    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
+
+    def answer_meanwhile(do: str) -> None:
+        late.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+
+    for session in hosts.sessions:
+        session.before_ask = answer_meanwhile
+    mirror.look(timeout_s=20)
+    mirror.look(timeout_s=20)
+    mirror.close()
+    assert set(read_reports(hosts.run)) == {"gpu01", "gpu02"}
+
+
+def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[tuple[str, ...]] = []
+    monkeypatch.setattr(host_mirror, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
+    host = SimpleNamespace(run_dir=lambda name: tmp_path / name)
+    runs = [{"name": f"run-{number}", "token": str(number) * 32, "seen": ""} for number in (1, 2, 1, 2)]
+    told = host_mirror.changes(host, {"runs": runs}, None)  # type: ignore[arg-type]
+    assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
+    assert list(told["runs"]) == ["run-1", "run-2"]

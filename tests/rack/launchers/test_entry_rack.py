@@ -1,0 +1,60 @@
+"""Programs that people have, unchanged on real hosts: on Slurm, and over SSH on hosts that share nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_run
+from tests.support.slurm_place import Place
+from tests.support.ssh_place import SshPlace
+from tests.testbed.rack import Rack
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+
+SLURM = """
+name: job
+launcher: slurm
+device: cpu
+resources: {nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: "0:10:00"}
+"""
+SSH = """
+name: job
+launcher: ssh
+device: cpu
+resources: {procs_per_node: 2}
+ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+"""
+
+
+def lines_of(run: RunDir) -> list[str]:
+    logs = run.attempts()[-1].logs.glob("rank-*.out")
+    return sorted(line for log in logs for line in log.read_text().splitlines())
+
+
+@pytest.fixture
+def slurm(rack: Rack, request: pytest.FixtureRequest) -> Place:
+    return Place(rack, f"entry-{abs(hash(request.node.name))}")
+
+
+def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_of_a_job(slurm: Place) -> None:
+    echo = "echo $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE each"
+    entry = f'entry: {{command: "{echo}", shell: true, owns_ranks: true}}\n'
+    run = slurm.submit(SLURM + entry)
+    job = read_run(run).job_id
+    told = slurm.rack.run("head", ["scontrol", "show", "job", str(job)]).stdout
+    status = slurm.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
+    assert status["state"] == "COMPLETED", status
+    assert lines_of(run) == ["0 of 2, 2 each", "1 of 2, 2 each"]
+    assert status["warning"].endswith("; each of the 4 ranks may have trained alone")
+    assert "NumTasks=2 " in told
+    assert "CPUs/Task=2 " in told
+
+
+def test_a_command_over_ssh_works_in_the_copy_of_the_code(ssh_place: SshPlace) -> None:
+    (ssh_place.path / "go.sh").write_text('#!/bin/sh\necho "$NODE_RANK $1 $(cat word.py)"\n')
+    (ssh_place.path / "go.sh").chmod(0o755)
+    (ssh_place.path / "word.py").write_text("here")
+    run = ssh_place.submit(SSH + 'entry: {command: [./go.sh, "{rank}"]}\n')
+    assert ssh_place.await_state("COMPLETED", "FAILED", run=run)["state"] == "COMPLETED"
+    assert lines_of(run) == ["0 0 here", "0 1 here", "1 2 here", "1 3 here"]

@@ -1,0 +1,82 @@
+"""A run in a container on a real Slurm; pyxis itself was not at hand: a stand-in for it does what its sources do.
+
+The stand-in is a `srun` before the real one. It takes the --container options off, mounts the package as they say, lets
+the image's variables beat the job's, and hides what only the host has: scontrol, and the Python of the host.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run.directory import RunDir, read_json
+from tests.support.slurm_runs import START, await_final_end, environment, make_slurm_run
+from tests.testbed.plan import HEAD
+from tests.testbed.rack import Rack
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+SRUN = """#!/bin/sh
+# Takes pyxis' options off, and puts the container around the task's command.
+around=
+for word; do
+    shift
+    case $around$word in
+        --container-mounts=*) mounts=${word#*=} ;;
+        --container-* | --no-container-*) ;;
+        -* | inside*) set -- "$@" "$word" ;;
+        *) set -- "$@" unshare --mount /bin/sh "$(dirname "$0")/container" "$mounts" "$word"; around=inside ;;
+    esac
+done
+exec /usr/bin/srun "$@"
+"""
+CONTAINER = f"""#!/bin/sh
+mounts=$1; shift
+mount -t tmpfs none /opt
+mkdir -p /opt/image/bin /opt/image/lib /opt/clusterddp/clusterddp
+IFS=,
+for mount in $mounts; do
+    case $mount in *:/opt/clusterddp/clusterddp:ro) mount --bind "${{mount%%:*}}" /opt/clusterddp/clusterddp ;; esac
+done
+printf '#!/bin/sh\\nexec %s "$@"\\n' {sys.base_prefix}/bin/python3 >/opt/image/bin/python3
+chmod 755 /opt/image/bin/python3
+mount --bind /opt/image/lib /etc/slurm
+mount --bind /dev/null "$(readlink -f /usr/bin/scontrol)"
+# The image's variables beat the job's: https://github.com/NVIDIA/pyxis, environment of the container.
+export PYTHONPATH=/opt/image/lib PATH=/opt/image/bin:/usr/bin:/bin LD_LIBRARY_PATH=
+exec "$@"
+"""
+PROGRAM = """
+import json, os, sys, clusterddp
+print(json.dumps({"package": clusterddp.__file__, "path": os.environ["PYTHONPATH"],
+                  "python": os.environ["PATH"].split(":")[0], "end": os.environ.get("SLURM_JOB_END_TIME")}))
+"""
+
+
+@pytest.mark.parametrize("python", ["python3", "/opt/image/bin/python3"])
+def test_the_package_and_python_of_the_image_are_found_though_the_host_lacks_them(rack: Rack, python: str) -> None:
+    place = rack.dir / "shared" / f"pyxis-{Path(python).is_absolute()}"
+    place.mkdir()
+    for name, text in (("srun", SRUN), ("container", CONTAINER)):
+        (place / name).write_text(text)
+        (place / name).chmod(0o755)
+    more = f'launcher: slurm\ncontainer: {{image: torch.sqsh, python: {python}}}\nresources: {{nodes: 2, time: "10"}}'
+    (rack.dir / "shared" / place.name / "entry.py").write_text(PROGRAM)
+    run = make_slurm_run(rack, place.name, text=f"name: job\nentry: {{script: entry.py}}\n{more}\n")
+    environ = environment()
+    environ["PATH"] = f"{place}:{environ['PATH']}"
+    rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environ)
+    assert await_final_end(run).outcome == "COMPLETED", (run.launcher_dir / "tasks.log").read_text()
+    for rank in range(2):
+        told = json.loads(run.attempt(0).stdout(rank).read_text())
+        assert told["package"] == "/opt/clusterddp/clusterddp/__init__.py"
+        assert told["path"] == "/opt/clusterddp:/opt/image/lib"
+        assert told["python"] == "/opt/image/bin"
+    assert ends_in_ten_minutes(run, int(told["end"]))
+
+
+def ends_in_ten_minutes(run: RunDir, end: int) -> bool:
+    start = read_json(run.attempt(0).start)
+    return start is not None and 500 <= end - start["started"] <= 600

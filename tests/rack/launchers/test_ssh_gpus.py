@@ -1,0 +1,273 @@
+"""Leases over SSH: real hosts, agents, launchers and runs; the GPUs are those of a fake nvidia-smi on the hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_hosts import cuda_hosts
+from tests.support.fake_gpus import FakeGpus
+from tests.support.ssh_person import Person
+from tests.support.ssh_place import SshPlace
+from tests.testbed.plan import HEAD
+from tests.testbed.rack import wait_until
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+
+LAUNCHER = """
+import contextlib, json, os, sys
+from clusterddp.errors import PreflightError
+from clusterddp.launchers.ssh.gpus import lease_gpus
+from clusterddp.remote.package import package
+from clusterddp.ssh.session import HostAccess, open_sessions
+order = json.loads(sys.argv[1])
+names = [name.split()[0] for name in order["gpus"]]
+accesses = [HostAccess(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
+sessions = open_sessions(accesses, environ=os.environ, package=package())
+say = lambda **words: print(json.dumps(words), flush=True)
+say(pid=os.getpid())
+nodes = dict(enumerate(sessions[name] for name in names))
+try:
+    counts = dict(enumerate(order["gpus"].values()))
+    grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], tell=lambda text: say(told=text))
+    say(gpus=[grant.gpus for grant in grants.values()])
+    sys.stdin.read()
+except PreflightError as error:
+    say(refused=error.message, hint=error.hint)
+finally:
+    for session in nodes.values():
+        session.close()
+"""
+
+
+class Launchers:
+    """Launchers on the head; each holds what it has leased until it is let go."""
+
+    def __init__(self, person: Person, gpus: FakeGpus) -> None:
+        self.person = person
+        self.gpus = gpus
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.pids: dict[int, int] = {}
+        """The pid on the head of each launcher, by the pid of what entered the head."""
+
+    def start(self, run: str, gpus: dict[str, int], *, wait: bool = False) -> subprocess.Popen[bytes]:
+        order = {
+            "run": run,
+            "gpus": gpus,
+            "when_busy": "wait" if wait else "refuse",
+            "venv": str(self.gpus.place.parent),
+        }
+        argv = self.person.rack.argv(
+            HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables
+        )
+        self.started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
+        self.pids[self.started[-1].pid] = self.says(self.started[-1])["pid"]
+        return self.started[-1]
+
+    def kill(self, launcher: subprocess.Popen[bytes]) -> None:
+        self.person.rack.run(HEAD, ["kill", "-KILL", str(self.pids[launcher.pid])])
+        launcher.wait()
+
+    def says(self, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
+        assert launcher.stdout is not None
+        return json.loads(launcher.stdout.readline())
+
+    def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+        launcher = self.start(run, gpus)
+        return launcher, self.says(launcher)
+
+    def serve(self, waiting: list[subprocess.Popen[bytes]]) -> list[list[list[str]]]:
+        """Let each go as soon as it has its GPUs; return what each was given, in the order in which they got them."""
+        served, left = [], list(waiting)
+        while left:
+            wait_until(lambda: bool(_readable(left)), 60)
+            for launcher in _readable(left):
+                if "gpus" in (said := self.says(launcher)):
+                    served.append(said["gpus"])
+                    left.remove(launcher)
+                    self.let_go(launcher)
+        return served
+
+    def let_go(self, launcher: subprocess.Popen[bytes]) -> None:
+        launcher.stdin.close()
+        launcher.wait()
+
+
+@pytest.fixture
+def launchers(person: Person, tmp_path: Path) -> Iterator[Launchers]:
+    """Each host has two GPUs, and nothing of an earlier test holds them."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    launchers = Launchers(person, FakeGpus(venv / "bin"))
+    yield launchers
+    for launcher in launchers.started:  # all of them first: one may wait for another
+        launcher.stdin.close()
+    for launcher in launchers.started:
+        launcher.wait()
+        launcher.stdout.close()
+
+
+def test_two_runs_get_different_gpus_and_a_third_is_refused(launchers: Launchers) -> None:
+    _, first = launchers.lease("brisk-otter-3", {"node1": 1})
+    _, second = launchers.lease("shy-lynx-1", {"node1": 1})
+    _, third = launchers.lease("calm-wren-2", {"node1": 1})
+    assert (first, second) == ({"gpus": [["0"]]}, {"gpus": [["1"]]})
+    assert third == {
+        "refused": "calm-wren-2: GPUs are in use\nnode1: GPU 0: run brisk-otter-3; GPU 1: run shy-lynx-1",
+        "hint": "ssh.when_busy=wait waits in line for them",
+    }
+
+
+def test_all_hosts_that_are_busy_are_named(launchers: Launchers) -> None:
+    launchers.lease("brisk-otter-3", {"node1": 2, "node2": 1})
+    _, other = launchers.lease("shy-lynx-1", {"node3": 2, "node1": 1, "node2": 2})
+    assert other["refused"].splitlines()[1:] == [
+        "node1: GPUs 0 and 1: run brisk-otter-3",
+        "node2: GPU 0: run brisk-otter-3",
+    ]
+
+
+def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
+    launchers.lease("brisk-otter-3", {"node2": 1})
+    launchers.lease("shy-lynx-1", {"node1": 2, "node2": 2})
+    assert launchers.lease("calm-wren-2", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
+
+
+def test_more_gpus_than_a_host_has_are_refused(launchers: Launchers) -> None:
+    _, said = launchers.lease("brisk-otter-3", {"node1": 3})
+    assert said["refused"] == "brisk-otter-3: too few GPUs\nnode1: 3 are asked for, and it shows 2"
+
+
+def test_two_nodes_on_one_host_get_different_gpus(launchers: Launchers) -> None:
+    order = {"node1": 1, "node1 again": 1}
+    assert launchers.lease("brisk-otter-3", order)[1] == {"gpus": [["0"], ["1"]]}
+    assert launchers.lease("shy-lynx-1", order)[1]["refused"].endswith("node1: GPUs 0 and 1: run brisk-otter-3")
+
+
+def test_a_process_that_computes_without_a_lease_is_named(launchers: Launchers) -> None:
+    launchers.gpus.compute({0: 1, 1: 1})
+    _, said = launchers.lease("brisk-otter-3", {"node1": 1})
+    assert said["refused"].splitlines()[1] == "node1: GPUs 0 and 1: pid 1 of root"
+
+
+def test_the_leases_of_a_killed_launcher_are_free(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    launchers.kill(first)
+    assert launchers.lease("shy-lynx-1", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
+
+
+def test_a_run_that_waits_says_for_whom_and_is_next(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
+    assert launchers.says(second) == {"told": "waiting for 2 GPUs of node1: GPUs 0 and 1: run brisk-otter-3"}
+    launchers.let_go(first)
+    assert launchers.says(second) == {"gpus": [["0", "1"]]}
+
+
+def test_who_came_first_is_served_first_even_when_the_next_one_needs_less(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 1})
+    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
+    launchers.says(second)
+    third = launchers.start("calm-wren-2", {"node1": 1}, wait=True)
+    assert launchers.says(third) == {"told": "waiting for 1 GPU of node1, in line after run shy-lynx-1"}
+    launchers.let_go(first)
+    assert launchers.says(second) == {"gpus": [["0", "1"]]}
+    launchers.let_go(second)
+    while "told" in (said := launchers.says(third)):
+        pass
+    assert len(said["gpus"][0]) == 1
+
+
+def test_who_is_killed_in_line_is_not_waited_for(launchers: Launchers) -> None:
+    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
+    second, third = (launchers.start(run, {"node1": 2}, wait=True) for run in ("shy-lynx-1", "calm-wren-2"))
+    launchers.says(second)
+    launchers.says(third)
+    launchers.kill(second)
+    launchers.let_go(first)
+    while "told" in (said := launchers.says(third)):
+        pass
+    assert said == {"gpus": [["0", "1"]]}
+
+
+def test_a_host_with_two_names_is_one_machine(launchers: Launchers) -> None:
+    launchers.person.configure("Host box\n  HostName node1\n  HostKeyAlias node1\n")
+    first, said = launchers.lease("brisk-otter-3", {"node1": 1, "box": 1})
+    assert said == {"gpus": [["0"], ["1"]]}
+    waiting = [launchers.start(run, {"box": 1, "node1": 1}, wait=True) for run in ("shy-lynx-1", "calm-wren-2")]
+    launchers.let_go(first)
+    served = launchers.serve(waiting)
+    assert [sorted(gpu for gpus in each for gpu in gpus) for each in served] == [["0", "1"]] * 2
+
+
+def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_other(launchers: Launchers) -> None:
+    orders = [{"node1": 2, "node2": 2}, {"node2": 2, "node1": 2}]
+    waiting = [launchers.start(f"run-{number}", orders[number % 2], wait=True) for number in range(4)]
+    assert len(launchers.serve(waiting)) == 4
+
+
+def _readable(launchers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
+    return [launcher for launcher in launchers if launcher.stdout in streams]
+
+
+SPEC = """
+name: lan
+launcher: ssh
+network: {backend: gloo}
+resources: {gpus_per_node: 1}
+ssh: {hosts: [node1, node2], python: ~/claims-cuda/bin/python, when_busy: WHEN}
+entry: {script: sleep.py}
+"""
+
+
+@pytest.fixture
+def place(ssh_place: SshPlace) -> Iterator[SshPlace]:
+    """Two hosts have one GPU each, and a torch that says it was built for CUDA."""
+    (ssh_place.path / "sleep.py").write_text(
+        "import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
+    )
+    with cuda_hosts(ssh_place.rack, {"node1": 1, "node2": 1}):
+        yield ssh_place
+
+
+def test_a_detached_run_keeps_its_gpus_and_another_submit_is_refused_with_its_name(place: SshPlace) -> None:
+    spec = SPEC.replace("WHEN", "refuse")
+    first = place.submit(spec)
+    stdout = place.host_run_dir("node2", first).attempt(0).stdout(1)
+    wait_until(lambda: stdout.exists() and stdout.read_text() == "0\n", 40)
+    refused = place.clusterddp("submit", "job.yaml", check=False)
+    assert refused.returncode == 3
+    assert f"node1: GPU 0: run {first.name}" in refused.stderr
+    assert f"node2: GPU 0: run {first.name}" in refused.stderr
+
+
+def test_a_run_in_line_starts_when_the_one_before_it_has_ended(place: SshPlace) -> None:
+    first = place.submit(SPEC.replace("WHEN", "refuse"))
+    (place.path / "job.yaml").write_text(SPEC.replace("WHEN", "wait"))
+    waiting = place.start("submit", "job.yaml")
+    wait_until(lambda: f"GPU 0: run {first.name}" in waiting.stderr.readline(), 60)
+    place.clusterddp("cancel", first.name)
+    _, said = waiting.communicate(timeout=240)
+    assert (waiting.returncode, place.run_dir().name != first.name) == (0, True), said
+    place.await_state("RUNNING")
+
+
+def test_the_gpus_of_a_run_whose_every_process_was_killed_are_free(place: SshPlace) -> None:
+    spec = SPEC.replace("WHEN", "refuse")
+    first = place.submit(spec)
+    for process in place.all_processes():
+        with contextlib.suppress(ProcessLookupError):  # it dies with one that was killed before it
+            os.kill(process.pid, signal.SIGKILL)
+    place.await_gone()
+    assert place.submit(spec).name != first.name

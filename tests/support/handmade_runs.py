@@ -1,0 +1,146 @@
+"""Runs made by hand: the files that a submit, the supervisors and the trainer would have written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, write_json
+from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, write_rank, write_run
+
+HOST = socket.gethostname()
+
+
+def make_gang(nodes: int = 1, per_node: int = 2) -> Gang:
+    entry = Entry(kind="script", target="train.py", working_dir="/tmp")
+    slots = tuple(
+        Node(node_rank=node, host=HOST, ranks=tuple(range(node * per_node, (node + 1) * per_node)))
+        for node in range(nodes)
+    )
+    return Gang(
+        run="x", token="t0ken", nodes=slots, entry=entry, threads_per_rank=1, backend="gloo", master_addr="127.0.0.1"
+    )
+
+
+def make_run(
+    runs_dir: Path, name: str = "brisk-otter-3", *, nodes: int = 1, per_node: int = 2, created_ns: int | None = None
+) -> RunDir:
+    """Make a run that has been submitted and not started; this process is its submitter, so it is PENDING."""
+    run = RunDir(runs_dir / name)
+    run.path.mkdir(parents=True)
+    run.checkpoints.mkdir()
+    gang = make_gang(nodes, per_node)
+    write_json(run.plan, {"run": name, "gang": gang.to_json(), "spec": {}})
+    record = RunRecord(
+        run=name,
+        token="t0ken-of-" + name,
+        name="test",
+        launcher="local",
+        created_ns=time.time_ns() if created_ns is None else created_ns,
+        job_id="4711",
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
+    write_run(run, record)
+    return run
+
+
+def start_attempt(run: RunDir, number: int = 0, *, ranks: int = 2, per_node: int = 2) -> AttemptDir:
+    """Start all ranks of an attempt; this process stands for its supervisor, so it is RUNNING."""
+    attempt = run.attempt(number)
+    attempt.ranks.mkdir(parents=True)
+    attempt.logs.mkdir()
+    write_json(
+        attempt.start,
+        {
+            "attempt": number,
+            "started": time.time(),
+            "world_size": ranks,
+            "master_addr": "127.0.0.1",
+            "master_port": 12345,
+            "backend": "gloo",
+            "supervisor": dataclasses.asdict(ProcessIdentity.of()),
+        },
+    )
+    for rank in range(ranks):
+        write_rank(attempt, rank_record(rank, per_node=per_node))
+    return attempt
+
+
+def rank_record(rank: int, *, per_node: int = 2, **ended: Any) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        node_rank=rank // per_node,
+        local_rank=rank % per_node,
+        host=HOST,
+        pid=1000 + rank,
+        interface="lo",
+        master_addr="127.0.0.1",
+        master_port=12345,
+        started=time.time(),
+        **ended,
+    )
+
+
+def complete(run: RunDir, attempt: AttemptDir, *, ranks: int = 2, per_node: int = 2) -> None:
+    for rank in range(ranks):
+        write_rank(attempt, rank_record(rank, per_node=per_node, ended=time.time(), exit_code=0))
+    write_end(attempt, AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0"))
+
+
+def fail(attempt: AttemptDir, *, rank: int = 1, ranks: int = 2, per_node: int = 2, will_restart: bool = False) -> None:
+    """End the attempt as the gang rule does: `rank` raised, the others were ended by SIGTERM."""
+    for other in range(ranks):
+        how = (
+            {"exit_code": 1, "error": "ValueError: the loss is nan"}
+            if other == rank
+            else {"exit_code": 143, "signal": "SIGTERM"}
+        )
+        write_rank(attempt, rank_record(other, per_node=per_node, ended=time.time(), **how))
+    log = attempt.stderr(rank)
+    log.write_text(
+        "\x1b]0;evil title\x07epoch 1\nTraceback (most recent call last):\n"
+        '  File "train.py", line 3, in <module>\nValueError: the loss is nan\n'
+    )
+    cause = RootCause(
+        rank=rank,
+        host=HOST,
+        exit_code=1,
+        error=f"rank {rank} on {HOST}: ValueError: the loss is nan",
+        log=str(log.relative_to(attempt.path.parent.parent)),
+    )
+    write_end(
+        attempt,
+        AttemptEnd(outcome="FAILED", reason=f"rank {rank} failed", root_cause=cause, will_restart=will_restart),
+    )
+
+
+def train(run: RunDir, *, steps: int, of_steps: int = 100, epochs: int = 4, attempt: int = 0) -> None:
+    """Write the metrics of a training that did ten steps a second."""
+    for step in range(1, steps + 1):
+        row = {
+            "kind": "train",
+            "attempt": attempt,
+            "epoch": 1 + (step - 1) * epochs // of_steps,
+            "step": step,
+            "loss": 2.0 / step,
+            "images_per_s": 12800.0,
+            "lr": 0.1,
+            "time": 1e9 + step / 10,
+            "steps_total": of_steps,
+            "epochs_total": epochs,
+        }
+        append_jsonl(run.metrics, row)
+        if step * epochs % of_steps == 0:
+            keep = {"attempt", "epoch", "step", "time", "steps_total", "epochs_total"}
+            evaluation = {key: value for key, value in row.items() if key in keep}
+            append_jsonl(run.metrics, evaluation | {"kind": "eval", "loss": 1.0, "accuracy": 0.5 + step / 1000})
+
+
+def rows_of(text: str) -> Any:
+    return json.loads(text)

@@ -1,0 +1,134 @@
+"""Runs on a rack's Slurm: submitted as a user does, on the head, and watched through their files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.submission.staging import make_run
+from tests.support.launch_runs import plan_script, plan_text, wait_until
+from tests.support.paths import ROOT as CHECKOUT
+from tests.testbed.plan import HEAD
+from tests.testbed.rack import Rack
+
+START = """
+import sys
+from pathlib import Path
+from clusterddp.submission.submit import start_attempt
+from clusterddp.run.directory import RunDir
+print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
+"""
+
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import AttemptEnd, RootCause, write_end
+signalled = []
+signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
+run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])
+attempt = run.attempt(number)
+(attempt.path / f"up-{rank}").touch()
+def end(outcome, **more):
+    if rank == 0:
+        write_end(attempt, AttemptEnd(outcome=outcome, reason="so the task says", **more))
+    sys.exit(0)
+def wait(condition):
+    while not condition():
+        time.sleep(0.02)
+"""
+COMPLETE_LATER = TASK + "if number: end('COMPLETED')\n"
+GO_ON = "end('STOPPED', will_restart=True, needs_job=True)\n"
+
+
+def environment() -> dict[str, str]:
+    """Return what a shell on the head has: this Python and this checkout first."""
+    return {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT)}
+
+
+def make_slurm_run(
+    rack: Rack,
+    name: str,
+    code: str | None = None,
+    *,
+    more: str = "",
+    text: str = "",
+    resources: str = "{nodes: 2, procs_per_node: 1}",
+) -> RunDir:
+    """Make the directory of a run of this script (or of this spec), which is not submitted yet."""
+    directory = rack.dir / "shared" / name
+    directory.mkdir(exist_ok=True)
+    if code is not None:
+        plan = plan_script(directory, code, more=f"launcher: slurm\n{more}", resources=resources, environ=environment())
+    else:
+        plan = plan_text(text, directory, environ=environment())
+    return RunDir(make_run(plan, environment()).run_dir)
+
+
+def start(rack: Rack, name: str, code: str, *, more: str = "restarts: 2") -> tuple[RunDir, str]:
+    """Submit a run of two nodes whose tasks are this program; return it and its job's number."""
+    run = make_slurm_run(rack, name, "", more=more)
+    stand_in(run, code)
+    return run, start_run(rack, run)
+
+
+def await_up(run: RunDir, attempt: int = 0) -> None:
+    """Wait until the stand-ins of an attempt's two tasks are up."""
+    wait_until(lambda: all((run.attempt(attempt).path / f"up-{rank}").exists() for rank in (0, 1)), 40)
+
+
+def claims(run: RunDir) -> list[tuple[str, int]]:
+    """List which starts (of which job, the how manieth restart) have claimed attempts."""
+    found = [read_json(attempt.claim) for attempt in run.attempts()]
+    return [(claim["job_id"], claim["restart_count"]) for claim in found if claim]
+
+
+def stand_in(run: RunDir, code: str) -> None:
+    """Have srun start this program in place of clusterddp's own task, with RUN_DIR and the attempt as arguments."""
+    program = run.launcher_dir / "stand_in.py"
+    program.write_text(code)
+    plan = read_json(run.plan)
+    assert plan is not None
+    srun = plan["slurm"]["srun"]
+    module = srun.index("-m")
+    plan["slurm"]["srun"] = [*srun[:module], str(program), *srun[module + 2 :]]
+    write_json(run.plan, plan)
+
+
+def start_run(rack: Rack, run: RunDir) -> str:
+    """Submit a run that `make_slurm_run` made; return its job's number."""
+    done = rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environment())
+    return done.stdout.strip()
+
+
+def await_attempt(run: RunDir, number: int, within_s: float = 40) -> None:
+    """Wait until this attempt is there."""
+    wait_until(run.attempt(number).path.exists, within_s)
+
+
+def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
+    """Wait until the run has ended; return how, and print it for a test that fails."""
+
+    def look() -> AttemptEnd | None:
+        end = read_end(run.attempts()[-1])
+        return end if end is not None and not end.will_restart else None
+
+    end = wait_until(look, within_s)
+    assert isinstance(end, AttemptEnd)
+    print(end)
+    return end
+
+
+def job_fields(rack: Rack, job: str) -> dict[str, str]:
+    """Ask Slurm for a job, as names and values."""
+    words = rack.run(HEAD, ["scontrol", "show", "job", "-o", job], check=False).stdout.split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def await_job_state(rack: Rack, job: str, state: str, within_s: float = 40) -> dict[str, str]:
+    """Wait until Slurm calls the job so; return what it says of it."""
+    wait_until(lambda: job_fields(rack, job).get("JobState") == state, within_s)
+    return job_fields(rack, job)

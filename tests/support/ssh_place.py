@@ -1,0 +1,190 @@
+"""Somebody at a laptop, the head of a rack, who submits runs to hosts that share nothing with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp.ranks.environment import COOKIE
+from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RunRecord, read_run
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE
+from tests.testbed.plan import HEAD
+from tests.testbed.rack import Rack, wait_until
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostProcess:
+    """A process of a run, seen from outside of its host."""
+
+    pid: int
+    """Its number on this machine, which is another one on the host."""
+    host: str
+    role: str
+    """The end of its cookie: `s0` node 0's supervisor, `g0` its guard, `n0` its ranks."""
+    command: str
+
+
+@dataclass(kw_only=True)
+class SshPlace:
+    """A directory on the laptop from which runs are submitted; ssh to every host works."""
+
+    rack: Rack
+    path: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.path / "runs"
+
+    def clusterddp(
+        self,
+        *arguments: str,
+        check: bool = True,
+        timeout_s: float = 150,
+        stdin: str = "",
+        environ: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command on the laptop."""
+        variables = self._variables(environ)
+        return self.rack.run(
+            HEAD,
+            self.command(*arguments),
+            cwd=self.path,
+            env=variables,
+            check=check,
+            timeout_s=PATIENCE * timeout_s,
+            stdin=stdin,
+        )
+
+    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start the command on the laptop without waiting for it; `send` sends it a signal."""
+        argv = self.rack.argv(HEAD, self.command(*arguments), cwd=self.path, env=self._variables(environ))
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "clusterddp", *arguments]
+
+    def submit(self, text: str, *arguments: str) -> RunDir:
+        """Write a spec and submit it; return the run's directory on the laptop."""
+        (self.path / "job.yaml").write_text(text)
+        submitted = json.loads(self.clusterddp("submit", "job.yaml", "-o", "json", *arguments).stdout)
+        return RunDir(Path(submitted["run_dir"]))
+
+    def run_dir(self) -> RunDir:
+        """Return the directory of the newest run on the laptop."""
+        return list_runs(self.runs_dir)[-1]
+
+    def record(self, run: RunDir | None = None) -> RunRecord:
+        return read_run(run or self.run_dir())
+
+    def end(self, run: RunDir | None = None) -> AttemptEnd | None:
+        return read_end((run or self.run_dir()).attempts()[-1])
+
+    def events(self, run: RunDir | None = None) -> list[str]:
+        return [str(row["event"]) for row in read_jsonl((run or self.run_dir()).events)]
+
+    def host_run_dir(self, node: str, run: RunDir | None = None, *, user: str = "root") -> RunDir:
+        """Return where a host keeps a run, as a path of this machine."""
+        run = run or self.run_dir()
+        name = f"{run.name}.{self.record(run).token[:8]}"
+        return RunDir(self.rack.outside(node, self.rack.home(node, user) / ".clusterddp" / "runs" / name))
+
+    def status(self, run: RunDir | None = None) -> dict[str, Any]:
+        return dict(json.loads(self.clusterddp("status", (run or self.run_dir()).name, "-o", "json").stdout))
+
+    def await_state(self, *states: str, run: RunDir | None = None, within_s: float = 90) -> dict[str, Any]:
+        """Ask until a run is in one of these states; return its status."""
+        deadline = time.monotonic() + PATIENCE * within_s
+        while (status := self.status(run))["state"] not in states:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.2)
+        return status
+
+    def processes(self, host: str, token: str | None = None) -> list[HostProcess]:
+        """List the processes of a run (by default of the newest) on a host, by their cookies and from outside."""
+        prefix = f"{COOKIE}={token or self.record().token}.".encode()
+        found = []
+        for pid in self.rack.pids(host):
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:  # it has ended
+                continue
+            cookies = [word for word in words if word.startswith(prefix)]
+            if cookies and command:  # a zombie has no command line
+                role = cookies[0].decode().rpartition(".")[2]
+                found.append(HostProcess(pid=pid, host=host, role=role, command=command))
+        return found
+
+    def all_processes(self, token: str | None = None) -> list[HostProcess]:
+        """List the processes of a run on every node that is on."""
+        return [each for node in self.rack.powered if node != HEAD for each in self.processes(node, token)]
+
+    def kill(self, host: str, role: str, token: str | None = None, *, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the processes of a run that have a role on a host; there must be one."""
+        victims = [process for process in self.processes(host, token) if process.role == role]
+        assert victims, self.processes(host, token)
+        for process in victims:
+            os.kill(process.pid, sig)
+
+    def await_gone(self, token: str | None = None, within_s: float = 30) -> None:
+        """Wait until no process of a run is left on any node that is on."""
+        wait_until(lambda: self.all_processes(token) == [], within_s)
+
+    def clear(self) -> None:
+        """End what is left of the runs of this place, and remove what hosts keep of any run."""
+        for run in list_runs(self.runs_dir) if self.runs_dir.exists() else ():
+            for process in self.all_processes(self.record(run).token):
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for node in self.rack.plan.nodes:
+            shutil.rmtree(self.rack.outside(node, self.rack.home(node) / ".clusterddp" / "runs"), ignore_errors=True)
+        shutil.rmtree(self.path)
+
+    def _variables(self, more: Mapping[str, str] | None) -> dict[str, str]:
+        return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environ, **(more or {})}
+
+
+def send(process: subprocess.Popen[str], sig: signal.Signals = signal.SIGINT) -> None:
+    """Signal everything that runs in the terminal of a started command, as Ctrl-C does.
+
+    The process itself is the way into the laptop: it waits, and passes on how the command ended.
+    """
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        with suppress(ProcessLookupError):
+            if pid != process.pid and os.getpgid(pid) == process.pid:
+                os.kill(pid, sig)
+
+
+@contextmanager
+def ssh_place_on(rack: Rack) -> Iterator[SshPlace]:
+    """Make a directory for a test in the home of the laptop; clear it and its runs away at the end."""
+    path = rack.dir / "home" / "root" / f"place-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    place = SshPlace(rack=rack, path=path)
+    try:
+        yield place
+    finally:
+        place.clear()

@@ -1,0 +1,339 @@
+"""What is made of the facts of hosts: what keeps a run back, which host or link is to blame, what mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.check.hosts import judge_connection, judge_machine_size, judge_offset
+from clusterddp.check.links import first_round, judge_trials, second_round
+from clusterddp.facts.checks import Result
+from clusterddp.facts.host import Data, HostFacts, read_data, read_host
+from clusterddp.facts.judge import judge_locked_memory
+from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts
+from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
+from clusterddp.facts.login import Logout, read_logout
+from clusterddp.facts.packages import Packages
+from clusterddp.facts.pip import install_command
+from clusterddp.facts.trial import PairTrial, Trials
+from clusterddp.wire import build
+from tests.support.paths import ROOT
+from tests.unit.check.test_doctor import HERE
+
+PACKAGES = Packages(python="3.11.7", executable="/env/bin/python", torch="2.10.0+cu128", cuda="12.8", nccl="2.27.5")
+FACTS = HostFacts(
+    machine=HERE,
+    packages=PACKAGES,
+    logout=Logout(user="ana", in_session=True, kills=False, lingers=False),
+    no_exec=False,
+    driver="570.133.20",
+    data=None,
+)
+TRAINER = HostNeeds(trainer=True, gpus=2, nccl=True)
+FREE = HostGpus(gpus=("0", "1"), busy={})
+CLAIMS = {"a": 1250.0, "b": 1250.0, "c": 1250.0, "d": 1250.0}
+
+
+def judge(facts: HostFacts, *others: HostFacts, needs: HostNeeds = TRAINER, gpus: HostGpus = FREE) -> dict[str, Result]:
+    """Judge a host beside others that are as they should be; return what was found on it."""
+    all_facts = {"bad": facts, **{f"good{number}": other for number, other in enumerate(others)}}
+    checks = judge_hosts(all_facts, dict.fromkeys(all_facts, needs), dict.fromkeys(all_facts, gpus))
+    return {check.name: check.results["bad"] for check in checks if "bad" in check.results}
+
+
+def with_packages(**changes: str | bool | None) -> HostFacts:
+    return dataclasses.replace(FACTS, packages=dataclasses.replace(PACKAGES, **changes))
+
+
+def with_directory(**changes: int | str | bool) -> HostFacts:
+    directory = dataclasses.replace(HERE.directory, in_memory=False, **changes)
+    return dataclasses.replace(FACTS, machine=dataclasses.replace(HERE, directory=directory))
+
+
+def slow(one: str, other: str) -> PairTrial:
+    return PairTrial(hosts=(one, other), mbyte_per_s=10.0, latency_ms=0.2)
+
+
+def fast(one: str, other: str) -> PairTrial:
+    return PairTrial(hosts=(one, other), mbyte_per_s=1000.0, latency_ms=0.2)
+
+
+def broken(one: str, other: str) -> PairTrial:
+    return PairTrial(hosts=(one, other), error="it timed out")
+
+
+def levels(trials: Trials) -> dict[tuple[str, str], str]:
+    """Return what is not as it should be: (check, host) -> level."""
+    found = judge_trials(trials, CLAIMS)
+    return {
+        (check.name, host): result.level
+        for check in found
+        for host, result in check.results.items()
+        if result.level != "ok"
+    }
+
+
+def test_hosts_that_are_alike_are_fine() -> None:
+    assert {result.level for result in judge(FACTS, FACTS).values()} == {"ok"}
+
+
+def test_facts_of_a_host_survive_json(tmp_path: Path) -> None:
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    facts = read_host(tmp_path, environ, executable="python3", data_dir=tmp_path, with_driver=False)
+    assert build(HostFacts, json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "level"),
+    [
+        ({"torch": None}, True, "red"),
+        ({"torch": None}, False, "note"),
+        ({"torch": "2.9.1+cu128"}, True, "red"),
+        ({"torch": "2.9.1+cu128"}, False, "note"),
+        ({"torch": "2.10.1+cu128"}, True, "note"),
+        ({"torch": "2.10.0+cpu", "cuda": None, "nccl": None}, False, "red"),
+        ({"cuda": None, "nccl": None}, True, "red"),
+        ({"nccl": "2.21.5"}, True, "red"),
+    ],
+)
+def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
+    changes: dict[str, str | None], trainer: bool, level: str
+) -> None:
+    needs = dataclasses.replace(TRAINER, trainer=trainer)
+    assert judge(with_packages(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
+
+
+def test_a_host_without_a_compiler_is_noted() -> None:
+    assert judge(with_packages(compile_obstacle="no C compiler"))["compiler"].level == "note"
+
+
+def test_another_nccl_does_not_matter_to_gloo() -> None:
+    needs = HostNeeds(trainer=True)
+    assert judge(with_packages(nccl="2.21.5"), FACTS, FACTS, needs=needs)["torch"].level == "ok"
+
+
+def test_another_python_is_a_note() -> None:
+    found = judge(with_packages(python="3.12.1"), FACTS, FACTS)["Python"]
+    assert (found.level, found.found) == ("note", "3.12.1, /env/bin/python; elsewhere 3.11.7")
+
+
+def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_red() -> None:
+    found = judge(dataclasses.replace(FACTS, driver="470.82.01"), FACTS)["driver"]
+    words = "torch for CUDA 12.8, which needs NVIDIA's driver 525 or newer; this host has 470.82.01"
+    assert (found.level, found.found) == ("red", words)
+    assert found.fix is not None
+    assert found.fix.startswith("a newer driver, or a torch for CUDA 11 or older: ")
+
+
+@pytest.mark.parametrize(
+    ("torch", "pip", "command"),
+    [
+        ("2.10.0", True, "/env/bin/python -m pip install torch==2.10.0"),
+        (
+            "2.10.0+cu128",
+            True,
+            "/env/bin/python -m pip install torch==2.10.0 --index-url https://download.pytorch.org/whl/cu128",
+        ),
+        ("2.10.0", False, "uv pip install --python /env/bin/python torch==2.10.0"),
+        (None, True, "/env/bin/python -m pip install torch"),
+        ("2.12.0a0+gitabc; rm -rf /", True, "/env/bin/python -m pip install torch==2.12.0a0"),
+        ("$(id)", True, "/env/bin/python -m pip install torch"),
+    ],
+)
+def test_the_command_that_mends_torch_is_for_that_very_python(torch: str | None, pip: bool, command: str) -> None:
+    assert install_command(dataclasses.replace(PACKAGES, pip=pip), torch) == command
+
+
+@pytest.mark.parametrize(
+    ("gpus", "waits", "level"),
+    [
+        (HostGpus(gpus=("0",), busy={}), False, "red"),
+        (HostGpus(gpus=("0", "1"), busy={"1": "run calm-owl-1"}), False, "red"),
+        (HostGpus(gpus=("0", "1"), busy={"1": "run calm-owl-1"}), True, "note"),
+        (HostGpus(gpus=("0", "1", "2"), busy={"1": "run calm-owl-1"}), False, "ok"),
+    ],
+)
+def test_gpus_that_are_too_few_are_red_unless_the_run_waits_for_them(gpus: HostGpus, waits: bool, level: str) -> None:
+    assert judge(FACTS, gpus=gpus, needs=dataclasses.replace(TRAINER, waits=waits))["GPUs"].level == level
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({}, "ok"),
+        ({"free_bytes": 2**20}, "red"),
+        ({"free_bytes": 2**30}, "note"),
+        ({"error": "Read-only file system"}, "red"),
+    ],
+)
+def test_the_disk_of_our_directory_is_judged(changes: dict[str, int | str], level: str) -> None:
+    assert judge(with_directory(**changes))["disk"].level == level
+
+
+def test_data_that_does_not_fit_is_told_before_it_is_sent() -> None:
+    needs = dataclasses.replace(TRAINER, sent_bytes=20 * 2**30)
+    found = judge(with_directory(free_bytes=10 * 2**30), needs=needs)["disk"]
+    assert (found.level, "20 GiB are sent" in found.found) == ("note", True)
+
+
+def test_a_directory_mounted_noexec_is_a_note() -> None:
+    found = judge(dataclasses.replace(FACTS, no_exec=True))["disk"]
+    assert (found.level, "noexec" in found.found) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("state", "download", "level"),
+    [("there", False, "ok"), ("missing", True, "note"), ("empty", False, "red"), ("not readable", True, "red")],
+)
+def test_data_is_red_when_the_run_can_neither_read_nor_download_it(state: str, download: bool, level: str) -> None:
+    facts = dataclasses.replace(FACTS, data=Data(path="/data", state=state))  # type: ignore[arg-type]
+    assert judge(facts, needs=dataclasses.replace(TRAINER, download=download))["data"].level == level
+
+
+def test_what_lies_in_a_data_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    states = [read_data(path).state for path in (tmp_path, tmp_path / "empty", tmp_path / "none")]
+    assert states == ["there", "empty", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("in_session", "kills", "level"), [(True, True, "red"), (True, False, "ok"), (False, True, "ok")]
+)
+def test_a_logind_that_ends_what_a_session_leaves_is_red(in_session: bool, kills: bool, level: str) -> None:
+    logout = Logout(user="ana", in_session=in_session, kills=kills, lingers=True)
+    found = judge(dataclasses.replace(FACTS, logout=logout))["log out"]
+    assert (found.level, "KillExcludeUsers=root ana" in (found.fix or "")) == (level, level == "red")
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, False),
+        ({"etc/systemd/logind.conf": "[Login]\n#KillUserProcesses=yes\n"}, False),
+        ({"etc/systemd/logind.conf": "[Login]\nKillUserProcesses = yes\nKillExcludeUsers=\n"}, True),
+        (
+            {
+                "usr/lib/systemd/logind.conf.d/a.conf": "[Login]\nKillUserProcesses=yes\nKillExcludeUsers=\n",
+                "etc/systemd/logind.conf.d/a.conf": "[Login]\nKillUserProcesses=no\n",
+            },
+            False,
+        ),
+        ({"etc/systemd/logind.conf": "[Login]\nKillUserProcesses=yes\nKillOnlyUsers=nobody-else\n"}, False),
+    ],
+)
+def test_the_settings_of_logind_are_read_as_it_reads_them(tmp_path: Path, files: dict[str, str], kills: bool) -> None:
+    files = files | {"proc/self/cgroup": "0::/user.slice/user-1000.slice/session-3.scope\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = read_logout(tmp_path)
+    assert (found.kills, found.in_session) == (kills, True)
+
+
+def test_the_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own.write_text("0::/user.slice/a.scope\n")
+    (root / "user.slice/a.scope").mkdir(parents=True)
+    (root / "user.slice/cpu.max").write_text("150000 100000\n")
+    (root / "user.slice/a.scope/cpu.max").write_text("max 100000\n")
+    (root / "user.slice/memory.max").write_text("max\n")
+    (root / "user.slice/a.scope/memory.max").write_text("1048576\n")
+    assert (read_cpu_limit(own, root), read_memory_limit(own, root)) == (1.5, 1048576)
+
+
+def test_the_limits_of_version_one_are_read(tmp_path: Path) -> None:
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    own.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n0::/\n")
+    for name, text in {
+        "cpu,cpuacct/job/cpu.cfs_quota_us": "200000",
+        "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+        "memory/job/memory.limit_in_bytes": "9223372036854771712",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert (read_cpu_limit(own, root), read_memory_limit(own, root)) == (2.0, None)
+
+
+def test_a_control_group_that_allows_less_than_the_machine_is_a_note() -> None:
+    facts = dataclasses.replace(FACTS, machine=dataclasses.replace(HERE, cpu_limit=1.5))
+    found = judge_machine_size(facts)
+    assert (found.level, "1.5 cores' worth" in found.found) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("infiniband", "nccl", "level"), [(True, True, "red"), (True, False, "note"), (False, True, "ok")]
+)
+def test_little_locked_memory_matters_with_infiniband(infiniband: bool, nccl: bool, level: str) -> None:
+    machine = dataclasses.replace(HERE, locked_memory=2**16, infiniband=infiniband)
+    found = judge_locked_memory(machine, "ulimit -l", nccl=nccl)
+    assert (found.level, "ibv_reg_mr" in found.found) == (level, infiniband)
+    assert judge_locked_memory(dataclasses.replace(machine, locked_memory=-1), "ulimit -l", nccl=nccl).level == "ok"
+
+
+@pytest.mark.parametrize(("offset_s", "level"), [(0.2, "ok"), (-3.0, "note"), (86_400.0, "note")])
+def test_a_clock_that_is_off_is_no_more_than_a_note(offset_s: float, level: str) -> None:
+    assert judge_offset(offset_s).level == level
+
+
+def test_a_clock_that_is_ahead_is_called_so() -> None:
+    assert judge_offset(3.0).found == "3.0 s ahead of the clock here: times in logs differ"
+
+
+def test_the_way_to_a_host_is_told() -> None:
+    found = judge_connection("ssh-ed25519", "ana", ["bastion"], 0.004).found
+    assert found == "user ana through bastion, ssh-ed25519 key, round trip under 5 ms"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rounds"),
+    [
+        ("a", [[("a",)]]),
+        ("ab", [[("a", "b")]]),
+        ("abc", [[("a", "b")], [("c", "a")]]),
+        ("abcd", [[("a", "b"), ("c", "d")]]),
+    ],
+)
+def test_every_host_is_in_a_pair_of_the_first_round(hosts: str, rounds: list[list[tuple[str, ...]]]) -> None:
+    assert first_round(list(hosts)) == rounds
+
+
+def test_each_host_of_a_pair_that_failed_is_tried_with_one_that_did_well() -> None:
+    trials = Trials(pairs=[broken("a", "b"), fast("c", "d")])
+    assert second_round(trials, CLAIMS) == [[("c", "a"), ("d", "b")]]
+
+
+def test_a_host_that_did_well_with_somebody_is_not_tried_again() -> None:
+    assert second_round(Trials(pairs=[slow("a", "b"), fast("c", "a")]), CLAIMS) == [[("c", "b")]]
+
+
+def test_there_is_no_second_round_when_all_pairs_did_well() -> None:
+    assert second_round(Trials(pairs=[fast("a", "b"), fast("c", "d")]), CLAIMS) == []
+
+
+def test_a_host_that_fails_with_everybody_is_red() -> None:
+    trials = Trials(pairs=[broken("a", "b"), fast("c", "d"), fast("c", "a"), broken("d", "b")])
+    assert levels(trials) == {("all-reduce", "b"): "red"}
+
+
+def test_when_both_hosts_do_well_with_others_it_is_the_way_between_them() -> None:
+    trials = Trials(pairs=[broken("a", "b"), fast("c", "d"), fast("c", "a"), fast("d", "b")])
+    assert levels(trials) == {("link", "a - b"): "red"}
+
+
+def test_a_slow_host_is_a_note() -> None:
+    trials = Trials(pairs=[slow("a", "b"), fast("c", "a"), slow("c", "b")])
+    assert levels(trials) == {("all-reduce", "b"): "note"}
+
+
+def test_two_hosts_are_held_against_what_their_interfaces_claim() -> None:
+    assert levels(Trials(pairs=[slow("a", "b")])) == {("link", "a - b"): "note"}
+
+
+def test_who_computes_one_and_a_half_times_as_long_as_the_median_is_named() -> None:
+    trials = Trials(compute_ms={"a": {"cuda:0": 1.0, "cuda:1": 1.7}, "b": {"cuda:0": 1.0}, "c": {"cuda:0": 1.1}})
+    (check,) = judge_trials(trials, CLAIMS)
+    assert {host: result.level for host, result in check.results.items()} == {"a": "note", "b": "ok", "c": "ok"}
+    assert check.results["a"].found.startswith("1.7 ms on cuda:1")

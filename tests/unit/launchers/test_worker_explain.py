@@ -1,0 +1,58 @@
+"""`clusterddp explain`: what it says of a variable is what the launcher's own variables say in the end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from clusterddp.cli.explain import explain
+from clusterddp.cli.terminal import Terminal
+from clusterddp.ranks.launched import find_place
+from tests.unit.ranks.test_dist_launched import HAND, HYDRA, OPEN_MPI, STEP, TORCHRUN
+
+JOB = "name: job\nentry: {module: train}\nenv: {WHO: me}\n"
+
+
+def ask(tmp_path: Path, *arguments: str) -> str:
+    (tmp_path / "job.yaml").write_text(JOB)
+    done = CliRunner().invoke(explain, [str(tmp_path / "job.yaml"), *arguments], obj=Terminal({}))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ"),
+    [("srun", STEP), ("mpirun (Open MPI)", OPEN_MPI), ("mpirun (MPICH)", HYDRA), ("by hand", HAND)],
+)
+def test_it_names_the_variable_that_is_read(tmp_path: Path, launcher: str, environ: dict[str, str]) -> None:
+    said = json.loads(ask(tmp_path, "-o", "json"))[launcher]
+    told = {name: variable.origin for name, variable in find_place(environ).told.items() if "MASTER" not in name}
+    assert {name: said[name].split(",")[0] for name in told} == told
+
+
+def test_what_torchrun_sets_is_torchruns(tmp_path: Path) -> None:
+    said = json.loads(ask(tmp_path, "-o", "json"))["torchrun"]
+    assert {said[name] for name in TORCHRUN} == {"torchrun"}
+
+
+def test_under_a_launcher_of_ours_torchrun_counts_the_ranks_that_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{JOB}start: torchrun\n")
+    done = CliRunner().invoke(explain, [str(tmp_path / "job.yaml"), "-o", "json"], obj=Terminal({}))
+    said = json.loads(done.output)
+    assert [said[launcher]["RANK"].endswith("torchrun's count") for launcher in ("local", "ssh", "slurm", "srun")] == [
+        True, True, True, False
+    ]  # fmt: skip
+
+
+def test_the_specs_own_variables_are_the_specs_under_every_launcher(tmp_path: Path) -> None:
+    said = json.loads(ask(tmp_path, "-o", "json"))
+    assert {origins["WHO"] for origins in said.values()} == {"env in the spec"}
+
+
+def test_one_launcher_may_be_picked(tmp_path: Path) -> None:
+    assert ask(tmp_path, "--under", "srun").splitlines()[0] == "srun"
+
+
+def test_no_line_is_wider_than_a_terminal(tmp_path: Path) -> None:
+    assert [line for line in ask(tmp_path).splitlines() if len(line) > 120] == []

@@ -1,0 +1,181 @@
+"""Which words are said of a rank's end, and which of several failures is the cause."""
+
+import dataclasses
+import json
+
+import pytest
+
+from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
+from clusterddp.node.ending import Ending
+from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Entry, Gang, Node
+from tests.support.handmade_runs import make_gang
+
+GLOO = (
+    "RuntimeError: [/w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12003. This is typically"
+)
+STORE = "torch.distributed.DistStoreError: Timed out after 21 seconds waiting for clients. 3/4 clients joined."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([3], "rank 3"), (range(8), "ranks 0-7"), ([0, 1, 2, 6], "ranks 0-2, 6"), ([5, 4], "ranks 4-5")],
+)
+def test_ranks_are_spelled_as_people_do(ranks, words):
+    assert spell_ranks(ranks) == words
+
+
+def make_attempt(tmp_path):
+    attempt = RunDir(tmp_path).attempt(0)
+    attempt.ranks.mkdir(parents=True)
+    attempt.logs.mkdir()
+    return attempt
+
+
+def write_error(attempt, message, traceback="Traceback ..."):
+    content = {"message": {"message": message, "extraInfo": {"py_callstack": traceback}}}
+    attempt.error_file(1).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("message", "weight"),
+    [
+        ("ValueError: no", OWN),
+        ("torch.OutOfMemoryError: CUDA out of memory.", OWN),
+        (GLOO, CASCADE),
+        (STORE, CASCADE),
+        ("torch.distributed.DistStoreError: wait timeout after 20000ms, keys: /default_pg/0//cpu//0/0", CASCADE),
+        ("torch.distributed.DistBackendError: NCCL error, ncclRemoteError: A call failed possibly due to", CASCADE),
+        ("RuntimeError: Read error [127.0.0.1]:61857: Connection reset by peer", CONNECTION),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", CONNECTION),
+        ("BrokenPipeError: [Errno 32] Broken pipe", CONNECTION),
+    ],
+)
+def test_an_exception_is_weighed_by_what_can_bring_it_about(tmp_path, message, weight):
+    attempt = make_attempt(tmp_path)
+    write_error(attempt, message)
+    assert read_rank_end(attempt, 1, 1, on_order=False).weight == weight
+
+
+def test_an_exception_that_was_raised_from_a_lost_connection_weighs_as_one(tmp_path):
+    attempt = make_attempt(tmp_path)
+    write_error(
+        attempt, "TrainingError: step 7", f"{GLOO}\n\nThe above exception was the direct cause\n\nTrainingError"
+    )
+    assert read_rank_end(attempt, 1, 1, on_order=False).weight == CASCADE
+
+
+def test_a_signal_from_outside_is_certain_whatever_the_log_says(tmp_path):
+    attempt = make_attempt(tmp_path)
+    attempt.stderr(1).write_text(GLOO)
+    assert read_rank_end(attempt, 1, -9, on_order=False).weight == CERTAIN
+
+
+def test_an_abort_after_a_watchdog_message_is_a_cascade_and_any_other_is_certain(tmp_path):
+    attempt = make_attempt(tmp_path)
+    attempt.stderr(1).write_text("terminate called without an active exception\n")
+    end = read_rank_end(attempt, 1, -6, on_order=False)
+    assert (end.weight, end.error) == (CERTAIN, "terminate called without an active exception")
+    attempt.stderr(1).write_text("[PG ID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
+    assert read_rank_end(attempt, 1, -6, on_order=False).weight == CASCADE
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"message": null}', '{"message": {"message": 1, "extraInfo": 7}}', "\xff" * 9]
+)
+def test_a_damaged_error_file_does_not_hide_the_exit_code(tmp_path, content):
+    attempt = make_attempt(tmp_path)
+    attempt.error_file(1).write_text(content)
+    assert read_rank_end(attempt, 1, 3, on_order=False).exit_code == 3
+
+
+def make_watch(tmp_path, *, spawns=()):
+    entry = Entry(kind="script", target="x.py", working_dir="/", spawns=spawns)
+    nodes = tuple(Node(node_rank=node, host=f"host{node}", ranks=(2 * node, 2 * node + 1)) for node in range(2))
+    gang = Gang(
+        run="r", token="t", nodes=nodes, entry=entry, threads_per_rank=1, backend="gloo", master_addr="127.0.0.1"
+    )
+    attempt = Attempt(RunDir(tmp_path), gang, 0)
+    attempt.begun = 0.0
+    return attempt
+
+
+@pytest.mark.parametrize(("on_cpu", "seconds"), [(True, 10.0), (False, 34.0)])
+def test_processes_with_gpus_have_longer_until_they_cannot_be_killed(on_cpu, seconds):
+    ending = Ending(dataclasses.replace(make_gang(2), on_cpu=on_cpu), {1}, 100.0)
+    assert not ending.is_over(100.0 + seconds - 0.1, waits=False)
+    assert ending.is_over(100.0 + seconds, waits=False)
+    ending.confirm(1, [])
+    assert ending.all_gone
+
+
+def failed(rank, weight, error="some error", **facts):
+    return RankEnd(rank=rank, exit_code=1, error=error, weight=weight, **facts)
+
+
+def test_a_signal_decides_at_once_and_a_connection_loss_waits(tmp_path):
+    for weight, wait in [(CERTAIN, 0.0), (OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_S), (CASCADE, SETTLE_S)]:
+        attempt = make_watch(tmp_path)
+        attempt.rank_ended(failed(0, weight), 100.0)
+        assert not attempt.is_over(100.0 + wait - 0.01)
+        assert attempt.is_over(100.0 + wait)
+
+
+def test_a_program_that_starts_its_ranks_itself_has_longer_to_say_which_failed(tmp_path):
+    for weight, wait in [(OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_SPAWNED_S), (CASCADE, SETTLE_SPAWNED_S)]:
+        attempt = make_watch(tmp_path, spawns=(2, 2))
+        attempt.rank_ended(failed(0, weight), 100.0)
+        assert not attempt.is_over(100.0 + wait - 0.01)
+        assert attempt.is_over(100.0 + wait)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cause"),
+    [
+        ([CASCADE, CASCADE, OWN, CASCADE], 2),
+        ([OWN, CASCADE, CERTAIN, OWN], 2),
+        ([CASCADE, CONNECTION, CASCADE, CASCADE], 1),
+        ([CASCADE, CASCADE, CASCADE, CASCADE], 0),
+        ([OWN, OWN, CASCADE, CASCADE], 0),
+    ],
+)
+def test_the_weightiest_failure_is_the_cause_and_of_equals_the_first(tmp_path, weights, cause):
+    attempt = make_watch(tmp_path)
+    for rank, weight in enumerate(weights):
+        attempt.rank_ended(failed(rank, weight), 0.0)
+    assert attempt.verdict(stop_confirmed=False).root_cause.rank == cause
+
+
+def test_a_rank_that_was_tidying_up_after_its_own_exception_is_still_the_cause(tmp_path):
+    attempt = make_watch(tmp_path)
+    attempt.rank_ended(failed(0, CASCADE), 0.0)
+    attempt.decide()
+    attempt.rank_ended(failed(3, OWN, "ValueError: mine", on_order=True), 0.7)
+    assert attempt.verdict(stop_confirmed=False).root_cause.rank == 3
+
+
+def test_once_it_is_decided_a_later_failure_changes_nothing(tmp_path):
+    attempt = make_watch(tmp_path)
+    attempt.rank_ended(failed(2, OWN), 0.0)
+    attempt.decide()
+    attempt.rank_ended(failed(1, CERTAIN), 0.2)
+    assert attempt.verdict(stop_confirmed=False).root_cause.rank == 2
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        RankEnd(rank=3, exit_code=143, signal="SIGTERM", weight=CERTAIN, on_order=True),
+        RankEnd(rank=3, exit_code=1, error="SystemExit: terminated", on_order=True),
+        RankEnd(rank=3, exit_code=1, error="KeyboardInterrupt", on_order=True),
+        RankEnd(rank=3, exit_code=5, on_order=True),
+    ],
+)
+def test_a_rank_that_ended_because_it_was_told_to_is_never_the_cause(tmp_path, end):
+    attempt = make_watch(tmp_path)
+    attempt.rank_ended(failed(0, CASCADE), 0.0)
+    attempt.decide()
+    attempt.rank_ended(end, 0.7)
+    assert attempt.verdict(stop_confirmed=False).root_cause.rank == 0

@@ -1,0 +1,145 @@
+"""The entry section: what it may say, and what is found wrong with it before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import SpecError, UsageError
+from clusterddp.ranks.entry_environment import entry_environment, init_method
+from clusterddp.ranks.placeholders import VARIABLES, fill_in, find_placeholders, placeholder_values
+from clusterddp.spec.load import load_spec, resolved_yaml
+from clusterddp.spec.model import JobSpec
+from tests.support.launch_runs import plan_text
+
+
+def load(entry: str, more: str = "") -> JobSpec:
+    return load_spec(f"name: a\nentry: {entry}\n{more}\n", environ={}).job
+
+
+def problems(entry: str, more: str = "") -> list[tuple[str, str]]:
+    with pytest.raises(SpecError) as raised:
+        load(entry, more)
+    return [(problem.key, problem.message) for problem in raised.value.problems]
+
+
+def test_torchrun_does_not_start_a_program_that_owns_its_ranks() -> None:
+    (problem,) = problems("{script: a.py, owns_ranks: true}", "start: torchrun")
+    assert problem == ("start", "torchrun starts the ranks, and so does a program that owns its ranks")
+
+
+@pytest.mark.parametrize(
+    ("entry", "key", "message"),
+    [
+        ("{script: a.py, args: ['{rnak}']}", "entry.args.0", 'unknown placeholder {rnak}. Did you mean "rank"?'),
+        ("{command: 'a {wrld_size}'}", "entry.command", 'unknown placeholder {wrld_size}. Did you mean "world_size"?'),
+        ("{command: [a, '{x}']}", "entry.command.1", "unknown placeholder {x}"),
+        ("{function: 'a:b', kwargs: {o: [{p: '{x}'}]}}", "entry.kwargs.o", "unknown placeholder {x}"),
+        ("{script: a.py, args: ['{data_dir}']}", "entry.args.0", "{data_dir} has no value"),
+        ("{script: a.py, args: ['{local_rank}'], owns_ranks: true}", "entry.args.0", "{local_rank} has no value: the "
+         "program starts its ranks itself"),
+        ("{command: 'echo {rank}', shell: true}", "entry.command", "{rank} stays as it is in text for a shell"),
+        ("{command: [echo, a], shell: true}", "entry.shell", "a shell reads text, found a list of words"),
+        ("{script: a.py, shell: true}", "entry.shell", "a shell reads text, found no command"),
+        ("{script: a.py, kwargs: {a: 1}}", "entry.kwargs", "is for a function, and there is none"),
+        ("{command: a, local_rank_arg: true}", "entry.local_rank_arg", "is for a script or a module"),
+        ("{script: a.py, local_rank_arg: true, owns_ranks: true}", "entry.local_rank_arg", "a program that starts its "
+         "ranks itself is no local rank"),
+        ("{script: a.py, stop_signal: TERM}", "entry.stop_signal", "is for a command"),
+        ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words as a shell has them (no '
+         "closing quotation)"),
+        ("{command: []}", "entry.command", "found a list, expected a program and its arguments"),
+        ("{function: a.b.c}", "entry.function", 'found "a.b.c", expected package.module:function or '
+         "path/file.py:function"),
+        ("{function: 'a:b', args: [.nan]}", "entry.args.0", None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_entry_is_told_at_its_place(entry: str, key: str, message: str | None) -> None:
+    if message is None:
+        assert load(entry).entry is not None  # text, as ever where YAML 1.2 knows no number
+        return
+    assert problems(entry) == [(key, message)]
+
+
+def test_ranks_on_hosts_that_share_nothing_cannot_meet_by_a_file() -> None:
+    more = "launcher: ssh\nssh: {hosts: [a, b]}\nnetwork: {init: file}"
+    message = "file needs a directory that all ranks share, and hosts over SSH share none"
+    assert problems("{script: a.py}", more) == [("network.init", message)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{function: "a.b:C.d", args: [1, "1", 1e-3, "1e-3", null, true, "true", {a: [2.5]}], kwargs: {s: "null"}}',
+        '{function: "/x y/a-b.py:c"}',
+        '{command: "python x.py \\"a b\\""}',
+        '{command: [python, 1, "a b", 1e-3]}',
+        '{command: "a && b", shell: true, args: ["{rank}", 007]}',
+        "{script: x.py, owns_ranks: true, world_size: processes, data_dir: d, output_dir: o}",
+    ],
+)
+def test_an_entry_that_is_written_reads_back_the_same(entry: str) -> None:
+    job = load(entry)
+    assert load_spec(resolved_yaml(job), environ={}).job == job
+
+
+def test_a_functions_arguments_are_values_and_a_programs_are_words() -> None:
+    function, script = load('{function: "a:b", args: [1, 0.10, "1"]}'), load('{script: a.py, args: [1, 0.10, "1"]}')
+    assert function.entry is not None
+    assert script.entry is not None
+    assert (function.entry.args, script.entry.args) == ((1, 0.1, "1"), ("1", "0.10", "1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("--rank={rank}", "--rank=3"),
+        ("{rank}{rank}", "33"),
+        ("{{rank}}", "{rank}"),
+        ("{{{rank}}}", "{{rank}}"),
+        ("${rank} ${RANK}", "${rank} ${RANK}"),
+        ('{"rank": {}} {} {a,b} {0}', '{"rank": {}} {} {a,b} {0}'),
+        ("{unknown}", "{unknown}"),
+    ],
+)
+def test_placeholders_are_filled_in_and_other_braces_left_alone(text: str, filled: str) -> None:
+    assert fill_in(text, {"rank": "3"}) == filled
+
+
+def test_what_is_escaped_is_no_placeholder() -> None:
+    assert list(find_placeholders("{{a}} ${b} {c} {D} {d}")) == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("init", "address", "told"),
+    [
+        ("tcp", "10.0.0.1", "tcp://10.0.0.1:29500"),
+        ("tcp", "fd00::1", "tcp://[fd00::1]:29500"),
+        ("env", "10.0.0.1", "env://"),
+        ("file", "10.0.0.1", "file:///runs/r/attempts/2/rendezvous"),
+    ],
+)
+def test_ranks_are_told_where_they_meet(init: Any, address: str, told: str) -> None:
+    run = {"CLUSTERDDP_RUN_DIR": "/runs/r", "CLUSTERDDP_ATTEMPT": "2"}
+    assert init_method(init, run | {"MASTER_ADDR": address, "MASTER_PORT": "29500"}) == told
+
+
+def test_a_program_that_owns_unequal_numbers_of_ranks_is_told_where_its_own_begin() -> None:
+    environ = {"NODE_RANK": "2", "RANK": "2", "WORLD_SIZE": "3"}
+    changes = entry_environment(environ, init="env", spawns=(4, 8, 2), counts="processes")
+    assert [changes[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["12", "14", "2"]
+
+
+def test_torchruns_own_variables_are_enough_for_the_placeholders_of_a_rank() -> None:
+    of_torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    values = placeholder_values(of_torchrun | {"GROUP_WORLD_SIZE": "2"}, "machines")
+    assert [values[name] for name in ("rank", "world_size", "node_rank", "num_nodes")] == ["1", "2", "1", "2"]
+    assert values.keys() == VARIABLES.keys()
+
+
+def test_a_runs_directory_that_no_address_can_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a#b").mkdir()
+    with pytest.raises(UsageError, match="which ends a path in an address"):
+        plan_text("name: a\nentry: {command: ls}\nnetwork: {init: file}\n", tmp_path / "a#b")

@@ -1,0 +1,104 @@
+"""The variables of a rank: torchrun's names, the run's files, what the user may change and what not."""
+
+from pathlib import Path
+
+from clusterddp.ranks.environment import (
+    RankPlace,
+    RankSettings,
+    Variable,
+    cookie,
+    inherited_environment,
+    rank_variables,
+)
+from clusterddp.run.directory import RunDir
+
+PLACE = RankPlace(rank=11, local_rank=3, node_rank=1, world_size=16, local_world_size=8, num_nodes=2)
+
+
+def variables(**changes):
+    options = {
+        "run": "brisk-otter-3",
+        "attempt": 2,
+        "restarts": 3,
+        "master_addr": "10.0.0.7",
+        "master_port": 12345,
+        "threads": 4,
+        "gpus": ("0", "1"),
+        "interface": "eth1",
+        "backend": "nccl",
+        "run_dir": "/runs/brisk-otter-3",
+        "token": "abc",
+        "user": {},
+    }
+    return rank_variables(RankSettings(place=PLACE, **(options | changes)))
+
+
+def values(**changes):
+    return {key: variable.value for key, variable in variables(**changes).items()}
+
+
+def test_every_variable_of_torchrun_is_set():
+    expected = {
+        "RANK": "11",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "ROLE_RANK": "11",
+        "ROLE_WORLD_SIZE": "16",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "10.0.0.7",
+        "MASTER_PORT": "12345",
+        "TORCHELASTIC_RUN_ID": "brisk-otter-3",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": "4",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    assert {key: value for key, value in values(restart=1).items() if key in expected} == expected
+
+
+def test_the_files_are_where_the_run_directory_says():
+    attempt = RunDir(Path("/runs/brisk-otter-3")).attempt(2)
+    assert values()["TORCHELASTIC_ERROR_FILE"] == str(attempt.error_file(11))
+    assert values()["CLUSTERDDP_STOP_FILE"] == str(attempt.stop_file)
+
+
+def test_the_interface_is_exact_for_nccl_and_bare_for_gloo():
+    assert (values()["GLOO_SOCKET_IFNAME"], values()["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
+    assert "NCCL_SOCKET_IFNAME" not in values(interface="lo")
+    assert "GLOO_SOCKET_IFNAME" not in values(interface=None)
+
+
+def test_the_user_beats_choices_but_not_the_ranks_place():
+    user = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "ib0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MINE": "x"}
+    user |= {"CLUSTERDDP_COOKIE": "none"}
+    found = variables(user=user)
+    assert found["OMP_NUM_THREADS"] == Variable("1", "env in the spec")
+    assert found["GLOO_SOCKET_IFNAME"].value == "ib0"
+    assert found["MINE"] == Variable("x", "env in the spec")
+    assert (found["LOCAL_RANK"].value, found["MASTER_PORT"].value) == ("3", "12345")
+    assert found["CLUSTERDDP_COOKIE"].value == "abc.n1" == cookie("abc", "n1")
+
+
+def test_no_gpu_means_that_ranks_see_none():
+    assert values(gpus=())["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_accelerate_is_told_where_ranks_compute_on_the_cpu():
+    assert values(on_cpu=True)["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in values()
+
+
+def test_a_plan_may_say_in_words_that_the_port_is_not_known_yet():
+    assert values(master_port="chosen at the start")["MASTER_PORT"] == "chosen at the start"
+
+
+def test_what_is_started_inherits_the_environment_without_our_own_variables(monkeypatch):
+    monkeypatch.setenv("SOMETHING", "1")
+    monkeypatch.setenv("CLUSTERDDP_COOKIE", "another run")
+    assert inherited_environment()["SOMETHING"] == "1"
+    assert "CLUSTERDDP_COOKIE" not in inherited_environment()

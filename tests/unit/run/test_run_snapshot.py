@@ -1,0 +1,270 @@
+"""The snapshot of the code, on real git repositories."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.git import describe_commit, find_root
+from clusterddp.run.snapshot import SnapshotPlan, plan_script_snapshot, plan_snapshot, tree_sum, write_snapshot
+from tests.support.launch_runs import git
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> Mapping[str, str]:
+    return {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one file of each kind that matters."""
+    root = tmp_path / "repository"
+    (root / "package").mkdir(parents=True)
+    git(root, "init")
+    (root / ".gitignore").write_text("*.log\n")
+    (root / "package" / "tracked.py").write_text("tracked = 1\n")
+    (root / "deleted.py").write_text("")
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "link.py").symlink_to("package/tracked.py")
+    git(root, "add", "-A")
+    git(root, "commit", "-m", "first")
+    (root / "package" / "tracked.py").write_text("tracked = 2  # not committed\n")
+    (root / "deleted.py").unlink()
+    (root / "new file\n.py").write_text("new = 1\n")
+    (root / "noise.log").write_text("ignored")
+    return root
+
+
+def take(root: Path, environ: Mapping[str, str], runs_dir: Path, run: str = "one") -> tuple[Path, str]:
+    plan = plan_snapshot(root, runs_dir=runs_dir, environ=environ)
+    assert plan is not None
+    return keep(plan, runs_dir, run)
+
+
+def keep(plan: SnapshotPlan, runs_dir: Path, run: str = "one") -> tuple[Path, str]:
+    (runs_dir / run).mkdir(parents=True)
+    link = runs_dir / run / "code"
+    return link, write_snapshot(plan, runs_dir / ".code", link)
+
+
+def names_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_symlink() or path.is_file())
+
+
+def test_a_snapshot_holds_tracked_and_new_files_as_they_are_on_disk(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    code, _ = take(repository, environ, tmp_path / "runs")
+    assert names_below(code.resolve()) == [".gitignore", "link.py", "new file\n.py", "package/tracked.py", "run.sh"]
+    assert (code / "package" / "tracked.py").read_text() == "tracked = 2  # not committed\n"
+
+
+def test_links_stay_links_and_programs_stay_executable(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    code, _ = take(repository, environ, tmp_path / "runs")
+    assert (code / "link.py").readlink() == Path("package/tracked.py")
+    assert (code / "run.sh").stat().st_mode & stat.S_IXUSR
+    assert not (code / "package" / "tracked.py").stat().st_mode & stat.S_IXUSR
+
+
+def test_a_snapshot_is_for_its_owners_eyes_and_not_to_be_edited(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    code, _ = take(repository, environ, tmp_path / "runs")
+    assert stat.S_IMODE((code / "package" / "tracked.py").stat().st_mode) == 0o400
+    assert stat.S_IMODE((code / "package").stat().st_mode) == 0o700
+
+
+def test_the_link_to_a_snapshot_moves_along_with_the_runs_directory(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    code, digest = take(repository, environ, tmp_path / "runs")
+    assert code.readlink() == Path(f"../.code/{digest}")
+
+
+def test_equal_code_is_kept_once_and_other_code_beside_it(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    runs_dir = tmp_path / "runs"
+    first, second = take(repository, environ, runs_dir, "one")[1], take(repository, environ, runs_dir, "two")[1]
+    (repository / "run.sh").chmod(0o644)
+    third = take(repository, environ, runs_dir, "three")[1]
+    assert first == second != third
+    assert sorted(os.listdir(runs_dir / ".code")) == sorted({first, third})
+
+
+def test_a_kept_snapshot_that_was_changed_by_hand_is_replaced_and_set_aside(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    code, digest = take(repository, environ, tmp_path / "runs", "one")
+    tracked = code.resolve() / "package" / "tracked.py"
+    tracked.chmod(0o600)
+    tracked.write_text("something else\n")
+    assert take(repository, environ, tmp_path / "runs", "two")[1] == digest
+    assert tree_sum(tmp_path / "runs" / ".code" / digest) == digest
+    assert len(os.listdir(tmp_path / "runs" / ".code")) == 2
+
+
+def test_a_runs_directory_inside_the_repository_is_left_out(repository: Path, environ: Mapping[str, str]) -> None:
+    runs_dir = repository / "runs"
+    first = take(repository, environ, runs_dir, "one")[1]
+    assert take(repository, environ, runs_dir, "two")[1] == first
+
+
+def test_a_repository_that_is_the_runs_directory_leaves_out_the_runs(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    (repository / "zero").mkdir()
+    (repository / "zero" / "run.json").write_text("{}")
+    (repository / ".staging-1").mkdir()
+    (repository / ".staging-1" / "run.json").write_text("{}")
+    plan = plan_snapshot(repository, runs_dir=repository, environ=environ)
+    assert plan is not None
+    assert plan.files == (".gitignore", "link.py", "new file\n.py", "package/tracked.py", "run.sh")
+
+
+def test_a_repository_below_the_runs_directory_is_kept(repository: Path, environ: Mapping[str, str]) -> None:
+    plan = plan_snapshot(repository, runs_dir=repository.parent, environ=environ)
+    assert plan is not None
+    assert len(plan.files) == 5
+
+
+def test_repositories_within_the_repository_are_left_out_with_a_note(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    (repository / "vendored").mkdir()
+    git(repository / "vendored", "init")
+    (repository / "vendored" / "x.py").write_text("")
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    assert plan.notes == ("vendored: a repository of its own, not in the snapshot of the code",)
+
+
+def test_a_fifo_is_left_out_with_a_note(repository: Path, environ: Mapping[str, str], tmp_path: Path) -> None:
+    (repository / "run.sh").unlink()
+    os.mkfifo(repository / "run.sh")
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    assert plan.notes == ("run.sh: neither a file nor a link, not in the snapshot of the code",)
+
+
+def test_more_than_two_hundred_megabytes_are_refused_and_the_largest_files_named(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    for name, size in (("a.bin", 150_000_000), ("b.bin", 60_000_000), ("c.bin", 1000)):
+        with open(repository / name, "wb") as file:
+            file.truncate(size)
+    with pytest.raises(ClusterddpError) as refusal:
+        plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert "would hold 210 MB, more than 200 MB; largest: a.bin (150.0 MB), b.bin (60.0 MB)" in refusal.value.message
+    assert "`snapshot: false`" in str(refusal.value.hint)
+
+
+def test_variables_of_a_git_hook_do_not_lead_astray(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init")
+    led = dict(environ) | {"GIT_DIR": str(other / ".git"), "GIT_WORK_TREE": str(other), "GIT_INDEX_FILE": "/nowhere"}
+    assert find_root(repository / "package", led) == repository
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=led)
+    assert plan is not None
+    assert len(plan.files) == 5
+
+
+def test_a_program_that_the_repository_names_as_its_monitor_is_not_run(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    monitor = tmp_path / "monitor"
+    monitor.write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+    monitor.chmod(0o755)
+    git(repository, "config", "core.fsmonitor", str(monitor))
+    plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    describe_commit(repository, environ)
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_a_directory_in_no_repository_has_no_snapshot(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    assert plan_snapshot(tmp_path, runs_dir=tmp_path / "runs", environ=environ) is None
+
+
+def test_a_repository_without_git_is_refused_with_the_reason(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(ClusterddpError, match="git cannot be run"):
+        plan_snapshot(repository, runs_dir=tmp_path / "runs", environ={"PATH": str(tmp_path)})
+
+
+def test_a_repository_that_git_distrusts_is_refused_with_gits_words(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to give a repository to somebody else")
+    subprocess.run(["chown", "-R", "12345:12345", str(repository)], check=True)
+    with pytest.raises(ClusterddpError, match="dubious ownership"):
+        plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+
+
+def test_the_python_files_around_a_script_are_its_snapshot_where_there_is_no_repository(tmp_path: Path) -> None:
+    for name in ("entry", "other.py", "package/inner.py", ".venv/lib.py", "env/pyvenv.cfg", "env/lib.py", "data.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    plan = plan_script_snapshot(tmp_path / "entry", runs_dir=tmp_path / "runs")
+    assert plan.files == ("entry", "other.py", "package/inner.py")
+
+
+def test_a_script_in_a_vast_directory_takes_only_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "entry.py").write_text("")
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "x.py").write_text("")
+    for number in range(10_001):
+        os.mknod(tmp_path / "many" / str(number))
+    plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
+    assert plan.files == ("entry.py",)
+    assert "too much lies below it" in plan.notes[0]
+
+
+def test_a_file_deleted_after_the_plan_is_left_out(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    plan = plan_snapshot(repository, runs_dir=tmp_path / "runs", environ=environ)
+    assert plan is not None
+    (repository / "run.sh").unlink()
+    code, _ = keep(plan, tmp_path / "runs")
+    assert "run.sh" not in names_below(code.resolve())
+
+
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    plan = SnapshotPlan(source="git", root=tmp_path, files=("directory",), total_bytes=0)
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ClusterddpError, match="directory: the snapshot of the code failed: Is a directory"):
+        keep(plan, tmp_path / "runs")
+    assert os.listdir(tmp_path / "runs" / "one") == []
+
+
+def test_the_commit_is_described_with_what_was_changed_since(repository: Path, environ: Mapping[str, str]) -> None:
+    described = describe_commit(repository / "package", environ)
+    commit = git(repository, "rev-parse", "HEAD").strip()
+    assert described == {"root": str(repository), "commit": commit, "branch": "main", "dirty": True}
+
+
+def test_a_clean_work_tree_is_not_dirty(repository: Path, environ: Mapping[str, str]) -> None:
+    git(repository, "add", "-A")
+    git(repository, "commit", "-m", "second")
+    described = describe_commit(repository, environ)
+    assert described is not None
+    assert described["dirty"] is False
+
+
+def test_a_repository_without_a_commit_has_none(tmp_path: Path, environ: Mapping[str, str]) -> None:
+    git(tmp_path, "init")
+    described = describe_commit(tmp_path, environ)
+    assert described is not None
+    assert described["commit"] is None

@@ -1,0 +1,120 @@
+"""What a profile says of its login node, and what it is told when that is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
+from clusterddp.run.directory import write_json
+from clusterddp.spec.profiles import read_profile, read_profile_login
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"CLUSTERDDP_CONFIG": str(tmp_path / "config.yaml")}
+
+
+def configure(environ: dict[str, str], login: str, more: str = "") -> None:
+    Path(environ["CLUSTERDDP_CONFIG"]).write_text(f"profiles:\n  hpc: {{launcher: slurm, login: {login}}}\n{more}")
+
+
+def test_a_login_node_may_be_a_name_alone(environ: dict[str, str]) -> None:
+    configure(environ, "hpc-login")
+    found = read_profile_login(environ, "hpc")
+    assert found is not None
+    assert (found[0], found[1].host, found[1].runs_dir) == ("hpc", "hpc-login", "~/clusterddp-runs")
+
+
+def test_a_login_node_says_which_python_and_where_the_runs_lie(environ: dict[str, str]) -> None:
+    configure(environ, "{host: hpc, venv: ~/torch, modules: [slurm], runs_dir: /scratch/ana}", "default_profile: hpc\n")
+    found = read_profile_login(environ, None)
+    assert found is not None
+    assert (found[1].venv, found[1].modules, found[1].runs_dir) == ("~/torch", ("slurm",), "/scratch/ana")
+
+
+def test_a_login_node_is_no_value_of_the_spec(environ: dict[str, str]) -> None:
+    configure(environ, "hpc-login")
+    profile = read_profile(environ, "hpc")
+    assert profile is not None
+    assert list(profile.entries) == ["launcher"]
+
+
+@pytest.mark.parametrize(
+    ("login", "words"),
+    [
+        ("{host: hpc, hots: 3}", 'unknown key. Did you mean "host"?'),
+        ("{venv: ~/torch}", "names no host"),
+        ('"hpc[1-2]"', "hpc[1-2] is a set of hosts, expected one"),
+        ("{host: hpc, venv: ~/a, conda: b}", "has both venv and conda, expected one of them"),
+        ("{host: hpc, runs_dir: runs}", 'found "runs", expected a path on the hosts'),
+        ('"-oProxyCommand=x"', "expected a host"),
+        ("", "found nothing, expected the name of a host"),
+        ("[a, b]", "found a list, expected the name of a host"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(environ: dict[str, str], login: str, words: str) -> None:
+    configure(environ, login)
+    with pytest.raises(SpecError) as caught:
+        read_profile_login(environ, "hpc")
+    assert [words in problem.message and problem.line == 2 for problem in caught.value.problems] == [True]
+
+
+def note(runs_dir: Path, run: str, created_ns: int = 1) -> None:
+    write_sent_run(runs_dir, SentRun(run=run, profile="hpc", login={"host": "hpc"}, secrets=(), created_ns=created_ns))
+
+
+def make_run(runs_dir: Path, run: str, created_ns: int) -> None:
+    (runs_dir / run).mkdir(parents=True)
+    write_json(runs_dir / run / "run.json", {"created_ns": created_ns})
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [("brisk-otter-3", "brisk-otter-3"), ("brisk", "brisk-otter-3"), ("calm", None)]
+)
+def test_a_run_elsewhere_is_found_by_its_name(tmp_path: Path, name: str, run: str | None) -> None:
+    note(tmp_path, "brisk-otter-3")
+    found = find_sent_run(tmp_path, name)
+    assert (found and found.run) == run
+
+
+def test_a_run_of_a_sweep_elsewhere_is_found_by_its_own_name(tmp_path: Path) -> None:
+    note(tmp_path, "brisk-otter-3")
+    found = find_sent_run(tmp_path, "brisk-otter-3.7")
+    assert found is not None
+    assert found.name_there("brisk-otter-3.7") == "brisk-otter-3.7"
+
+
+@pytest.mark.parametrize(("here_ns", "elsewhere"), [(1, True), (3, False)])
+def test_the_newest_run_is_here_or_elsewhere(tmp_path: Path, here_ns: int, elsewhere: bool) -> None:
+    note(tmp_path, "brisk-otter-3", created_ns=2)
+    make_run(tmp_path, "calm-fox-1", here_ns)
+    assert (find_sent_run(tmp_path, "@last") is not None) == elsewhere
+
+
+def test_a_beginning_that_may_mean_a_run_here_or_elsewhere_is_refused(tmp_path: Path) -> None:
+    note(tmp_path, "brisk-otter-3")
+    make_run(tmp_path, "brisk-fox-1", 1)
+    with pytest.raises(UsageError, match="brisk: 2 runs begin so: brisk-otter-3 on hpc, brisk-fox-1 here"):
+        find_sent_run(tmp_path, "brisk")
+
+
+def test_a_run_here_is_meant_by_its_whole_name(tmp_path: Path) -> None:
+    note(tmp_path, "brisk-otter-31")
+    make_run(tmp_path, "brisk-otter-3", 1)
+    assert find_sent_run(tmp_path, "brisk-otter-3") is None
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".login", "a/b", "a\nb"])
+def test_what_a_host_gives_for_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ClusterddpError, match="which is no name"):
+        note(tmp_path, name)
+
+
+def test_git_does_not_see_what_is_noted(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    note(tmp_path / "runs", "brisk-otter-3")
+    assert subprocess.check_output(["git", "-C", str(tmp_path), "status", "--porcelain"]) == b""
