@@ -62,4 +62,4 @@ def _title_and_first_sentence(text: str) -> tuple[str, str]:
     title, _, rest = _COMMENT.sub("", text).lstrip().partition("\n")
     paragraph = " ".join(rest.strip().split("\n\n")[0].split())
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
-    return title.lstrip("# "), re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
+    return title.lstrip("# "), re.split(r"(?<=\.)\s(?=[A-Z`])", plain)[0].rstrip(":")

@@ -14,20 +14,21 @@ _NO_LIMIT = 2**31 - 1
 
 def spec_page() -> str:
     schema = json.loads(command_output("schema"))
-    sections = schema["$defs"]
     lines = head(
         "Keys of a spec",
         "A spec is one YAML file. `clusterddp schema` prints the same as a JSON Schema, with which an editor completes "
         "and checks. An unknown key is an error. `KEY=VALUE` after the spec on the command line changes a value: "
         "`clusterddp submit job.yaml train.lr=0.2`.",
     )
+    keys, sections = schema["properties"], schema["$defs"]
     lines += ["## Top level", ""]
-    for name, key in schema["properties"].items():
-        lines += _key(name, key, required=name in schema.get("required", ()), inner=_section(key, sections))
-    for name, key in schema["properties"].items():
+    for name, key in keys.items():
+        if _section(key, sections) is None and name != "slurm":
+            lines += _key(name, key, required=name in schema.get("required", ()))
+    for name, key in keys.items():
         section = _section(key, sections)
         if section is not None:
-            lines += [f"## {name}", "", *filled(section["description"]), ""]
+            lines += [f"## {name}", "", *filled(f"{key['description']} {section['description']}"), ""]
             lines += _keys(name, section)
     lines += ["## Items of ssh.hosts", "", *filled(sections["SshHost"]["description"]), ""]
     lines += _keys("ssh.hosts", sections["SshHost"])
@@ -35,8 +36,8 @@ def spec_page() -> str:
         "## slurm",
         "",
         *filled(
-            "Any option of sbatch by its long name, with `-` or `_`: `partition: gpu`, `mail-type: END`, "
-            "`exclusive: true`. [Slurm](../slurm.md#options) lists what the options of a spec become."
+            f"{keys['slurm']['description']} With `-` or `_`: `partition: gpu`, `mail-type: END`, `exclusive: true`. "
+            "[Slurm](../slurm.md#options) lists what the other keys of a spec become."
         ),
     ]
     return page(lines)
@@ -54,12 +55,12 @@ def _keys(section: str, schema: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for name, key in schema["properties"].items():
         if not str(key.get("description", "")).startswith("Alias of"):
-            lines += _key(f"{section}.{name}", key, required=name in schema.get("required", ()), inner=None)
+            lines += _key(f"{section}.{name}", key, required=name in schema.get("required", ()))
     return lines
 
 
-def _key(name: str, key: Mapping[str, Any], *, required: bool, inner: Any) -> list[str]:
-    what = "section" if inner is not None else _kind(key)
+def _key(name: str, key: Mapping[str, Any], *, required: bool) -> list[str]:
+    what = _kind(key)
     if required:
         what += ", required"
     elif key.get("default") not in (None, [], {}):
