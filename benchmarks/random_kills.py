@@ -1,12 +1,15 @@
 """Kill random processes of local runs with SIGKILL, and count what is left and what the record says.
 
     python benchmarks/random_kills.py [SEED [COUNT]]
+    python benchmarks/random_kills.py SEED COUNT submit
 
 Each round submits a run of 2 nodes x 2 ranks that trains on the CPU, waits for up to nine seconds, and kills one or two
 of its processes: submitit's controller or the task, supervisors, guards, fork servers, ranks. Right is: nothing of the
 run is left, it is FAILED, and the cause is named; or that it goes on, when only guards were killed, or a fork server
 before there were ranks, in whose place the supervisor starts each by itself. A run whose task dies before a supervisor
 is there has no process that could write its end; it must be LOST.
+
+With `submit` each round kills the submit itself. Right is: no run, or a whole one that has COMPLETED or is LOST.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ GONE_WITHIN_S = 15.0
 
 
 def main() -> int:
-    seed, count = [int(argument) for argument in (sys.argv[1:] + ["1", "40"][len(sys.argv) - 1 :])]
+    words = sys.argv[1:]
+    play = one_submit if words[2:] == ["submit"] else one_round
+    seed, count = [int(word) for word in (words + ["1", "40"][len(words) :])[:2]]
     chance = random.Random(seed)
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
         for number in range(count):
-            told, right = one_round(chance, Path(directory))
+            told, right = play(chance, Path(directory))
             wrong += not right
             print(f"{number:3d}  {'ok   ' if right else 'WRONG'}  {told}", flush=True)
     print(f"{count - wrong} of {count} right (seed {seed})")
@@ -75,6 +80,23 @@ def one_round(chance: random.Random, directory: Path) -> tuple[str, bool]:
         f"killed {roles}: gone after {took:.2f} s, {found['state']}, {cause['error'] if cause else 'no cause'}",
         right,
     )
+
+
+def one_submit(chance: random.Random, directory: Path) -> tuple[str, bool]:
+    """Kill a submit, look at the run that it has left, if any."""
+    place = Path(tempfile.mkdtemp(dir=directory))
+    (place / "entry.py").write_text("print('hello')\n")
+    (place / "job.yaml").write_text("name: random_kills\nentry: {script: entry.py}\n")
+    after_s = chance.uniform(0, 1.2)
+    process = subprocess.Popen([sys.executable, "-m", "clusterddp", "submit", "job.yaml"], cwd=place)
+    time.sleep(after_s)
+    process.kill()
+    process.wait()
+    runs = json.loads(clusterddp(place, "list", "-o", "json"))
+    for run in runs:
+        subprocess.run([sys.executable, "-m", "clusterddp", "wait", run["run"]], cwd=place, check=False)
+    states = [status(place, run["run"])["state"] for run in runs]
+    return f"killed after {after_s:.2f} s: {states}", states in ([], ["COMPLETED"], ["LOST"])
 
 
 def goes_on(directory: Path, run: str) -> bool:

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from clusterddp.run.directory import RunDir
 from tests.support.ssh_place import SshPlace, ssh_place_on
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = "/opt/bare/bin/python"
@@ -85,7 +86,7 @@ def trace(owner, name, show=None):
 import clusterddp.cli.main
 import clusterddp.cli.submit
 import clusterddp.submission.submit as submit
-from clusterddp.launchers.ssh import crew, launcher as ssh
+from clusterddp.launchers.ssh import sessions, launcher as ssh
 from clusterddp.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
@@ -94,7 +95,7 @@ for name in ("open_crew", "preflight", "ship", "lease_gpus", "settle_network", "
 trace(session, "connect_all")
 trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")
 trace(session.Session, "ask", lambda self, do, *rest: f"  {do} {self.host}")
-trace(crew.Crew, "close")
+trace(sessions.Crew, "close")
 try:
     clusterddp.cli.main.main()
 finally:

@@ -28,7 +28,7 @@ def spec_page() -> str:
     for name, key in keys.items():
         section = _section(key, sections)
         if section is not None:
-            lines += [f"## {name}", "", *filled(f"{key['description']} {section['description']}"), ""]
+            lines += [f"## {name}", "", *filled(_both(key["description"], section["description"])), ""]
             lines += _keys(name, section)
     lines += ["## Items of ssh.hosts", "", *filled(sections["SshHost"]["description"]), ""]
     lines += _keys("ssh.hosts", sections["SshHost"])
@@ -51,6 +51,11 @@ def _section(key: Mapping[str, Any], sections: Mapping[str, Any]) -> Any:
     return None
 
 
+def _both(of_key: str, of_section: str) -> str:
+    """Join what the key says and what its section says, unless one begins as the other."""
+    return of_section if of_section.startswith(of_key.rstrip(".")) else f"{of_key} {of_section}"
+
+
 def _keys(section: str, schema: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for name, key in schema["properties"].items():
@@ -69,13 +74,13 @@ def _key(name: str, key: Mapping[str, Any], *, required: bool) -> list[str]:
 
 
 def _kind(key: Mapping[str, Any]) -> str:
+    if key.get("examples"):
+        return "time"
     if "anyOf" in key:
         return " or ".join(dict.fromkeys(_kind(part) for part in key["anyOf"] if part.get("type") != "null"))
     if "enum" in key or "const" in key:
         return " or ".join(f"`{word}`" for word in key.get("enum", [key.get("const")]))
     kind = key.get("type")
-    if key.get("examples"):
-        return "time"
     if isinstance(kind, list):
         return " or ".join(kind)
     inner = key.get("items") or {}

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RankRecord, read_ranks
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 STARTER = Path(__file__).parent / "gang" / "starter.py"
 PRELUDE = """
@@ -52,18 +51,6 @@ def until_stop():
     while not stop_file.exists():
         time.sleep(0.02)
 """
-
-
-def wait_until(
-    condition: Callable[[], object], timeout_s: float = 20.0, *, what: str | Callable[[], object] = ""
-) -> float:
-    """Wait until `condition` is true; return how long it took in seconds."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > PATIENCE * timeout_s:
-            raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}")
-        time.sleep(0.01)
-    return time.monotonic() - start
 
 
 def processes_with(text: str) -> list[tuple[int, str]]:
@@ -145,8 +132,8 @@ class GangRun:
         assert left == [], f"left: {left}"
         return list(json.loads(out.splitlines()[-1])["exit_codes"])
 
-    def await_nothing_left(self, timeout_s: float = 8.0) -> float:
-        return wait_until(lambda: not self.left(), timeout_s, what=self.left)
+    def await_nothing_left(self, within_s: float = 8.0) -> None:
+        wait_until(lambda: not self.left(), within_s, what=self.left)
 
     def daemons(self) -> list[int]:
         """List the pids, dead or alive, of what `leave_daemon` left."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from clusterddp.run.directory import RunDir, list_runs
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
-from tests.testbed.rack import Rack, wait_until
+from tests.support.waiting import PATIENCE, wait_until
+from tests.testbed.rack import Rack
 
 
 class Machines:

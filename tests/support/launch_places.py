@@ -17,10 +17,10 @@ from subprocess import PIPE, Popen
 from tests.support.bare_python import VERSION
 from tests.support.launch_cells import COMMON, FILES, Cell, Row, Where
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 from tests.support.worker_ranks import MPI_AS_ROOT, Ended, demand, environment, wait_for
 from tests.testbed.plan import BARE, HEAD, RackPlan
-from tests.testbed.rack import SYSTEM_PATH, Rack, running_rack, wait_until
+from tests.testbed.rack import SYSTEM_PATH, Rack, running_rack
 
 ENTRIES = ROOT / "tests/entries"
 VENV = Path(sys.executable).parent

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.record import read_run
 from clusterddp.spec.load import load_spec
 from clusterddp.system.processes import Process
-from tests.support.patience import PATIENCE
+from tests.support.waiting import wait_until
 
 HELLO = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 SLEEP = HELLO + "import time\ntime.sleep(120)\n"
@@ -45,15 +44,6 @@ def plan_text(text: str, directory: Path, *, environ: Mapping[str, str] | None =
     return plan_run(
         resolved, **{"runs_dir": directory / "runs", "working_dir": directory, "environ": environ} | changes
     )
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """Wait until `condition` gives something true, and return that."""
-    deadline = time.monotonic() + PATIENCE * timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return result
 
 
 def wait_for_ranks(run: RunDir, num_ranks: int = 4) -> None:

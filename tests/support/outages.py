@@ -20,8 +20,9 @@ from clusterddp.run.outcome import read_end
 from tests.support.slurm_runs import make_slurm_run, start_run
 from tests.support.ssh_kill_kinds import LAN, NODES
 from tests.support.ssh_place import ssh_place_on
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 CUT, STOP, SUSPEND = "cable out", "supervisor stopped", "job suspended"
 KINDS = [

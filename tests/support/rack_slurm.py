@@ -9,7 +9,8 @@ from pathlib import Path
 from clusterddp.run.directory import RunDir
 from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import name_of_job, update_record
-from tests.testbed.rack import Rack, wait_until
+from tests.support.waiting import wait_until
+from tests.testbed.rack import Rack
 
 COMMANDS = ("squeue", "sacct")
 

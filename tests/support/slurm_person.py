@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from clusterddp.run.directory import RunDir, list_runs, read_jsonl
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
 from tests.testbed.files import slurm_year
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import SYSTEM_PATH, Rack
@@ -97,15 +95,6 @@ class Person:
 
     def _variables(self, more: Mapping[str, str] | None) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environ, **(more or {})}
-
-
-def await_true(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
-    """Wait until `condition` gives something true, and return that."""
-    deadline = time.monotonic() + PATIENCE * within_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return result
 
 
 def interrupt(person: Person) -> None:

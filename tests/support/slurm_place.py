@@ -15,7 +15,7 @@ import numpy as np
 
 from clusterddp.run.directory import RunDir
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 from tests.testbed.rack import Rack
 
 ALL_REDUCE = """\

@@ -9,8 +9,9 @@ from pathlib import Path
 from clusterddp.run.directory import RunDir, read_json, write_json
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.submission.staging import make_run
-from tests.support.launch_runs import plan_script, plan_text, wait_until
+from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
@@ -26,7 +27,7 @@ TASK = """
 import os, signal, sys, time
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, RootCause, write_end
+from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 signalled = []
 signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
 run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])

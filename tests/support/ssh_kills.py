@@ -33,8 +33,9 @@ from tests.support.ssh_kill_kinds import (
 )
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import is_up, parent_of, rank_of, sshd_listener, sshd_sessions
+from tests.support.waiting import NotInTimeError, wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, RackError, wait_until
+from tests.testbed.rack import Rack, RackError
 
 WITHIN_S = 20.0
 HOST_WITHIN_S = 45.0
@@ -120,7 +121,7 @@ class Round:
             send(command, signal.SIGKILL)
         elif kill.victim in {SESSION, LISTENER}:
             which = sshd_sessions if kill.victim == SESSION else sshd_listener
-            with contextlib.suppress(RackError):
+            with contextlib.suppress(NotInTimeError):
                 wait_until(lambda: bool(which(self.rack, kill.host)) or command.poll() is not None, 30)
             pids = which(self.rack, kill.host)
             self.expect(pids, "there is no victim")
@@ -172,7 +173,7 @@ class Round:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command.wait(timeout=240)
             before = set()
-            with contextlib.suppress(RackError):
+            with contextlib.suppress(NotInTimeError):
                 wait_until(lambda: self.is_up() or not self._all(), self.within_s)
             bears = self.is_up()
             self.facts["whole"] = bears
@@ -247,7 +248,7 @@ class Round:
             wait_until(lambda: not self._all(), self.within_s - self.since)
             self.facts["gone_s"] = self.since
             self.expect(self.facts["gone_s"] <= self.within_s, "the last of it has gone too late")
-        except RackError:
+        except NotInTimeError:
             self.wrong.append(f"left after {self.since} s: {self._all()}")
 
     def _await_status(self, is_right: Callable[[dict[str, Any]], bool]) -> None:

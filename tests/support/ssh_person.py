@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, wait_until
+from tests.testbed.rack import Rack
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from clusterddp.run.directory import RunDir, list_runs, read_jsonl
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, wait_until
+from tests.testbed.rack import Rack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
 from tests.support.launch_runs import read_plan
-from tests.support.patience import PATIENCE
 from tests.support.slurm_runs import environment, make_slurm_run, start_run
 from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.support.storage_faults import Disk, away, shared_disk
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack, RackError
 
@@ -116,7 +116,7 @@ class _Round:
         """Start the run, break its storage, look."""
         self.start()
         files = self.files()
-        self.wait(lambda: files[0].attempt(0).start.exists() and self.is_up(files), "it has not come up")
+        wait_until(lambda: files[0].attempt(0).start.exists() and self.is_up(files), WITHIN_S, what="not up")
         token = str(read_plan(self.run)["token"])
         before = self.ranks(token)
         assert len(before) == len(NODES), f"its ranks are {before}"
@@ -135,7 +135,7 @@ class _Round:
             status = self.await_state("FAILED")
             cause = status["root_cause"] or {}
             assert cause.get("error") == CAUSE, f"the cause is told as {cause or status['reason']}"
-        self.wait(lambda: not processes_with(token), "some of it is left")
+        wait_until(lambda: not processes_with(token), WITHIN_S, what="some of it is left")
 
     def _take_away(self) -> None:
         with away(self.storage()) as elsewhere:
@@ -151,12 +151,6 @@ class _Round:
     def ranks(self, token: str) -> set[int]:
         return {pid for pid, command in processes_with(f"{token}.n") if "node.rank" in command}
 
-    def wait(self, condition: Any, words: str, within_s: float = WITHIN_S) -> None:
-        deadline = time.monotonic() + PATIENCE * within_s
-        while not condition():
-            assert time.monotonic() < deadline, words
-            time.sleep(0.1)
-
     def await_state(self, state: str) -> dict[str, Any]:
         status: dict[str, Any] = {}
 
@@ -165,7 +159,7 @@ class _Round:
             status.update(self.status())
             return status["state"] == state or status["state"] in {"FAILED", "LOST", "COMPLETED", "CANCELLED"}
 
-        self.wait(ask, f"it is not {state}")
+        wait_until(ask, WITHIN_S, what=f"it is not {state}")
         self.facts |= {"state": status["state"], "reason": status["reason"]}
         assert status["state"] == state, f"it is {status['state']}: {status['reason']} {status.get('root_cause')}"
         return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -46,11 +47,16 @@ TINY: dict[str, Any] = {
 class Gang:
     """Up to `size` ranks; `run` starts those that it needs and keeps them for the next call."""
 
-    def __init__(self, *, on_one_host: bool = False) -> None:
-        """`on_one_host`: they know that they are, and exchange gradients through memory that all see."""
+    def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
-        self._on_one_host = on_one_host
+        self._on_one_host = False
         self._directory = tempfile.TemporaryDirectory(prefix="gang-")
+
+    def on_one_host(self) -> Gang:
+        """Return the same ranks, which know that they share a host: gradients go through memory that all see."""
+        other = copy.copy(self)
+        other._on_one_host = True
+        return other
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(group, *args)` on every rank of a new group; return the answers by rank."""
@@ -85,7 +91,7 @@ class Gang:
         for process, _ in self._ranks:
             process.kill()
             process.join()
-        self._ranks = []
+        self._ranks.clear()
 
     def clear(self) -> None:
         """Remove what the ranks met by."""
@@ -93,8 +99,8 @@ class Gang:
 
 
 @contextlib.contextmanager
-def open_gang(*, on_one_host: bool = False) -> Iterator[Gang]:
-    gang = Gang(on_one_host=on_one_host)
+def open_gang() -> Iterator[Gang]:
+    gang = Gang()
     try:
         yield gang
     finally:

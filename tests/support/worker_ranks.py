@@ -16,7 +16,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir, list_runs
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 REPORT = """\
 import json, os, sys

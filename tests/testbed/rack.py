@@ -9,12 +9,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, NotInTimeError, wait_until
 from tests.testbed.confinement import CGROUPS, UNSHARE, plan_namespaces
 from tests.testbed.files import FREEZER, write_rack_files
 from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
@@ -200,8 +199,8 @@ class Rack:
 
         try:
             wait_until(all_idle, within_s)
-        except RackError as error:
-            raise RackError(f"nodes did not become idle in {PATIENCE * within_s} s\n{self.log_tails()}") from error
+        except NotInTimeError as error:
+            raise RackError(f"nodes did not become idle: {error}\n{self.log_tails()}") from error
 
     def log_tails(self) -> str:
         """Read the last lines of every daemon's log."""
@@ -284,15 +283,3 @@ def start_detached(argv: Sequence[str], log: Path, *, stdin: int) -> subprocess.
         return subprocess.Popen(
             argv, stdin=stdin, stdout=out, stderr=out, start_new_session=True, env=environment, cwd="/"
         )
-
-
-def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
-    """Look every 50 ms.
-
-    Raises: RackError when it is not true in time.
-    """
-    deadline = time.monotonic() + PATIENCE * within_s
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise RackError(f"not within {PATIENCE * within_s} s")
-        time.sleep(0.05)

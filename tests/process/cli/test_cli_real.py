@@ -18,7 +18,7 @@ import pytest
 from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import RunDir, list_runs, read_json
 from clusterddp.run.record import read_run
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 SCRIPT = """\
 import os, sys, time

@@ -14,7 +14,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import list_runs, read_json
 from clusterddp.train.place import Place
 from clusterddp.train.smoke_test import check_program
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 TRAINER = """\
 name: tiny

@@ -10,7 +10,7 @@ import pytest
 
 import clusterddp
 from tests.support.paths import ENTRIES
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)

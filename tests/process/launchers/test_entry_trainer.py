@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 SPEC = """
 name: job

@@ -32,9 +32,8 @@ from tests.support.launch_runs import (
     processes_of,
     read_plan,
     wait_for_ranks,
-    wait_until,
 )
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 GONE_S = 5.0
 """What the gang rule allows from a failure to the end of the last process."""

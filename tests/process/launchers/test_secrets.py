@@ -12,9 +12,9 @@ import pytest
 from clusterddp.errors import RunFailedError
 from clusterddp.run.directory import list_runs
 from tests.support.launch_runs import plan_text
-from tests.support.patience import PATIENCE
 from tests.support.slurm_person import HELD, Person
 from tests.support.ssh_place import SshPlace
+from tests.support.waiting import PATIENCE
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 

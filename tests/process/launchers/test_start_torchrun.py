@@ -19,8 +19,8 @@ from clusterddp.run.directory import RunDir, read_jsonl
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.system.processes import Process, read_command
-from tests.support.launch_runs import STOPPABLE, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.launch_runs import STOPPABLE
+from tests.support.waiting import PATIENCE, wait_until
 
 SPEC = "name: job\ndevice: cpu\nstart: torchrun\nresources: {{nodes: {nodes}, procs_per_node: 2}}\n"
 FALLING = """\

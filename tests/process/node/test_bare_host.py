@@ -17,8 +17,9 @@ from clusterddp.planning.program import TRAINER
 from clusterddp.run.directory import RunDir, read_json
 from clusterddp.run.gang import Entry
 from tests.support.bare_python import make_bare_python
-from tests.support.gang_runs import GangRun, make_gang, start_gang, wait_until
+from tests.support.gang_runs import GangRun, make_gang, start_gang
 from tests.support.train_gang import TINY
+from tests.support.waiting import wait_until
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors

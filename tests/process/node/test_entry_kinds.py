@@ -20,7 +20,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
 from clusterddp.submission.submit import cancel, submit, wait
-from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks, wait_until
+from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
+from tests.support.waiting import wait_until
 
 TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
 

@@ -13,8 +13,9 @@ from clusterddp.look.transport import NodeTransport, read_transports, warn_of_so
 from clusterddp.network.nccl_log import Transport, read_transport
 from clusterddp.run.directory import make_attempt_dirs
 from clusterddp.run.record import log_event
-from tests.support.gang_runs import running, wait_until
+from tests.support.gang_runs import running
 from tests.support.handmade_runs import make_run
+from tests.support.waiting import wait_until
 
 IB = """\
 gpu01:41231:41231 [0] NCCL INFO Bootstrap : Using ib0:10.1.0.11<0>

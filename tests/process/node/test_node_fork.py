@@ -11,7 +11,8 @@ import pytest
 
 from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.run.gang import Entry
-from tests.support.gang_runs import make_gang, parent_of, running, started, wait_until
+from tests.support.gang_runs import make_gang, parent_of, running, started
+from tests.support.waiting import wait_until
 
 DIFFERENT = ("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE")
 

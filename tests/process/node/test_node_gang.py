@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.gang import Entry
-from tests.support.gang_runs import make_gang, running, started, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.gang_runs import make_gang, running, started
+from tests.support.waiting import PATIENCE, wait_until
 
 DUMP = """
 import json

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gang_runs import running, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.gang_runs import running
+from tests.support.waiting import PATIENCE, wait_until
 
 FOREVER = "forever()"
 QUICK = {"host_silence_s": 1.5, "heartbeat_timeout_s": 1.5}

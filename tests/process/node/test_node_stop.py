@@ -8,8 +8,8 @@ import time
 import pytest
 
 from clusterddp.run.directory import write_json
-from tests.support.gang_runs import running, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.gang_runs import running
+from tests.support.waiting import PATIENCE, wait_until
 
 UNTIL_STOP = "until_stop()"
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.support.gang_runs import running
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE
 
 pytest.importorskip("torch")
 

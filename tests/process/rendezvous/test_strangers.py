@@ -23,8 +23,8 @@ from clusterddp.rendezvous.signed import Signer, UnprovenError
 from clusterddp.submission.join.head import Gathering
 from clusterddp.submission.join.member import Seat
 from clusterddp.submission.worker.place import Decided
-from tests.support.gang_runs import GangRun, running, wait_until
-from tests.support.patience import PATIENCE
+from tests.support.gang_runs import GangRun, running
+from tests.support.waiting import PATIENCE, wait_until
 from tests.support.worker_ranks import ROOT, Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}

@@ -18,7 +18,7 @@ from clusterddp.results.pull import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 END = AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0")
 

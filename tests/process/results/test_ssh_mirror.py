@@ -23,7 +23,7 @@ from clusterddp.run.outcome import AttemptEnd, read_end, write_end
 from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
 from tests.support.agent_hosts import Hosts, running_hosts
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
+import re
 import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,14 +19,15 @@ import pytest
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
+from clusterddp.planning.plan import Plan
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import start_attempt, submit, wait
-from tests.support.launch_runs import git, plan_script, plan_text, read_plan, wait_until
+from tests.support.launch_runs import git, plan_script, plan_text, read_plan
+from tests.support.waiting import wait_until
 
-NUM_KILLS = 25
 NUM_SUBMITS = 20
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount a small file system")
 
@@ -224,22 +225,46 @@ def test_a_start_that_fails_is_the_runs_recorded_end(tmp_path: Path) -> None:
     assert view.end.root_cause.log == "launcher/submit.log"
 
 
-def test_a_submitter_killed_at_any_instant_leaves_a_true_record(tmp_path: Path) -> None:
-    chance = random.Random(20260728)
+MOMENTS: dict[str, tuple[str, Callable[[str], bool], list[RunState]]] = {
+    "before anything is there": ("os.mkdir", lambda words: ".staging-" in words, []),
+    "before its name is written": ("os.rename", lambda words: "run.json'" in words, []),
+    "before the surroundings are written": ("os.rename", lambda words: "env.json'" in words, []),
+    "before the run has its place": (
+        "os.rename",
+        lambda words: re.search(r"/\.staging-\w+', '", words) is not None,
+        [],
+    ),
+    "before it is started": ("subprocess.Popen", lambda words: "clusterddp" in words, [RunState.LOST]),
+    "when it is started": ("", lambda words: False, [RunState.COMPLETED]),
+}
+"""Of the events that Python tells its auditors: the one that is the last, and the states of the runs that are left."""
+
+
+def submit_until(plan: Plan, event: str, is_moment: Callable[[str], bool]) -> None:
+    """Submit, and be killed when this event is about to happen; at the latest when the submit returns."""
+
+    def hear(name: str, arguments: tuple[object, ...]) -> None:
+        if name == event and is_moment(repr(arguments)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)
+    submit(plan)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_submitter_that_is_killed_leaves_a_true_record(tmp_path: Path, moment: str) -> None:
+    """At a few moments that were chosen; `benchmarks/random_kills.py SEED COUNT submit` draws them."""
+    event, is_moment, states = MOMENTS[moment]
     runs_dir = tmp_path / "runs"
-    for _ in range(NUM_KILLS):
-        plan = plan_script(tmp_path, resources="{}")
-        pid = in_child(lambda plan=plan: submit(plan))  # type: ignore[misc]
-        time.sleep(chance.uniform(0.0, 0.4))
-        os.kill(pid, signal.SIGKILL)  # a zombie takes it without a word
-        os.waitpid(pid, 0)
-        for run in list_runs(runs_dir):
-            assert_whole(run)
-            assert read_state(run).state in {RunState.PENDING, RunState.RUNNING, RunState.COMPLETED, RunState.LOST}
-    states = [wait(run, 30).state for run in list_runs(runs_dir)]
-    assert set(states) <= {RunState.COMPLETED, RunState.LOST}
-    for run, state in zip(list_runs(runs_dir), states, strict=True):
-        assert run.attempt(0).end.exists() == (state is RunState.COMPLETED)
+    plan = plan_script(tmp_path, resources="{}")
+    killed = os.waitpid(in_child(lambda: submit_until(plan, event, is_moment)), 0)[1]
+    assert os.WTERMSIG(killed) == signal.SIGKILL
+    runs = list_runs(runs_dir)
+    for run in runs:
+        assert_whole(run)
+    assert [wait(run, 30).state for run in runs] == states
+    assert [run.attempt(0).end.exists() for run in runs] == [state is RunState.COMPLETED for state in states]
     for name in staged(runs_dir):
         if not (runs_dir / name / "run.json").exists():  # killed before it wrote its name: swept when it is old
             os.utime(runs_dir / name, (1, 1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.sweep_queue import claim, read_queue
 from tests.support.fake_gpus import FakeGpus
-from tests.support.launch_runs import wait_until
-from tests.support.patience import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 SCRIPT = """\
 import json, os, pathlib, time
@@ -108,6 +108,26 @@ def kill_queue(sweep: SweepDir) -> None:
         wait_until(lambda: not queue.identity.alive())
 
 
+@contextmanager
+def opens_of(path: Path) -> Iterator[Callable[[], int]]:
+    """Count how often any process opens a file, by the kernel's inotify."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened, event_size, num_events = 0x20, 16, 0
+    descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert libc.inotify_add_watch(descriptor, os.fsencode(path), opened) > 0
+
+    def count() -> int:
+        nonlocal num_events
+        with suppress(BlockingIOError):
+            num_events += len(os.read(descriptor, 1 << 16)) // event_size
+        return num_events
+
+    try:
+        yield count
+    finally:
+        os.close(descriptor)
+
+
 def states(sweep: SweepDir) -> list[str]:
     return [read_state(run).state.value for run in sweep.runs()]
 
@@ -184,7 +204,8 @@ def test_resume_goes_on_with_what_a_killed_queue_left_beside_what_still_runs(pla
     kill_queue(sweep)
     resumed = json.loads(place.run("resume", sweep.name, "-o", "json", HOLDS="all").stdout)
     assert resumed["runs"] == [f"{sweep.name}.1", f"{sweep.name}.2"]
-    time.sleep(1.5)  # long enough for a queue that did not see the run which goes on to start another
+    with opens_of(sweep.runs()[0].record) as count:
+        wait_until(lambda: count() >= 10)  # the new queue looks at the run that goes on, again and again
     assert place.times == [("0", "begin")]
     place.let_go(0, 1, 2)
     await_states(sweep, *["COMPLETED"] * 3)

@@ -25,7 +25,8 @@ from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus
 from tests.support.gang_runs import GangRun, make_gang, started
-from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks, wait_until
+from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks
+from tests.support.waiting import wait_until
 
 ONE_GPU = "{nodes: 1, gpus_per_node: 1}"
 HOLD = "import sys; sys.stdin.read()"

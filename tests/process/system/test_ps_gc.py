@@ -22,8 +22,9 @@ from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import RunHere, end_left_over, find_runs
 from clusterddp.run.record import RunRecord, write_run
-from tests.support.gang_runs import GangRun, processes_with, running, wait_until
+from tests.support.gang_runs import GangRun, processes_with, running
 from tests.support.paths import TESTS
+from tests.support.waiting import wait_until
 
 HOST = socket.gethostname()
 SLEEPER = ["sleep", "600"]

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,12 +30,6 @@ from tests.support.train_gang import Gang, make_run, one_rank, open_gang, outcom
 
 MODES = ["exact", "bf16", "powersgd:2", "local:4"]
 PLAIN = {"momentum": 0.0, "nesterov": False, "max_steps": 6}
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
 
 
 def moved(group: Group, path: Path, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -441,9 +434,8 @@ def maps(group: Group, blind: int) -> bool:
     return share_memory(nn.Linear(3, 5), group) is not None
 
 
-def test_memory_is_shared_by_all_ranks_or_by_none() -> None:
-    with open_gang(on_one_host=True) as gang:
-        assert [gang.run(3, maps, blind) for blind in (-1, 0, 2)] == [[True] * 3, [False] * 3, [False] * 3]
+def test_memory_is_shared_by_all_ranks_or_by_none(gang_on_one_host: Gang) -> None:
+    assert [gang_on_one_host.run(3, maps, blind) for blind in (-1, 0, 2)] == [[True] * 3, [False] * 3, [False] * 3]
 
 
 def maps_without_memfd(group: Group) -> list[float]:
@@ -456,9 +448,8 @@ def maps_without_memfd(group: Group) -> list[float]:
     return memory.sum(dim=1).tolist()
 
 
-def test_memory_is_shared_where_python_knows_no_memfd() -> None:
-    with open_gang(on_one_host=True) as gang:
-        assert gang.run(2, maps_without_memfd) == [[20.0, 40.0, 0.0]] * 2
+def test_memory_is_shared_where_python_knows_no_memfd(gang_on_one_host: Gang) -> None:
+    assert gang_on_one_host.run(2, maps_without_memfd) == [[20.0, 40.0, 0.0]] * 2
 
 
 def what_is_open(group: Group, path: Path) -> list[str]:
@@ -473,7 +464,6 @@ def what_is_open(group: Group, path: Path) -> list[str]:
 
 
 def test_what_is_shared_has_no_name_and_no_open_file(tmp_path: Path) -> None:
-    with open_gang(on_one_host=True) as gang:
-        assert (
-            gang.run(2, what_is_open, make_run(tmp_path / "run")) == [["/memfd:clusterddp-gradients", "(deleted)"]] * 2
-        )
+    with open_gang() as fresh:  # ranks that have mapped nothing else yet
+        found = fresh.on_one_host().run(2, what_is_open, make_run(tmp_path / "run"))
+    assert found == [["/memfd:clusterddp-gradients", "(deleted)"]] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from clusterddp.train.begin import begin
 from clusterddp.train.comm.auto import Measured, choose_comm, explain_choice, measure
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from tests.support.train_gang import Gang, make_run, one_rank, open_gang, settle, train_once
+from tests.support.train_gang import Gang, make_run, one_rank, settle, train_once
 
 # Two machines with a core each, 1 Gbit/s between them, ResNet-18 in bf16, 8 images a rank.
 SLOW_LINK = Measured(
@@ -28,12 +27,6 @@ SLOW_LINK = Measured(
 FAST_LINK = Measured(
     world_size=2, compute=0.159, last_pass=0.159, sent={"fp32": 0.034, "bf16": 0.017, "local:8": 0.003}
 )
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
 
 
 @pytest.mark.parametrize(
@@ -151,9 +144,8 @@ def test_another_number_of_ranks_chooses_anew(gang: Gang, tmp_path: Path) -> Non
     assert "comm auto: 3 ranks" in choices[0][1]
 
 
-def test_ranks_that_share_memory_have_nothing_to_choose(tmp_path: Path) -> None:
-    with open_gang(on_one_host=True) as gang:
-        choices = gang.run(2, choice, make_run(tmp_path / "run"), AUTO)
+def test_ranks_that_share_memory_have_nothing_to_choose(gang_on_one_host: Gang, tmp_path: Path) -> None:
+    choices = gang_on_one_host.run(2, choice, make_run(tmp_path / "run"), AUTO)
     assert [label for label, _ in choices] == ["exact"] * 2
     assert "comm auto: exact, through memory that all ranks see" in choices[0][1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,7 @@ from clusterddp.train.ema import Ema, build_ema
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256
-from tests.support.train_gang import Gang, make_run, metrics_rows, open_gang, outcome, settle
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
+from tests.support.train_gang import Gang, make_run, metrics_rows, outcome, settle
 
 
 def test_it_is_the_mean_of_the_weights_in_which_old_ones_fade() -> None:

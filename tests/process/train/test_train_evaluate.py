@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,7 @@ from clusterddp.train.group import Group, averaged_buffers
 from clusterddp.train.models import build_model
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.tta import mean_logits
-from tests.support.train_gang import TINY, Gang, one_rank, open_gang
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
+from tests.support.train_gang import TINY, Gang, one_rank
 
 
 def tiny_dataset(test_samples: int = 101) -> Dataset:

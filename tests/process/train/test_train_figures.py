@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,7 @@ from clusterddp.train.report.clock import Moment, times_of
 from clusterddp.train.report.figures import Conditions, Totals, quantiles, tell
 from clusterddp.train.report.flops import count_flops, find_peak
 from clusterddp.train.report.straggler import StragglerWatch, ask_throttling, find_slowest
-from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, open_gang, settle, train_once
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
-
+from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, settle, train_once
 
 # -- one rank's times
 

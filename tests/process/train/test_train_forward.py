@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,10 @@ from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
-from tests.support.train_gang import TINY, Gang, make_run, one_rank, open_gang, outcome, settle, train_once
+from tests.support.train_gang import TINY, Gang, make_run, one_rank, outcome, settle, train_once
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
 
 
 def spec(**train: Any) -> TrainSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,7 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.group import Group, StopAgreement
 from clusterddp.train.loop import train
-from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, open_gang, outcome, settle, train_once
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
-
-
-@pytest.fixture(scope="module", params=["sockets", "memory"])
-def either_gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
-    """Ranks that exchange by DistributedDataParallel, and ranks that do so through memory that all of them see."""
-    with open_gang(on_one_host=request.param == "memory") as gang:
-        yield gang
+from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, outcome, settle, train_once
 
 
 def trained_parameters(group: Group, path: Path, options: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from clusterddp.train.loop import train
 from clusterddp.train.models import build_model
 from clusterddp.train.spec import TrainSpec
 from tests.support import picture_files as files
-from tests.support.train_gang import Gang, make_run, metrics_rows, open_gang, settle
+from tests.support.train_gang import Gang, make_run, metrics_rows, settle
 
 CPU = torch.device("cpu")
 OTHER_PURPOSE = {
@@ -50,12 +50,6 @@ def stl10(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.write_stl10(root)
     files.expect_these_files("STL10", root)
     return root
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
 
 
 # -- names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from clusterddp.train.models import build_model
 from clusterddp.train.precision import choose_precision, time_precisions
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
-from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_rank, open_gang, settle, train_once
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang() as gang:
-        yield gang
+from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_rank, settle, train_once
 
 
 def auto(**train: Any) -> tuple[TrainSpec, Dataset, torch.nn.Module]:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from clusterddp.train.turns import Turns, agree_on_turns
 from tests.support.paths import ROOT
-from tests.support.train_gang import TINY, Gang, one_rank, open_gang, outcome, settle
+from tests.support.train_gang import TINY, Gang, one_rank, outcome, settle
 
 GB = 10**9
 RESNET = TrainSpec(dataset="cifar10").to_json()
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["ddp", "shared memory"])
-def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
-    with open_gang(on_one_host=request.param) as gang:
-        yield gang
 
 
 class RecordedTurns(Turns):
@@ -70,9 +63,9 @@ def train_in_turns(group: Group, path: Path, at_once: int | None) -> dict[str, A
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_ranks_that_take_turns_come_to_the_same_weights(gang: Gang, tmp_path: Path, at_once: int) -> None:
-    together = gang.run(4, train_in_turns, tmp_path / "together", None)
-    in_turns = gang.run(4, train_in_turns, tmp_path / "turns", at_once)
+def test_ranks_that_take_turns_come_to_the_same_weights(either_gang: Gang, tmp_path: Path, at_once: int) -> None:
+    together = either_gang.run(4, train_in_turns, tmp_path / "together", None)
+    in_turns = either_gang.run(4, train_in_turns, tmp_path / "turns", at_once)
     for name in ("params", "buffers", "momentum", "accuracy"):
         assert [each[name] for each in in_turns] == [each[name] for each in together]
     assert in_turns[0]["words"].startswith(f"4 ranks share {at_once} core")
@@ -107,10 +100,10 @@ def load_and_hash(group: Group, train: dict[str, Any]) -> tuple[str, bool, str]:
     return tensors_sha256(tensors.items()), shared, repr((dataset.label, dataset.mean, dataset.warning))
 
 
-def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(gang: Gang) -> None:
-    ((digest, shared, facts),) = gang.run(1, load_and_hash, {"dataset": "random"})
+def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang) -> None:
+    ((digest, shared, facts),) = either_gang.run(1, load_and_hash, {"dataset": "random"})
     assert not shared
-    assert gang.run(3, load_and_hash, {"dataset": "random"}) == [(digest, True, facts)] * 3
+    assert either_gang.run(3, load_and_hash, {"dataset": "random"}) == [(digest, True, facts)] * 3
 
 
 def test_a_rank_alone_shares_nothing() -> None:
@@ -129,8 +122,8 @@ def turns_of_bound_ranks(group: Group) -> str:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(gang: Gang) -> None:
-    assert gang.run(2, turns_of_bound_ranks) == ["", ""]
+def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(either_gang: Gang) -> None:
+    assert either_gang.run(2, turns_of_bound_ranks) == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.remote.upload_data import read_source
 from clusterddp.run.snapshot import tree_sum
 from tests.support.ssh_person import Person
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -16,9 +16,9 @@ import pytest
 from clusterddp.ranks.environment import COOKIE
 from tests.support.bare_python import lay_out
 from tests.support.ssh_place import SshPlace
+from tests.support.waiting import wait_until
 from tests.testbed.gpus import fit_gpus, occupy_gpu, remove_gpus
 from tests.testbed.network import block_ports, open_ports
-from tests.testbed.rack import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -14,9 +14,10 @@ from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from tests.support.join_machines import ROOT, Machines, interrupt, machines_on, result
+from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports
 from tests.testbed.plan import RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -17,8 +17,9 @@ from clusterddp.run.directory import RunDir
 from tests.support.container_image import make_image
 from tests.support.gang_runs import processes_with
 from tests.support.slurm_place import ROOT, Place
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.usefixtures("needs_rack")]
 

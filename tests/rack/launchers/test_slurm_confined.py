@@ -16,9 +16,10 @@ from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
 from tests.support.slurm_place import ROOT, Place
 from tests.support.slurm_runs import await_job_state
+from tests.support.waiting import wait_until
 from tests.testbed.confinement import find_obstacle_to_confinement
 from tests.testbed.plan import HEAD, USER, RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

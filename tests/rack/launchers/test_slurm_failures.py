@@ -13,8 +13,9 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.gang_runs import processes_with
-from tests.support.launch_runs import read_plan, wait_until
+from tests.support.launch_runs import read_plan
 from tests.support.slurm_runs import await_final_end, make_slurm_run, start_run
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

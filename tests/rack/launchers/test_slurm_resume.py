@@ -10,8 +10,8 @@ from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir, read_json, read_jsonl
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import await_final_end, claims, make_slurm_run, start_run
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

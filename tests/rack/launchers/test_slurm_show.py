@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from clusterddp.run.directory import RunDir, read_jsonl
 from tests.support.slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
+from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -122,7 +123,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words
     cause = assert_all_over(place, run, time.monotonic())
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
     assert words in str(cause["error"])
-    await_true(lambda: place.jobs() == [], ENDS_WITHIN_S)
+    wait_until(lambda: place.jobs() == [], ENDS_WITHIN_S, patience=1)
 
 
 def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):
@@ -155,10 +156,10 @@ train: {model: fastnet, width: 0.125, samples: 320, batch_size: 16, epochs: 1000
 def test_a_host_that_is_cut_off_commits_nothing_once_its_successor_has_begun(rack):
     place = Place(rack, "cut")
     run = place.submit(TRAIN_ALONE)
-    await_true(lambda: list(run.checkpoints.glob("*-a0.json")))
+    wait_until(lambda: list(run.checkpoints.glob("*-a0.json")), 30)
     cut = place.status(run)["ranks"][0]["host"]
     rack.pull_cable(cut)
-    await_true(run.attempt(1).claim.exists)  # Slurm has missed the host, and has started the job on the other one
+    wait_until(run.attempt(1).claim.exists, 30)  # Slurm has missed the host, and has started the job on the other one
     begun = json.loads(run.attempt(1).claim.read_text())["time"]
     commits = set()
     while time.time() < begun + 10:
@@ -170,14 +171,7 @@ def test_a_host_that_is_cut_off_commits_nothing_once_its_successor_has_begun(rac
     assert place.processes(run, "CLUSTERDDP_ATTEMPT=0") == []
     place.await_status(run, lambda _: bool(list(run.checkpoints.glob("*-a1.json"))))
     place.clusterddp("cancel", run.name)
-    await_true(lambda: place.processes(run) == [], ENDS_WITHIN_S)
-
-
-def await_true(condition: Callable[[], object], within_s: float = 120) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+    wait_until(lambda: place.processes(run) == [], ENDS_WITHIN_S, patience=1)
 
 
 def read_created(manifest: Path) -> float:

@@ -11,8 +11,9 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.system.processes import Process, read_command, read_environment
-from tests.support.launch_runs import HELLO, wait_for_ranks, wait_until
+from tests.support.launch_runs import HELLO, wait_for_ranks
 from tests.support.slurm_runs import await_final_end, await_job_state, claims, job_fields, make_slurm_run, start_run
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

@@ -15,7 +15,8 @@ import pytest
 from clusterddp.run.directory import read_json
 from clusterddp.run.record import write_run
 from clusterddp.slurm.identity import job_tag
-from tests.support.slurm_person import ROOT, Person, await_true
+from tests.support.slurm_person import ROOT, Person
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
@@ -79,7 +80,7 @@ def test_a_directory_with_an_odd_name_is_data(person: Person, name: str) -> None
     done = odd.clusterddp("submit", "job.yaml")
     assert done.returncode == 0, done.stderr
     log = odd.run().launcher_dir / "job.log"
-    await_true(lambda: odd.jobs() and odd.jobs()[0][1] not in {"PENDING", "RUNNING", "COMPLETING"})
+    wait_until(lambda: odd.jobs() and odd.jobs()[0][1] not in {"PENDING", "RUNNING", "COMPLETING"})
     assert log.exists()
     assert "not found" not in log.read_text()
     assert not list(person.place.rglob("hit"))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_person import LOST_REPLY, Person, await_true, interrupt, lost_reply
+from tests.support.slurm_person import LOST_REPLY, Person, interrupt, lost_reply
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
@@ -66,7 +67,7 @@ def test_an_answer_with_two_numbers_or_none_is_settled_by_the_tag(person: Person
 def test_an_interrupted_submit_leaves_no_job_and_says_so(person: Person) -> None:
     wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.place}/queued; sleep 60')
     process = person.start("submit", "job.yaml", environ=wrapper)
-    await_true((person.place / "queued").exists)
+    wait_until((person.place / "queued").exists)
     interrupt(person)
     _, talk = process.communicate(timeout=240)
     assert process.returncode == 130
@@ -82,7 +83,7 @@ def test_an_interrupted_submit_leaves_no_job_and_says_so(person: Person) -> None
 def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(person: Person) -> None:
     wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.place}/queued; sleep 60')
     process = person.start("submit", "job.yaml", environ=wrapper)
-    await_true((person.place / "queued").exists)
+    wait_until((person.place / "queued").exists)
     person.slurm("pkill", "-KILL", "-f", "clusterddp submit job.yaml")  # the head's own processes
     process.communicate(timeout=240)
     assert person.record().job_id is None
@@ -97,7 +98,7 @@ def test_a_controller_that_comes_back_is_asked_again(own_person: Person) -> None
     wrapper = own_person.wrap_sbatch(f"sleep 6; {kill}; exit $code")
     own_person.slurm("true")
     process = own_person.start("submit", "job.yaml", environ=wrapper)
-    await_true((own_person.place / "dead").exists)
+    wait_until((own_person.place / "dead").exists)
     own_person.slurm("slurmctld")
     _, talk = process.communicate(timeout=120)
     # A controller that is killed may forget the job: then that is said; it is never submitted twice.
@@ -116,7 +117,7 @@ def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_pe
     assert own_person.end() is None
     assert own_person.status()["state"] == "UNKNOWN"
     own_person.slurm("slurmctld")
-    await_true(lambda: own_person.slurm("squeue", check=False))
+    wait_until(lambda: own_person.slurm("squeue", check=False))
     assert own_person.status()["state"] == "PENDING"
     assert len(own_person.jobs()) == 1
 
@@ -139,7 +140,7 @@ def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: Per
     )
     done = own_person.clusterddp("submit", "job.yaml", environ=wrapper)
     assert done.returncode == 0, done.stderr
-    await_true(lambda: own_person.status()["state"] not in {"PENDING", "REQUEUED", "UNKNOWN"}, 60)
+    wait_until(lambda: own_person.status()["state"] not in {"PENDING", "REQUEUED", "UNKNOWN"}, 60)
     status = own_person.status()
     assert (status["state"], status["job_id"], own_person.record().job_id) == ("RUNNING", "2", "2"), status["reason"]
     (place / "done").touch()

@@ -19,8 +19,9 @@ from clusterddp.ssh.stream import SILENCE_S
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import is_up, sshd_sessions
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import Rack, running_rack, wait_until
+from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root]
 

@@ -19,8 +19,8 @@ from tests.support.cuda_hosts import cuda_hosts
 from tests.support.fake_gpus import FakeGpus
 from tests.support.ssh_person import Person
 from tests.support.ssh_place import SshPlace
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

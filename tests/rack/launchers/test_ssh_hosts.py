@@ -11,7 +11,7 @@ import pytest
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from tests.support.ssh_place import SshPlace, send
-from tests.testbed.rack import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -12,9 +12,9 @@ import pytest
 
 from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
 from clusterddp.run.outcome import AttemptEnd, read_end
-from tests.support.patience import PATIENCE
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
-from tests.testbed.rack import Rack, wait_until
+from tests.support.waiting import PATIENCE, wait_until
+from tests.testbed.rack import Rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -9,7 +9,8 @@ from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from tests.support.slurm_place import Place
 from tests.support.ssh_place import SshPlace
-from tests.testbed.rack import Rack, wait_until
+from tests.support.waiting import wait_until
+from tests.testbed.rack import Rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

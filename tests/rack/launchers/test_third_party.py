@@ -19,9 +19,9 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from tests.support.paths import ENTRIES, TESTS
-from tests.support.patience import PATIENCE
 from tests.support.slurm_place import Place
 from tests.support.ssh_place import SshPlace, ssh_place_on
+from tests.support.waiting import PATIENCE
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import Rack, running_rack
 

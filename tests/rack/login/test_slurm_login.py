@@ -16,9 +16,10 @@ import tomllib
 
 from clusterddp.login.commands import NEEDS
 from tests.support.paths import ROOT
-from tests.support.slurm_person import Person, await_true
+from tests.support.slurm_person import Person
 from tests.support.ssh_person import own_ssh_dir
 from tests.support.ssh_place import send
+from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import Rack, running_rack
 
@@ -79,7 +80,7 @@ class Laptop(Person):
         return str(json.loads(self.ok("status", run, "-o", "json"))["state"])
 
     def await_state_of(self, run: str, state: str) -> None:
-        await_true(lambda: self.state_of(run) == state, within_s=60)
+        wait_until(lambda: self.state_of(run) == state, within_s=60)
 
     def file_there(self, run: str, name: str) -> Any:
         return json.loads((self.there / "r" / run / name).read_text())
@@ -155,7 +156,7 @@ def test_ctrl_c_leaves_the_run_alone(laptop: Laptop) -> None:
     assert process.stdout
     assert process.stderr
     run = process.stdout.readline().strip()
-    await_true(lambda: "RUNNING" in process.stderr.readline())
+    wait_until(lambda: "RUNNING" in process.stderr.readline())
     send(process, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert (process.returncode, laptop.state_of(run)) == (130, "RUNNING")
@@ -173,7 +174,7 @@ def test_a_cut_connection_does_not_touch_the_run(laptop: Laptop) -> None:
         laptop.await_state_of(run, "RUNNING")
         process = laptop.start("wait", run)
         assert process.stderr
-        await_true(lambda: "RUNNING" in process.stderr.readline())
+        wait_until(lambda: "RUNNING" in process.stderr.readline())
         pid = Path(f"{laptop.rack.dir}/shared/sshd-{sshd.port}.pid").read_text().strip()
         # Newer ones have two processes for a session.
         script = (

@@ -12,7 +12,6 @@ from clusterddp.run.directory import read_json
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag
-from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import (
     COMPLETE_LATER,
     GO_ON,
@@ -27,6 +26,7 @@ from tests.support.slurm_runs import (
     start,
     start_run,
 )
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 

@@ -13,8 +13,9 @@ import clusterddp
 from clusterddp.network.port import hold_port, reserve_port
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
-from tests.support.gang_runs import GangRun, make_gang, running, started, wait_until
+from tests.support.gang_runs import GangRun, make_gang, running, started
 from tests.support.port_thief import MEET, STEAL, steal
+from tests.support.waiting import wait_until
 from tests.support.worker_ranks import Place
 
 pytestmark = pytest.mark.root

@@ -14,8 +14,9 @@ import pytest
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
+from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
-from tests.testbed.rack import running_rack, wait_until
+from tests.testbed.rack import running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

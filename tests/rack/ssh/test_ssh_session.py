@@ -14,7 +14,8 @@ import pytest
 from clusterddp.remote.package import constant_command, package
 from tests.support.paths import ROOT
 from tests.support.ssh_person import Person
-from tests.testbed.rack import Rack, wait_until
+from tests.support.waiting import wait_until
+from tests.testbed.rack import Rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -10,9 +10,9 @@ import pytest
 from clusterddp.run.directory import list_runs, read_json
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
-from tests.support.launch_runs import wait_until
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import Place, log_of
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
@@ -39,7 +39,7 @@ GO_ON_ONCE = """
 import sys, time
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import AttemptEnd, write_end
+from clusterddp.run.outcome import AttemptEnd, write_end
 number = int(sys.argv[2])
 again = {"will_restart": True, "needs_job": True} if number == 0 else {}
 write_end(RunDir(Path(sys.argv[1])).attempt(number), AttemptEnd(outcome="STOPPED", reason="so it says", **again))

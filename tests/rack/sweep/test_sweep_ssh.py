@@ -16,8 +16,8 @@ from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.sweep_queue import read_queue
 from tests.support.cuda_hosts import CUDA_PYTHON, cuda_hosts
 from tests.support.ssh_place import SshPlace
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -16,10 +16,10 @@ from clusterddp.planning.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir, write_json
 from clusterddp.run.record import RunRecord, write_run
 from tests.support.gang_runs import processes_with
-from tests.support.launch_runs import wait_until
 from tests.support.paths import ROOT
 from tests.support.slurm_place import Place
 from tests.support.ssh_person import Person
+from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack
 from tests.unit.run.test_run_stored import COMPLETED, RUN, make_run
 

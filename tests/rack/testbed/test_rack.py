@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.rack_traces import find_traces, init_pids, own_interfaces
+from tests.support.waiting import wait_until
 from tests.testbed.files import FREEZER
 from tests.testbed.plan import HEAD, USER, RackPlan
-from tests.testbed.rack import Rack, RackError, running_rack, wait_until
+from tests.testbed.rack import Rack, RackError, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.waiting import wait_until
 from tests.testbed.gpus import break_nvidia_smi, fit_gpus, occupy_gpu, remove_gpus
 from tests.testbed.network import (
     MAIN_SWITCH,
@@ -17,7 +18,6 @@ from tests.testbed.network import (
     remove_interface,
 )
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

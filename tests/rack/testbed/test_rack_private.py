@@ -10,8 +10,9 @@ import pytest
 from tests.support.bare_python import VERSION, find_packages
 from tests.support.paths import ROOT
 from tests.support.rack_traces import find_traces, init_pids, own_interfaces
+from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, USER, RackPlan
-from tests.testbed.rack import RackError, running_rack, wait_until
+from tests.testbed.rack import RackError, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -8,9 +8,9 @@ import pytest
 
 from clusterddp.ranks.environment import COOKIE, cookie
 from tests.support.ssh_place import send
+from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports
 from tests.testbed.plan import HEAD
-from tests.testbed.rack import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
