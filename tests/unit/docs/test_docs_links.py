@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -95,3 +96,14 @@ def test_lines_of_prose_wrap_and_cells_are_short(page: Path) -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_no_entry_of_the_changelog_stands_twice() -> None:
+    """Two branches that both move entries merge without a conflict, and leave each entry twice."""
+    entries = [" ".join(entry.split()) for entry in re.split(r"^(?:- |#+ .*\n)", changelog(), flags=re.MULTILINE)]
+    assert [entry for entry, count in Counter(entries).items() if entry and count > 1] == []
+    assert changelog().count("## [Unreleased]") == 1
+
+
+def changelog() -> str:
+    return (ROOT / "CHANGELOG.md").read_text()
