@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
+from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
 from tests.testbed.files import slurm_year
 from tests.testbed.plan import HEAD

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
+from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD

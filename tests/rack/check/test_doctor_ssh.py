@@ -245,7 +245,7 @@ def test_a_trial_ends_with_the_doctor(doctor: Doctor) -> None:
 
 
 def is_trial(pid: int) -> bool:
-    return b"clusterddp.train.trial" in command_line(pid)
+    return b"clusterddp.train.host_trial" in command_line(pid)
 
 
 def command_line(pid: int) -> bytes:
@@ -265,6 +265,12 @@ def test_all_ways_that_were_tried_are_told(doctor: Doctor) -> None:
     told = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)
     ways = {(way["source"], way["target"], way["leaves_by"], way["outcome"]) for way in told["ways"]}
     assert ways == {("node1", "node2", "eth0", "reached"), ("node2", "node1", "eth0", "reached")}
+
+
+def test_an_address_that_is_everywhere_is_named(doctor: Doctor) -> None:
+    checks = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)["checks"]
+    notes = [row["found"] for row in checks if (row["check"], row["level"]) == ("network", "note")]
+    assert any("docker0 172.17.0.1: the same on both hosts" in note for note in notes)
 
 
 def test_deep_is_for_ssh_only(doctor: Doctor) -> None:

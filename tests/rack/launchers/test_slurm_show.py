@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from tests.support.slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
 from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
