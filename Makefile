@@ -7,7 +7,7 @@ CASES ?= 200000
 
 RELEASE ?=
 
-.PHONY: help demo test test-slurm check unit fuzz gpu-check rack wheel clean
+.PHONY: help demo test test-slurm check unit fuzz gpu-check docs rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
@@ -19,6 +19,7 @@ help:
 	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/testbed/README.md)"
 	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
 	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
+	@echo "make docs    write what docs/ takes from the code, and build the site into site/"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
 
@@ -56,11 +57,15 @@ endif
 test-slurm: $(VENV)/.dev
 	$(BIN)/python tests/slurm_releases.py $(RELEASE)
 
+docs: $(VENV)/.docs
+	$(BIN)/python tools/write_docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"clusterddp needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}; try: make PYTHON=python3.11 ...")'
@@ -74,4 +79,8 @@ $(VENV)/.train: $(VENV)/.pip pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.train
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	@touch $@

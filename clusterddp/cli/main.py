@@ -35,6 +35,7 @@ _COMMANDS = {
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
     "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
+    "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }
@@ -51,10 +52,26 @@ _NOTES = """
 A run, or a sweep of runs, is named by its name, the beginning of it, @last, or its directory.
 Exit codes: 0 ok, 1 error, 2 wrong usage or spec, 3 machines not ready, 4 no such run,
             5 the run failed, 6 it was cancelled, 130 Ctrl-C
+More: clusterddp help
 """
 
 _INTERRUPTED = 128 + 2
 _BROKEN_PIPE = 128 + 13
+EXIT_CODES = {
+    0: "It worked. With --wait, --follow and wait: the run completed. status, logs and list exit with 0 in whatever "
+    "state the run is.",
+    1: "An error of clusterddp or of the machine, such as a full disk. wait: --timeout is over.",
+    2: "Wrong usage, or the spec is wrong.",
+    3: "The machines are not ready: too few GPUs, torch is missing, Slurm refuses the job or does not answer, the "
+    "connection to a login node breaks. doctor: something is red. hosts, ps, gc: a host cannot be reached, or shows "
+    "the wrong key.",
+    4: "No such run.",
+    5: "The run failed (submit --wait, submit --follow, wait, demo). demo: also below 95 %.",
+    6: "The run was cancelled, or stopped at a checkpoint.",
+    _INTERRUPTED: "Ctrl-C.",
+    _BROKEN_PIPE: "The reader of the output went away: clusterddp list | head -1.",
+}
+"""What scripts may rely on; docs/reference/errors.md is made of it."""
 
 
 class CommandIndex(click.Group):

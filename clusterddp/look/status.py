@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
 
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
-"""PENDING: not started yet. RUNNING. COMPLETED: ended with exit code 0. FAILED: ended with another one by itself.
-KILLED: ended by a signal, as the whole gang is when one rank fails. NOT_STARTED: the run ended before its turn.
-LOST: its end was not recorded, and the run is over. UNKNOWN: it belongs to a machine that cannot be asked from here."""
+"""PENDING: not started yet. RUNNING: started, and its end is not recorded. COMPLETED: ended with exit code 0.
+FAILED: ended by itself with another exit code. KILLED: ended by a signal, as all ranks are when one fails.
+NOT_STARTED: the run ended before this rank was started. LOST: the run is over and the end of this rank was not
+recorded. UNKNOWN: the rank is on a machine that cannot be asked from here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +35,13 @@ class RankStatus:
     node_rank: int
     local_rank: int
     host: str
+    """Where the rank runs, or is planned to run."""
     pid: int | None
     interface: str | None
+    """Network interface of the rank's traffic."""
     master_addr: str | None
     master_port: int | None
+    """With `master_addr`: where the ranks meet."""
     state: RankState
     exit_code: int | None
     """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
@@ -58,13 +62,19 @@ class RunStatus:
     reason: str
     """Why it is in this state, in words; empty when the state says it all."""
     launcher: str
+    """`local`, `ssh`, `slurm`, `join`; `none` for ranks that another launcher started."""
     job_id: str | None
+    """Slurm's job id, the pid of the local task, or what started the ranks."""
     attempt: int | None
     """The newest attempt; None before the first one starts."""
     world_size: int
+    """Ranks in all."""
     progress: Progress | None
+    """How far the built-in trainer is; None for a program of your own."""
     ranks: tuple[RankStatus, ...]
+    """The ranks of the newest attempt."""
     root_cause: RootCause | None
+    """The first failure of a run that FAILED."""
     created: float
     """Seconds since the epoch."""
     ended: float | None
@@ -117,8 +127,11 @@ class RunSummary:
     job_id: str | None
     attempt: int | None
     progress: Progress | None
+    """As in `status`."""
     created: float
+    """Seconds since the epoch."""
     ended: float | None
+    """Seconds since the epoch."""
     variant: str = ""
     """In a sweep: what tells this run from the others."""
 

@@ -41,6 +41,7 @@ class SweepDir:
 
     @property
     def record(self) -> Path:
+        """What the sweep is: keys, values, throttle, job id."""
         return self.path / SWEEP_RECORD
 
     @property
@@ -50,6 +51,7 @@ class SweepDir:
 
     @property
     def environment(self) -> Path:
+        """As of a run; the runs have links to it."""
         return self.path / "env.json"
 
     @property
@@ -59,6 +61,7 @@ class SweepDir:
 
     @property
     def code(self) -> Path:
+        """As of a run; the runs have links to it."""
         return self.path / "code"
 
     @property
@@ -68,6 +71,7 @@ class SweepDir:
 
     @property
     def queue_log(self) -> Path:
+        """What the queue did."""
         return self.launcher_dir / "queue.log"
 
     @property

@@ -19,13 +19,21 @@ class RunState(str, Enum):
     """The states of a run; the words are what scripts may rely on."""
 
     PENDING = "PENDING"
+    """Not started yet: in a queue, or being started."""
     RUNNING = "RUNNING"
+    """Its ranks run."""
     REQUEUED = "REQUEUED"
+    """An attempt has ended and the next one is on its way."""
     COMPLETED = "COMPLETED"
+    """All ranks ended with exit code 0."""
     FAILED = "FAILED"
+    """A rank, a process of clusterddp or a host failed; `root_cause` has the first one."""
     CANCELLED = "CANCELLED"
+    """Cancelled, or stopped at a checkpoint."""
     LOST = "LOST"
+    """No process of it is left, and no end was recorded: a power cut, or Slurm forgot the job. `resume` goes on."""
     UNKNOWN = "UNKNOWN"
+    """The host or Slurm cannot be asked now; `reason` has what was last known."""
 
     @property
     def finished(self) -> bool:

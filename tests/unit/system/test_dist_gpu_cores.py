@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.node import member
+from clusterddp.node import local_ranks
+from clusterddp.node import starter as starters
 from clusterddp.node.starter import Launch, News
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
@@ -109,7 +110,7 @@ def test_a_node_tells_its_ranks_their_cores(
         pytest.skip("one core has no halves")
     halves = [spell_cores(frozenset(half)) for half in (own[::2], own[1::2])]
     files = host(tmp_path, dict(zip(TWO_SOCKETS, halves, strict=True)))
-    monkeypatch.setattr(member, "cores_for_ranks", partial(cores_for_ranks, **files))
+    monkeypatch.setattr(starters, "cores_for_ranks", partial(cores_for_ranks, **files))
     node = Node(node_rank=0, host="here", ranks=(0, 1), gpus=gpus, slurm_chooses_gpus="slurm_chooses_gpus" in changes)
     gang = Gang(
         run="x", token="t0ken", nodes=(node,), entry=Entry(kind="script", target="t.py", working_dir="/"),
@@ -117,7 +118,7 @@ def test_a_node_tells_its_ranks_their_cores(
     )  # fmt: skip
     run, starter = RunDir(tmp_path / "run"), Recorder()
     run.path.mkdir()
-    own_ranks = member.Member(
+    own_ranks = local_ranks.LocalRanks(
         run, gang, node, first_attempt=0, starter=starter, report=lambda report: None, guard_pid=lambda: 0
     )
     own_ranks.obey({"kind": "start", "attempt": 0, "restart": 0, "master_port": 1, "networks": ()}, 0.0)
