@@ -18,7 +18,7 @@ import pytest
 from clusterddp.errors import ClusterddpError
 from clusterddp.remote.upload_data import read_source
 from clusterddp.run.snapshot import tree_sum
-from tests.support.ssh_person import Person
+from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -61,7 +61,7 @@ print(json.dumps(answer | {"watched": watched}))
 class Sender:
     """A run on the head of a rack, whose hosts have directories of their own unless they are said to share one."""
 
-    person: Person
+    person: SshPerson
     run: Path
     send: dict[str, str] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=lambda: {"node1": "~/one", "node2": "~/two"})
@@ -73,7 +73,9 @@ class Sender:
     def argv(self, *, spoil: Path | None = None, stall: bool = False) -> list[str]:
         order = {"hosts": self.roots, "send": self.send, "run": str(self.run), "stall": stall}
         order["spoil"] = str(spoil) if spoil else None
-        return self.person.rack.argv("head", [sys.executable, "-c", SHIP, json.dumps(order)], env=self.person.variables)
+        return self.person.rack.argv(
+            "head", [sys.executable, "-c", SHIP, json.dumps(order)], env=self.person.variables()
+        )
 
     def ship(self, **how: Any) -> dict[str, Any]:
         done = subprocess.run(self.argv(**how), check=False, capture_output=True, text=True, timeout=120)
@@ -88,7 +90,7 @@ class Sender:
 
 
 @pytest.fixture
-def sender(person: Person, tmp_path: Path) -> Iterator[Sender]:
+def sender(person: SshPerson, tmp_path: Path) -> Iterator[Sender]:
     """A run with a snapshot that has all that a snapshot may have."""
     code = tmp_path / "code"
     (code / "sub").mkdir(parents=True)
