@@ -23,7 +23,7 @@ from clusterddp.run.sweep_dir import find_sweep
 if TYPE_CHECKING:
     from clusterddp.login.commands import Errand, Word
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
@@ -190,7 +190,7 @@ def _node_of(sent: SentRun, terminal: Terminal) -> Node:
 
     A host that no profile of the user's names gets none of the run's secrets.
     """
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
     login = Login.model_validate(sent.login)
     try:

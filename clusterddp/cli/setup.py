@@ -84,7 +84,7 @@ def schema() -> None:
     clusterddp schema > clusterddp.schema.json
     and as the first line of the spec:  # yaml-language-server: $schema=clusterddp.schema.json
     """
-    from clusterddp.spec.schema import json_schema
+    from clusterddp.spec.model import json_schema
 
     put_json(json_schema(), indent=2)
 

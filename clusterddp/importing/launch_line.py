@@ -15,9 +15,9 @@ from clusterddp.importing.options import Option
 from clusterddp.importing.sbatch import Given
 from clusterddp.importing.sizes import GPU_SIZES, SIZES
 from clusterddp.importing.values import Text, as_written, fixed_number, is_fixed
-from clusterddp.spec.conflict import MAX_RANKS
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import expand_all
+from clusterddp.spec.section import MAX_RANKS
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
 
 _RIVALS = (

@@ -10,7 +10,7 @@ from clusterddp.errors import UsageError
 from clusterddp.importing.findings import Fate, Findings
 from clusterddp.planning.environment import is_secret
 from clusterddp.spec import tree
-from clusterddp.spec.conflict import MAX_RANKS
+from clusterddp.spec.section import MAX_RANKS
 
 _WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")

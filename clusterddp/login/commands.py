@@ -21,8 +21,8 @@ from clusterddp.system.tree import read_entry
 from clusterddp.system.tree_stream import Sending
 
 if TYPE_CHECKING:
-    from clusterddp.spec.login import Login
     from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.ssh_section import Login
 
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
 """Set where a command runs for a laptop: it looks for no further login node."""

@@ -179,9 +179,11 @@ class Attempt:
             return "another job"
         if end.outcome == "STOPPED":
             return "here" if self.stopped_by_time_limit and able and not final else "none"
-        if self.stop_reason is not None:
+        cause = self.cause() if self._failures else None
+        # A node that is lost after a SIGTERM of Slurm's still counts: srun ends a step so when a task was killed.
+        stopped = self.stop_reason is not None and (self.stopped_by_people or not (cause and cause.job_restartable))
+        if cause is None or stopped:
             return "none"
-        cause = self.cause()
         if cause.restartable and able and not final:
             return "here"
         return "another job" if on_slurm and (cause.job_restartable or cause.restartable) and not final else "none"

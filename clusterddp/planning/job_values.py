@@ -18,6 +18,8 @@ _START_S = 60.0
 _START_ON_SLURM_S = 600.0
 """In it nodes boot and container images are pulled."""
 _START_S_PER_NODE = 1.0
+_STOP_S = 120.0
+_STOP_LEAD_S = 60.0
 """Supervisors are started some tens at a time, and many share a network or, as virtual machines, a processor."""
 
 
@@ -58,8 +60,10 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
 
 
 def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
-    """Return how long a gang's nodes may take to be there, and may be silent, by the gang's own names."""
-    network = job.network
+    """Return how long a gang's nodes may take to start, may be silent and may take to stop, by the gang's own names."""
+    network, stop = job.network, job.stop
+    limit_s = float(job.resources.time.seconds) if job.resources.time else None
+    lead_s = min(_STOP_S, limit_s / 3) if limit_s else _STOP_LEAD_S
     start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
     host_silence_s = float(network.host_silence.seconds) if network.host_silence else HOST_SILENCE_S
     heartbeat_s = network.heartbeat_timeout.seconds if network.heartbeat_timeout else HEARTBEAT_TIMEOUT_S
@@ -67,6 +71,8 @@ def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
         "start_timeout_s": float(network.start_timeout.seconds) if network.start_timeout else start_s,
         "host_silence_s": host_silence_s,
         "heartbeat_timeout_s": max(float(heartbeat_s), host_silence_s),
+        "stop_lead_s": float(stop.lead.seconds) if stop.lead else lead_s,
+        "stop_grace_s": float(stop.grace.seconds) if stop.grace else _STOP_S,
     }
 
 

@@ -191,7 +191,6 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         restarts=job.restarts,
         start=job.start,
         time_limit_s=time_limit_s,
-        stop_lead_s=min(120.0, time_limit_s / 3) if time_limit_s else 60.0,
         **timeouts_of(job, len(placement.nodes)),
     )
 

@@ -91,7 +91,7 @@ def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function",
     assert entry.command is not None
     if entry.shell:
         return "command", str(entry.command), ()
-    from clusterddp.spec.entry_rules import command_words
+    from clusterddp.spec.entry_section import command_words
 
     program, *words = command_words(entry)
     return "command", program, tuple(words)

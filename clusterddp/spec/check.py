@@ -1,4 +1,4 @@
-"""From a tree to a JobSpec: the model types it, and every objection becomes a problem in our words at its place."""
+"""From a tree to a JobSpec: the model types values, the rules compare them, each error gets its message and place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
-from clusterddp.spec.conflict import Conflict
-from clusterddp.spec.keys import with_one_spelling, without_nulls
+from clusterddp.spec.hosts import with_node_for_each_host
+from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.spec.rules import conflicts
+from clusterddp.spec.section import Conflict
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, to_data
 
 _BOUNDS = {
@@ -28,53 +30,42 @@ _KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a 
 
 def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
     """Type a tree whose keys are known; either there is a job or there are problems."""
-    tree = without_nulls(tree)
     data = to_data(tree)
-    try:
-        return JobSpec.model_validate(data), []
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-    problems: list[Problem] = []
-    for detail in details:
-        if detail["type"] == "clusterddp_rules":
-            return None, [_conflict_problem(tree, conflict) for conflict in _conflicts(detail)]
-        problems.append(_field_problem(tree, detail))
-    # The rules between fields are only asked once every field is right: ask them about the fields that are.
-    problems += [_conflict_problem(tree, conflict) for conflict in _conflicts_among_the_rest(data, details)]
-    return None, problems
+    job, details = _typed(JobSpec, data)
+    problems = [_field_problem(tree, detail) for detail in details]
+    wrong = [_named_part(detail["loc"]) for detail in details]
+    if job is None:
+        # Values that are right may still not go together: the rules are asked of a spec without the wrong ones.
+        for path in wrong:
+            _remove(data, path)
+        job, _ = _typed(JobSpec, {"name": "unnamed"} | data)
+    job = job and with_node_for_each_host(job)
+    for conflict in conflicts(job) if job else ():
+        if not any(_touches(key, ".".join(path)) for key in conflict.keys for path in wrong):
+            problems.append(_conflict_problem(tree, conflict))
+    return (None, problems) if problems else (job, [])
 
 
 def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model | None, list[Problem]]:
     """Type a mapping that is no part of a spec, as it was written; `key`: where it lies."""
     known, problems = with_one_spelling(tree, model, tuple(key.split(".")))
-    known = without_nulls(known, model)
-    try:
-        typed = model.model_validate(to_data(known))
-    except ValidationError as error:
-        found = [_field_problem(known, detail) for detail in error.errors(include_url=False)]
-        return None, problems + [dataclasses.replace(each, key=f"{key}.{each.key}") for each in found]
+    typed, details = _typed(model, to_data(known))
+    found = [_field_problem(known, detail) for detail in details]
+    problems += [dataclasses.replace(each, key=f"{key}.{each.key}") for each in found]
     return (None, problems) if problems else (typed, [])
 
 
-def _conflicts_among_the_rest(data: dict[str, Any], details: list[ErrorDetails]) -> list[Conflict]:
-    wrong = [".".join(_named_part(detail["loc"])) for detail in details]
-    for detail in details:
-        _remove(data, _named_part(detail["loc"]))
+def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, list[ErrorDetails]]:
+    """Have pydantic type the data; either there is a model or there are errors."""
     try:
-        JobSpec.model_validate({"name": "unnamed"} | data)
+        return model.model_validate(data), []
     except ValidationError as error:
-        conflicts = [conflict for detail in error.errors(include_url=False) for conflict in _conflicts(detail)]
-        return [conflict for conflict in conflicts if not any(_touches(key, wrong) for key in conflict.keys)]
-    return []
+        return None, error.errors(include_url=False)
 
 
-def _touches(key: str, wrong: list[str]) -> bool:
-    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in wrong)
-
-
-def _conflicts(detail: ErrorDetails) -> tuple[Conflict, ...]:
-    conflicts: tuple[Conflict, ...] = detail.get("ctx", {}).get("conflicts", ())
-    return conflicts
+def _touches(key: str, other: str) -> bool:
+    """Return whether one key lies in the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _named_part(loc: tuple[int | str, ...]) -> tuple[str, ...]:
@@ -115,7 +106,7 @@ def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
 
 
 def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
-    """Say in our words what pydantic found, as message and hint."""
+    """Return our message and hint for an error of pydantic."""
     kind, context = detail["type"], detail.get("ctx", {})
     found = describe(node if isinstance(node, Scalar) else detail["input"])
     if kind == "clusterddp":

@@ -1,21 +1,88 @@
-"""The spec's `entry` section: a program of the user's, and how it wants to be started."""
+"""The spec's `entry` section: a program of the user's, how it is started, and the rules between its keys."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
+from clusterddp.ranks.placeholders import VARIABLES, find_placeholders
 from clusterddp.spec import fields
-from clusterddp.spec.entry_scalars import Value, read_argument, read_command, read_data, read_function
-from clusterddp.spec.fields import Word
-from clusterddp.spec.section import Section
+from clusterddp.spec.fields import Matching, Word
+from clusterddp.spec.problems import did_you_mean
+from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, read_text, refuse
+from clusterddp.spec.section import Conflict, Section
 
-FUNCTION = r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*|[^:\x00]+\.py):[A-Za-z_][A-Za-z0-9_.]*$"
+PROGRAMS = ("script", "module", "function", "command")
+"""The keys that name what is run; an entry has one of them."""
+_ONE_OF_THEM = "expected one of script, module, function and command"
 
-Function = Annotated[
-    str, Field(pattern=FUNCTION), BeforeValidator(read_function(FUNCTION)), WithJsonSchema({"type": "string"})
-]
+_FUNCTION = Matching(
+    r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*|[^:\x00]+\.py):[A-Za-z_][A-Za-z0-9_.]*$",
+    "package.module:function or path/file.py:function",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An argument that a function takes: a value of whatever kind it was written as, and no word."""
+
+    written: object
+
+
+def read_argument(value: object) -> Any:
+    """Read an argument: text for a program; for a function any value that JSON has."""
+    return _data(value.written) if isinstance(value, Value) else read_loose_text(value)
+
+
+def read_data(value: object) -> dict[str, Any]:
+    """Read the named arguments of a function."""
+    if not isinstance(value, dict):
+        refuse(value, "a mapping")
+    for name in value:
+        if not str(name).isidentifier():
+            refuse(name, "names of arguments")
+    return {name: _data(item) for name, item in value.items()}
+
+
+def read_command(value: object) -> str | tuple[str, ...]:
+    """Read a command: its words, or text that is split as a shell would."""
+    if isinstance(value, list | tuple):
+        words = tuple(read_loose_text(item) for item in value)
+        return words if words and words[0] else refuse(value, "a program and its arguments")
+    text = read_filled_text(value)
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        refuse(value, f"words as a shell has them ({str(error)[:1].lower()}{str(error)[1:]})")
+    return text if words else refuse(value, "a program and its arguments")
+
+
+def read_function(value: object) -> object:
+    """Refuse the place of a function that is written with dots alone, and name the right form."""
+    text = read_text(value)
+    module, _, name = text.rpartition(".")
+    if ":" not in text and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*", module):
+        refuse(value, _FUNCTION.expected, f"write {module}:{name}")
+    return value
+
+
+def _data(value: object) -> Any:
+    """Return a value as YAML 1.2 has it; what JSON cannot express is refused."""
+    found = plain(value)
+    try:
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError):
+        refuse(value, "text, a number, true or false, nothing, or lists and mappings of them")
+    return found
+
+
+Function = Annotated[str, _FUNCTION, BeforeValidator(read_function)]
 Command = Annotated[
     str | tuple[str, ...],
     PlainValidator(read_command),
@@ -58,11 +125,11 @@ class EntrySpec(Section):
         description="Arguments of the program, each passed on unchanged but for placeholders such as {rank} or "
         "{init_method}; for a function: values of any kind.",
     )
-    kwargs: Data = Field(default_factory=dict, description="Arguments of a function by their names.")
+    kwargs: Data = Field(default={}, description="Arguments of a function by their names.")
     owns_ranks: fields.Switch = Field(
         default=False,
         description="The program starts its ranks itself (torch.multiprocessing.spawn, torchrun): it is started once "
-        "on each node and told which node that is, and how many ranks to start there.",
+        "on each node, and its variables have the node's rank and the number of ranks to start there.",
     )
     world_size: Annotated[Literal["auto", "processes", "machines"], Word] = Field(
         default="auto",
@@ -80,7 +147,7 @@ class EntrySpec(Section):
     )
     stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
         default="none",
-        description="Signal by which a command is told to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
+        description="Signal that asks a command to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
         "ending by it is no failure then.",
     )
     data_dir: fields.Text | None = Field(
@@ -106,3 +173,107 @@ class EntrySpec(Section):
         if isinstance(args, list | tuple) and data.get("function") is not None:
             return data | {"args": [Value(item) for item in args]}
         return data
+
+
+def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
+    """Yield what does not go together."""
+    named = [kind for kind in PROGRAMS if getattr(entry, kind) is not None]
+    if not named:
+        yield Conflict(keys=("entry",), message=f"names nothing to run, {_ONE_OF_THEM}")
+    if len(named) > 1:
+        found = f"has {', '.join(named[:-1])} and {named[-1]}"
+        yield Conflict(keys=tuple(f"entry.{kind}" for kind in reversed(named)), message=f"{found}, {_ONE_OF_THEM}")
+    if entry.kwargs and entry.function is None:
+        yield Conflict(
+            keys=("entry.kwargs",),
+            message="is for a function, and there is none",
+            hint="args: [--lr, 0.1] is for programs",
+        )
+    if entry.stop_signal != "none" and entry.command is None:
+        yield Conflict(
+            keys=("entry.stop_signal",),
+            message="is for a command",
+            hint="Python code asks clusterddp.should_stop(), or looks for the file $CLUSTERDDP_STOP_FILE",
+        )
+    yield from _shell_conflicts(entry)
+    yield from _local_rank_conflicts(entry)
+    for key, text in _texts(entry):
+        yield from _placeholder_conflicts(entry, key, text)
+
+
+def command_words(entry: EntrySpec) -> tuple[str, ...]:
+    """Return the words of a command that no shell reads."""
+    return tuple(shlex.split(entry.command)) if isinstance(entry.command, str) else tuple(entry.command or ())
+
+
+def _shell_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
+    if not entry.shell:
+        return
+    if not isinstance(entry.command, str):
+        what = "a list of words" if entry.command else "no command"
+        yield Conflict(
+            keys=("entry.shell", "entry.command"), message=f"a shell reads text, found {what}", hint='command: "a && b"'
+        )
+        return
+    for name in find_placeholders(entry.command):
+        if name in VARIABLES:
+            yield Conflict(
+                keys=("entry.command",),
+                message=f"{{{name}}} stays as it is in text for a shell",
+                hint=f"a shell has variables: ${VARIABLES[name][0]}",
+            )
+
+
+def _local_rank_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
+    if not entry.local_rank_arg:
+        return
+    if entry.script is None and entry.module is None:
+        yield Conflict(
+            keys=("entry.local_rank_arg",),
+            message="is for a script or a module",
+            hint='"{local_rank}" among the arguments of a command or function becomes the number',
+        )
+    if entry.owns_ranks:
+        yield Conflict(
+            keys=("entry.local_rank_arg", "entry.owns_ranks"),
+            message="a program that starts its ranks itself is no local rank",
+        )
+
+
+def _placeholder_conflicts(entry: EntrySpec, key: str, text: str) -> Iterator[Conflict]:
+    for name in find_placeholders(text):
+        if name not in VARIABLES:
+            meant = did_you_mean(name, VARIABLES)
+            yield Conflict(
+                keys=(key,),
+                message=f"unknown placeholder {{{name}}}{meant}",
+                hint=f"there are {', '.join(VARIABLES)}; {{{{{name}}}}} stands for the text {{{name}}}",
+            )
+        elif name == "data_dir" and entry.data_dir is None:
+            yield Conflict(keys=(key,), message="{data_dir} has no value", hint="entry.data_dir sets it")
+        elif name == "local_rank" and entry.owns_ranks:
+            yield Conflict(
+                keys=(key, "entry.owns_ranks"),
+                message="{local_rank} has no value: the program starts its ranks itself",
+                hint="{procs_per_node} is how many to start on each node",
+            )
+
+
+def _texts(entry: EntrySpec) -> Iterator[tuple[str, str]]:
+    """List the texts in which placeholders are looked for, with their keys."""
+    if entry.command is not None and not entry.shell:
+        listed = not isinstance(entry.command, str)
+        for index, word in enumerate(command_words(entry)):
+            yield f"entry.command.{index}" if listed else "entry.command", word
+    for index, argument in enumerate(entry.args):
+        yield from ((f"entry.args.{index}", text) for text in _within(argument))
+    for name, value in entry.kwargs.items():
+        yield from ((f"entry.kwargs.{name}", text) for text in _within(value))
+
+
+def _within(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _within(item)

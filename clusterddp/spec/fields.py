@@ -1,10 +1,22 @@
-"""The types of the spec's fields: a reader, a range, and what the JSON Schema says of it."""
+"""The types of the spec's fields: a reader, a range, and its JSON Schema."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from clusterddp.spec.duration import TIME, Duration, read_duration
 from clusterddp.spec.hosts import HOST_SET, read_host
@@ -12,7 +24,7 @@ from clusterddp.spec.image_sets import NAMES
 from clusterddp.spec.scalars import (
     FETCHABLE,
     VARIABLE,
-    matching,
+    Fetched,
     read_bool,
     read_fetch,
     read_filled_text,
@@ -25,27 +37,38 @@ from clusterddp.spec.scalars import (
     read_port,
     read_remote_path,
     read_sweep_values,
+    read_text,
     read_variable,
     read_word,
+    refuse,
     without_mpi,
 )
+from clusterddp.spec.section import MAX_RANKS
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-LINE = r"^[^\x00-\x1f\x7f-][^\x00-\x1f\x7f]*$"
-REMOTE_PATH = r"^(/|~/)[^\x00-\x1f\x7f]+$"
-HOST_KEY = r"^(SHA256:[A-Za-z0-9+/]{43}=?|[a-z0-9@.-]+ [A-Za-z0-9+/]+=*)$"
-MODULE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+/:=@-]*$"
-MODULE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
-INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$"
 
-MOUNT = r"^[^:,\x00-\x1f\x7f]+(:[^:,\x00-\x1f\x7f]+){0,2}$"
-COMM = r"^(exact|bf16|powersgd:[1-9][0-9]{0,2}|local:[1-9][0-9]{0,4}|auto)$"
-AFTER = r"^((afterok|afterany|afternotok):)?[A-Za-z0-9@/._-]+$"
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """Marks text that matches `pattern` wholly, for the reader and the JSON Schema; `expected` is for messages."""
+
+    pattern: str
+    expected: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._read, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | {"pattern": self.pattern}
+
+    def _read(self, value: object) -> str:
+        text = read_text(value)
+        found = re.fullmatch(self.pattern.removeprefix("^").removesuffix("$"), text)
+        return text if found else refuse(value, self.expected)
+
 
 _LOOSE: dict[str, Any] = {"type": ["string", "number", "boolean"]}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(read_int)]
-RankCount = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(read_int)]
+RankCount = Annotated[int, Field(ge=1, le=MAX_RANKS), BeforeValidator(read_int)]
 GpuCount = Annotated[int, Field(ge=0, le=128), BeforeValidator(read_int)]
 CpuCount = Annotated[int, Field(ge=1, le=4_096), BeforeValidator(read_int)]
 Restarts = Annotated[int, Field(ge=0, le=100), BeforeValidator(read_int)]
@@ -65,48 +88,51 @@ Word = BeforeValidator(read_word)
 
 Name = Annotated[
     str,
-    Field(pattern=NAME),
-    BeforeValidator(matching(NAME, "1 to 64 letters, digits, dots, - and _, beginning with a letter or digit")),
+    Matching(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", "1 to 64 letters, digits, dots, - and _, beginning with a letter or digit"
+    ),
 ]
 Module = Annotated[
-    str, Field(pattern=MODULE), BeforeValidator(matching(MODULE, "a module's dotted name, such as package.train"))
+    str,
+    Matching(r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$", "a module's dotted name, such as package.train"),
 ]
 Host = Annotated[str, Field(pattern=HOST_SET), BeforeValidator(read_host)]
 HostKey = Annotated[
     str,
-    Field(pattern=HOST_KEY),
-    BeforeValidator(matching(HOST_KEY, "SHA256: and 43 characters, as ssh-keygen -l shows it, or a public key")),
+    Matching(
+        r"^(SHA256:[A-Za-z0-9+/]{43}=?|[a-z0-9@.-]+ [A-Za-z0-9+/]+=*)$",
+        "SHA256: and 43 characters, as ssh-keygen -l shows it, or a public key",
+    ),
 ]
-Line = Annotated[str, Field(min_length=1, pattern=LINE), BeforeValidator(read_line)]
-ModuleName = Annotated[
-    str, Field(pattern=MODULE_NAME), BeforeValidator(matching(MODULE_NAME, "the name of a module, such as cuda/12.4"))
-]
-RemotePath = Annotated[str, Field(pattern=REMOTE_PATH), BeforeValidator(read_remote_path)]
+Line = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f-][^\x00-\x1f\x7f]*$"), BeforeValidator(read_line)]
+ModuleName = Annotated[str, Matching(r"^[A-Za-z0-9_][A-Za-z0-9_.+/:=@-]*$", "the name of a module, such as cuda/12.4")]
+RemotePath = Annotated[str, Field(pattern=r"^(/|~/)[^\x00-\x1f\x7f]+$"), BeforeValidator(read_remote_path)]
 Interface = Annotated[
-    str,
-    Field(pattern=INTERFACE),
-    BeforeValidator(matching(INTERFACE, "auto or the name of an interface, such as eth0")),
+    str, Matching(r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$", "auto or the name of an interface, such as eth0")
 ]
 Mount = Annotated[
     str,
-    Field(pattern=MOUNT),
-    BeforeValidator(matching(MOUNT, "PATH or HOST_PATH:PATH[:FLAGS], without commas or control characters")),
+    Matching(
+        r"^[^:,\x00-\x1f\x7f]+(:[^:,\x00-\x1f\x7f]+){0,2}$",
+        "PATH or HOST_PATH:PATH[:FLAGS], without commas or control characters",
+    ),
 ]
 After = Annotated[
     str,
-    Field(pattern=AFTER),
-    BeforeValidator(matching(AFTER, "a run or a job id, with afterok:, afterany: or afternotok: before it")),
+    Matching(
+        r"^((afterok|afterany|afternotok):)?[A-Za-z0-9@/._-]+$",
+        "a run or a job id, with afterok:, afterany: or afternotok: before it",
+    ),
 ]
 Comm = Annotated[
     str,
-    Field(pattern=COMM),
-    BeforeValidator(matching(COMM, "exact, bf16, powersgd:R (such as powersgd:4), local:H (such as local:8) or auto")),
+    Matching(
+        r"^(exact|bf16|powersgd:[1-9][0-9]{0,2}|local:[1-9][0-9]{0,4}|auto)$",
+        "exact, bf16, powersgd:R (such as powersgd:4), local:H (such as local:8) or auto",
+    ),
 ]
+SlurmKey = Annotated[str, Matching(r"^[a-z][a-z0-9_-]*$", "a long option of sbatch, such as partition or mail_type")]
 ImageSetName = Annotated[str, BeforeValidator(read_image_set), WithJsonSchema({"enum": list(NAMES)})]
-SlurmKey = Annotated[
-    str,
-    BeforeValidator(matching(r"^[a-z][a-z0-9_-]*$", "a long option of sbatch, such as partition or mail_type")),
-]
 Variable = Annotated[str, Field(pattern=VARIABLE), BeforeValidator(read_variable)]
 Option = Annotated[str | bool, PlainValidator(read_option), WithJsonSchema(_LOOSE)]
 SweepValues = Annotated[
@@ -125,7 +151,7 @@ Port = Annotated[
     WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1024, "maximum": 65535}]}),
 ]
 Fetch = Annotated[
-    tuple[Annotated[Literal["logs", "metrics", "checkpoints"], Word], ...],
+    tuple[Annotated[Fetched, Word], ...],
     BeforeValidator(read_fetch),
     WithJsonSchema(
         {

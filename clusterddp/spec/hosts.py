@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.network.hostlist import count, expand
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.ssh_section import SshHost
 
 HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
-"""What the JSON Schema says of a host; `read_host` is stricter."""
+"""The pattern of a host in the JSON Schema; `read_host` is stricter."""
 
 MAX_HOSTS = 4_096
 """So many hosts a spec, a hostfile or a command line may name, sets expanded."""
@@ -83,15 +83,12 @@ def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
             yield index, host if name == host.host else host.model_copy(update={"host": name})
 
 
-def nodes_as_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a spec that is not typed yet with a node for each host, if it says ssh and not how many nodes."""
-    launcher, ssh, resources = data.get("launcher"), data.get("ssh"), data.get("resources") or {}
-    if (launcher.text if isinstance(launcher, Scalar) else launcher) != "ssh":
-        return data
-    if not isinstance(resources, dict) or {"nodes", "nnodes"} & resources.keys():
-        return data
-    number = _count(ssh.get("hosts") if isinstance(ssh, dict) else getattr(ssh, "hosts", ()))
-    return data | {"resources": resources | {"nodes": number}} if 0 < number <= MAX_HOSTS else data
+def with_node_for_each_host(job: JobSpec) -> JobSpec:
+    """Return a spec for launcher ssh with one node for each host, unless it sets the number of nodes."""
+    if job.launcher != "ssh" or not job.ssh.hosts or "nodes" in job.resources.model_fields_set:
+        return job
+    nodes = sum(count(host.host) for host in job.ssh.hosts)
+    return job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": nodes})})
 
 
 def share_out(job: JobSpec) -> tuple[Share, ...]:
@@ -101,7 +98,7 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
     """
     hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes]
     resources = job.resources
-    on_cpu = job.device == "cpu" or resources.gpus_per_node == 0
+    on_cpu = job.cpu_reason is not None
     wanted = job.device == "cuda" or resources.gpus_per_node is not None or any(host.gpus for host in hosts)
     usual = 0 if on_cpu or not wanted else resources.gpus_per_node or resources.ranks_per_node
     return tuple(
@@ -114,12 +111,13 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
     )
 
 
-def _count(hosts: object) -> int:
-    """Count the hosts of a list that may not have been typed yet; what is no host counts for nothing."""
-    return sum(map(_count_one, hosts)) if isinstance(hosts, list | tuple) else 0
+def unused_hosts(job: JobSpec) -> tuple[str, ...]:
+    """Name the hosts that are more than the run has nodes."""
+    return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
 
 
 def _count_one(item: object) -> int:
+    """Count the hosts of an entry that is not typed yet; what is no host counts for nothing."""
     try:
         return count(_written(item))
     except ClusterddpError:
@@ -131,11 +129,6 @@ def _written(item: object) -> str:
     written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
     text = written.text if isinstance(written, Scalar) else written
     return text if isinstance(text, str) else ""
-
-
-def unused_hosts(job: JobSpec) -> tuple[str, ...]:
-    """Name the hosts that are more than the run has nodes."""
-    return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
 
 
 def _check_name(name: str, value: object) -> None:

@@ -28,7 +28,7 @@ class ImageSet:
     reader: str
     """The class in torchvision.datasets."""
     halves: tuple[dict[str, Any], dict[str, Any]] = _SPLITS
-    """What the class is told, besides its root, to read the training images, and the test images."""
+    """The class's arguments besides its root, for the training images and for the test images."""
     files: tuple[str, ...]
     """What has to be in the root; a download puts it there."""
     side: int | None = None
@@ -108,7 +108,7 @@ _ANY_OF: Mapping[str, tuple[str, ...]] = {
     ),
     FOLDER: ("train",),
 }
-"""Files of which one tells that a set is there."""
+"""Files of which one proves that a set is there."""
 
 _NO_HALVES = "torchvision has no test images apart from the training images of it"
 _OTHER_CLASSES = "its test images show other classes than its training images"
@@ -138,14 +138,14 @@ NAMES = (*BUILT_IN, FOLDER, *IMAGE_SETS)
 
 
 def is_there(name: str, data_dir: Path) -> bool:
-    """Say whether a set lies in a directory, as far as one look tells; what is generated always does."""
+    """Return whether the files of a set are in a directory, by their names; a generated set needs none."""
     if name in _ANY_OF:
         return any((data_dir / file).exists() for file in _ANY_OF[name])
     return name not in IMAGE_SETS or all((data_dir / file).exists() for file in IMAGE_SETS[name].files)
 
 
 def can_download(name: str) -> bool:
-    """Say whether torchvision gets a set from the internet."""
+    """Return whether torchvision downloads a set from the internet."""
     return name in {"cifar10", "fashion_mnist"} or (name in IMAGE_SETS and not IMAGE_SETS[name].by_hand)
 
 
@@ -168,5 +168,5 @@ def kept_side(name: str, image_size: int | None) -> int | None:
 
 
 def fits_fastnet(side: int) -> bool:
-    """Say whether fastnet can take images of this side: after three halvings its last 3x3 pool must have one place."""
+    """Return whether fastnet takes images of this side: after three halvings its last 3x3 pool must have one place."""
     return 25 <= side <= 48

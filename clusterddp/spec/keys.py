@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Callable
 
-from pydantic import AliasChoices, BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
 from clusterddp.errors import Problem
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.problems import closest, did_you_mean, problem_at
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar
+from clusterddp.spec.section import section_of, spellings
+from clusterddp.spec.tree import ListNode, Mapping, Node
 
 MAX_SUGGESTIONS = 50
 """Unknown keys for which a suggestion is sought; a file with more is no spec, and the search takes time."""
@@ -40,7 +39,6 @@ _SYNONYMS = {
     "slurm",
 )  # fmt: skip
 
-
 _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
@@ -57,84 +55,52 @@ def with_one_spelling(
     return _section(tree, model, path, problems), problems
 
 
-def without_nulls(tree: Mapping, model: type[BaseModel] = JobSpec) -> Mapping:
-    """Drop sections and lists with nothing in them: they have their defaults then."""
-    return _drop_nulls(tree, model)
-
-
-def model_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model behind a field: of a section, or of the items of a list."""
-    return next(_models(field.annotation), None)
-
-
-@functools.cache
-def spellings(model: type[BaseModel]) -> dict[str, str]:
-    """Map every spelling of a section's keys, aliases among them, to the key itself."""
-    names = {name: name for name in model.model_fields}
-    for name, field in model.model_fields.items():
-        if isinstance(field.validation_alias, AliasChoices):
-            names |= {str(alias): name for alias in field.validation_alias.choices}
-    return names
-
-
 def _section(tree: Mapping, model: type[BaseModel], path: tuple[str, ...], problems: list[Problem]) -> Mapping:
+    names = spellings(model)
+    tree = _renamed(tree, lambda written: names.get(written, written), path, problems)
     entries: dict[str, Node] = {}
-    keys: dict[str, Place] = {}
-    first: dict[str, str] = {}
-    for written, node in tree.entries.items():
-        place = tree.keys[written]
-        name = spellings(model).get(written)
-        dotted = ".".join((*path, written))
-        if name is None:
-            seek = len(problems) < MAX_SUGGESTIONS
-            message, hint = _unknown_key(written, model, path) if seek else ("unknown key", None)
-            problems.append(problem_at(place, message, hint, key=dotted))
-        elif name in entries:
-            problems.append(_second_spelling(place, dotted, first[name], keys[name]))
-        else:
-            entries[name] = _value(node, model.model_fields[name], (*path, name), problems)
-            keys[name], first[name] = place, written
-    return Mapping(entries=entries, keys=keys, place=tree.place)
+    for name, node in tree.entries.items():
+        inner = (*path, name)
+        if name in model.model_fields:
+            entries[name] = _value(node, section_of(model.model_fields[name]), inner, problems)
+            continue
+        seek = len(problems) < MAX_SUGGESTIONS
+        message, hint = _unknown_key(name, model, path) if seek else ("unknown key", None)
+        problems.append(problem_at(tree.keys[name], message, hint, key=".".join(inner)))
+    return Mapping(entries=entries, keys={name: tree.keys[name] for name in entries}, place=tree.place)
 
 
-def _value(node: Node, field: FieldInfo, path: tuple[str, ...], problems: list[Problem]) -> Node:
-    model = model_of(field)
+def _value(node: Node, model: type[BaseModel] | None, path: tuple[str, ...], problems: list[Problem]) -> Node:
     if path == ("slurm",) and isinstance(node, Mapping):
-        return _slurm_options(node, problems)
-    if model is None:
-        return node
-    if isinstance(node, Mapping):
+        # As sbatch's own long names, with underscores for the hyphens.
+        return _renamed(node, lambda written: written.replace("-", "_"), path, problems)
+    if model is not None and isinstance(node, Mapping):
         return _section(node, model, path, problems)
-    if isinstance(node, ListNode):
-        items = tuple(
-            _section(item, model, (*path, str(index)), problems) if isinstance(item, Mapping) else item
-            for index, item in enumerate(node.items)
-        )
-        return ListNode(items=items, place=node.place)
+    if model is not None and isinstance(node, ListNode):
+        items = (_value(item, model, (*path, str(index)), problems) for index, item in enumerate(node.items))
+        return ListNode(items=tuple(items), place=node.place)
     return node
 
 
-def _slurm_options(tree: Mapping, problems: list[Problem]) -> Mapping:
-    """Spell options with underscores, as in sbatch's own long names but for the hyphens."""
-    entries: dict[str, Node] = {}
-    keys: dict[str, Place] = {}
-    first: dict[str, str] = {}
-    for written, node in tree.entries.items():
-        name = written.replace("-", "_")
-        if name in entries:
-            problems.append(_second_spelling(tree.keys[written], f"slurm.{written}", first[name], keys[name]))
-        else:
-            entries[name], keys[name], first[name] = node, tree.keys[written], written
-    return Mapping(entries=entries, keys=keys, place=tree.place)
-
-
-def _second_spelling(place: Place, dotted: str, first: str, first_place: Place) -> Problem:
-    where = f"line {first_place.line}" if first_place.line is not None else first_place.source
-    return problem_at(place, f"sets the same as {first} in {where}", key=dotted)
+def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], problems: list[Problem]) -> Mapping:
+    """Give each key its one spelling; a key that is there in another spelling already is reported and dropped."""
+    written_as: dict[str, str] = {}
+    for written, place in tree.keys.items():
+        first = written_as.setdefault(spell(written), written)
+        if first is not written:
+            first_place = tree.keys[first]
+            where = f"line {first_place.line}" if first_place.line is not None else first_place.source
+            message = f"sets the same as {first} in {where}"
+            problems.append(problem_at(place, message, key=".".join((*path, written))))
+    return Mapping(
+        entries={name: tree.entries[written] for name, written in written_as.items()},
+        keys={name: tree.keys[written] for name, written in written_as.items()},
+        place=tree.place,
+    )
 
 
 def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
-    """Say that a key is unknown and what was probably meant, as message and hint."""
+    """Return message and hint for an unknown key, with the key that was probably meant."""
     if written in _HOSTFILES:
         return "unknown key", "--hostfile FILE reads the hosts of a file"
     here = closest(written, spellings(model))
@@ -164,9 +130,9 @@ def _homes() -> dict[str, str]:
     for dotted in _all_keys():
         homes.setdefault(dotted.rpartition(".")[2], dotted)
     for name, field in JobSpec.model_fields.items():
-        model = model_of(field)
-        for alias, target in (spellings(model) if model else {}).items():
-            homes.setdefault(alias, f"{name}.{alias if alias != target else target}")
+        model = section_of(field)
+        for spelling in spellings(model) if model else ():
+            homes.setdefault(spelling, f"{name}.{spelling}")
     return homes
 
 
@@ -175,28 +141,6 @@ def _all_keys() -> tuple[str, ...]:
     """List every dotted key that a spec can have, but for those of free-form sections."""
     keys: list[str] = []
     for name, field in JobSpec.model_fields.items():
-        model = model_of(field)
+        model = section_of(field)
         keys += [name, *(f"{name}.{inner}" for inner in (model.model_fields if model else ()))]
     return tuple(keys)
-
-
-def _drop_nulls(tree: Mapping, model: type[BaseModel]) -> Mapping:
-    entries: dict[str, Node] = {}
-    for name, node in tree.entries.items():
-        field = model.model_fields[name]
-        inner = model_of(field)
-        if isinstance(node, Scalar) and node.null and (inner is not None or _is_container(field.annotation)):
-            continue
-        entries[name] = _drop_nulls(node, inner) if isinstance(node, Mapping) and inner is not None else node
-    return Mapping(entries=entries, keys=tree.keys, place=tree.place)
-
-
-def _is_container(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) in (dict, tuple)
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models(argument)

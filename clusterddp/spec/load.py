@@ -17,11 +17,10 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.check import check
 from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import with_one_spelling
-from clusterddp.spec.model import JobSpec
+from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.overrides import Override, from_options, parse_argument, parse_environment
 from clusterddp.spec.problems import format_spec_error, in_order
 from clusterddp.spec.profiles import read_profile
-from clusterddp.spec.schema import json_schema
 from clusterddp.spec.textfile import decode, read_bytes, read_stdin
 from clusterddp.spec.train_section import TrainSpec
 from clusterddp.spec.tree import Mapping, merge, without
@@ -70,8 +69,7 @@ class ResolvedSpec:
         defaults = default_values()
         return tuple(
             Change(key=key, value=value, default=defaults.get(key), origin=self.origins.get(key, ""))
-            for key, value in flatten(self.job.model_dump(mode="json")).items()
-            if value != defaults.get(key)
+            for key, value in _changed_values(self.job).items()
         )
 
 
@@ -86,6 +84,8 @@ class Written:
     name: str
     """What messages name the spec."""
     text: str
+    arguments: tuple[tuple[str, ...], ...]
+    """The keys that arguments of the command line set or reset."""
 
 
 def load_spec(
@@ -133,10 +133,18 @@ def read_layers(
     of_hosts = [hosts] if hosts else []
     from_environment, found = parse_environment(environ)
     problems += found
-    for override in [*from_environment, *_arguments(overrides, problems), *from_options(flags or {}), *of_hosts]:
+    arguments = _arguments(overrides, problems)
+    for override in [*from_environment, *arguments, *from_options(flags or {}), *of_hosts]:
         tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
-    return Written(tree=tree, problems=tuple(problems), path=path, name=name, text=text)
+    return Written(
+        tree=tree,
+        problems=tuple(problems),
+        path=path,
+        name=name,
+        text=text,
+        arguments=tuple(override.path for override in arguments),
+    )
 
 
 def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:
@@ -205,11 +213,16 @@ def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Overri
     return overrides
 
 
-def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
+def _changed_values(job: JobSpec) -> dict[str, Any]:
+    """Return the values that are no defaults, by dotted key."""
     defaults = default_values()
-    changed = [key for key, value in flatten(job.model_dump(mode="json")).items() if value != defaults.get(key)]
+    values = flatten(job.model_dump(mode="json"))
+    return {key: value for key, value in values.items() if value != defaults.get(key)}
+
+
+def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
     origins: dict[str, str] = {}
-    for key in changed:
+    for key in _changed_values(job):
         node: Any = tree
         for part in key.split("."):
             node = node.entries.get(part) if isinstance(node, Mapping) else None

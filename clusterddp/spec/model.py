@@ -1,23 +1,22 @@
-"""The spec, typed: what a run is, as frozen pydantic models whose descriptions are the reference of every field.
+"""The spec, typed: what a run is, as frozen pydantic models whose descriptions are the reference of every key.
 
-A spec that reads is right in itself: types, ranges, and the rules between fields (rules.py). Whether the machines can
-carry it is asked later, by the plan.
+The models check each value by itself; rules.py checks values against each other; the plan checks the machines.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from clusterddp.spec import fields
-from clusterddp.spec.entry_section import EntrySpec
+from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
-from clusterddp.spec.hosts import nodes_as_hosts
-from clusterddp.spec.rules import check_rules
-from clusterddp.spec.section import Section
-from clusterddp.spec.ssh_section import Ssh
+from clusterddp.spec.section import Section, section_of, spellings
+from clusterddp.spec.ssh_section import Ssh, SshHost
 from clusterddp.spec.train_section import TrainSpec
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Resources(Section):
@@ -96,6 +95,21 @@ class Network(Section):
     )
 
 
+class Stop(Section):
+    """The time that ranks have to write a checkpoint and end: before a time limit, when preempted, when stopped."""
+
+    lead: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long before the time limit the ranks are asked to stop, written as time is, at most half of "
+        "the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 minute before the job ends.",
+    )
+    grace: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
+        'attempt has failed. Default: "2:00", 2 minutes.',
+    )
+
+
 class Container(Section):
     """The container that every rank runs in, on Slurm."""
 
@@ -118,7 +132,7 @@ class Sweep(Section):
     """Values that some keys take in turn: each combination of them is a run; on Slurm all are one job array."""
 
     values: dict[str, fields.SweepValues] = Field(
-        default_factory=dict,
+        default={},
         description="Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; of train, env, entry or "
         "network.",
     )
@@ -145,8 +159,9 @@ class JobSpec(Section):
     )
     resources: Resources = Field(default_factory=Resources, description="Machines, ranks, GPUs, cores, time.")
     network: Network = Field(default_factory=Network, description="Interface, port and backend of the gang.")
+    stop: Stop = Field(default_factory=Stop, description="The time that ranks have to write a checkpoint and end.")
     env: dict[fields.Variable, fields.LooseText] = Field(
-        default_factory=dict, description="Variables for every rank; they beat what clusterddp would set."
+        default={}, description="Variables for every rank; they beat what clusterddp would set."
     )
     secrets: tuple[fields.Variable, ...] = Field(
         default=(),
@@ -168,7 +183,7 @@ class JobSpec(Section):
     )
     entry: EntrySpec | None = Field(default=None, description="A program of yours instead of the built-in trainer.")
     slurm: dict[fields.SlurmKey, fields.Option] = Field(
-        default_factory=dict,
+        default={},
         description="Options of sbatch by their long names, for the slurm launcher; true: without a value, false: "
         "a default of clusterddp's is left out.",
     )
@@ -183,6 +198,13 @@ class JobSpec(Section):
         default=None, description="Values that are tried in all combinations, each in a run of its own."
     )
 
+    @property
+    def cpu_reason(self) -> str | None:
+        """Which key keeps the run off GPUs; None: none does."""
+        if self.device == "cpu":
+            return "device is cpu"
+        return "resources.gpus_per_node is 0" if self.resources.gpus_per_node == 0 else None
+
     @model_validator(mode="before")
     @classmethod
     def _train_by_default(cls, data: Any) -> Any:
@@ -190,17 +212,29 @@ class JobSpec(Section):
             return data | {"train": {}}
         return data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _a_node_for_each_host(cls, data: Any) -> Any:
-        return nodes_as_hosts(data) if isinstance(data, dict) else data
 
-    @field_validator("slurm", mode="after")
-    @classmethod
-    def _spell_options_one_way(cls, options: dict[str, str | bool]) -> dict[str, str | bool]:
-        return {key.replace("-", "_"): value for key, value in options.items()}
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a spec, for editors, as draft 2020-12: every key with its description and range."""
+    schema = JobSpec.model_json_schema(mode="validation")
+    definitions: dict[str, Any] = schema["$defs"]
+    sections: list[type[BaseModel] | None] = [SshHost, *map(section_of, JobSpec.model_fields.values())]
+    for model in filter(None, sections):
+        properties = definitions[model.__name__]["properties"]
+        for spelling, name in spellings(model).items():
+            if spelling != name:
+                properties[spelling] = properties[name] | {"description": f"Alias of {name}."}
+    definitions[EntrySpec.__name__]["oneOf"] = [{"required": [kind]} for kind in PROGRAMS]
+    hosts = definitions[Ssh.__name__]["properties"]["hosts"]
+    name = definitions[SshHost.__name__]["properties"]["host"]
+    hosts["items"] = {"anyOf": [{"type": "string", "pattern": name["pattern"]}, hosts["items"]]}
+    schema["not"] = {"required": ["train", "entry"]}
+    _drop_titles(schema)
+    return {"$schema": DIALECT, "title": "clusterddp spec"} | schema
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> JobSpec:
-        check_rules(self)
-        return self
+
+def _drop_titles(schema: dict[str, Any]) -> None:
+    """Drop the titles that pydantic derives from names: editors would show them above the descriptions."""
+    for part in [schema, *schema["$defs"].values()]:
+        part.pop("title", None)
+        for value in part["properties"].values():
+            value.pop("title", None)

@@ -14,7 +14,7 @@ from collections.abc import Mapping as Map
 from dataclasses import dataclass
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.problems import problem_at
+from clusterddp.spec.problems import spec_error
 from clusterddp.spec.tree import Mapping, Node, Place, Scalar, show
 from clusterddp.spec.yamlfile import parse_value
 
@@ -52,9 +52,9 @@ def parse_argument(argument: str) -> Override:
     reset = key.startswith("~")
     key = key[1:] if reset or key.startswith("+") else key
     if reset and equals:
-        raise _error(place, "a key is reset without a value", f"~{key}")
+        raise spec_error(place, "a key is reset without a value", f"~{key}")
     if not _KEY.fullmatch(key) or not (reset or equals):
-        raise _error(place, "expected key=value, for example train.lr=0.2, or ~key for the default", None)
+        raise spec_error(place, "expected key=value, for example train.lr=0.2, or ~key for the default")
     node = None if reset else _parse_text(value, key, place)
     return Override(path=tuple(key.split(".")), node=node, place=place)
 
@@ -71,7 +71,7 @@ def parse_environment(environ: Map[str, str]) -> tuple[list[Override], list[Prob
         place = Place(source=variable, origin=variable)
         try:
             if not _KEY.fullmatch(".".join(path)):
-                raise _error(place, "names no key", "CLUSTERDDP__TRAIN__LR=0.2 stands for train.lr=0.2")
+                raise spec_error(place, "names no key", "CLUSTERDDP__TRAIN__LR=0.2 stands for train.lr=0.2")
             node = _parse_text(environ[variable], ".".join(path), place)
             overrides.append(Override(path=path, node=node, place=place))
         except SpecError as error:
@@ -96,9 +96,9 @@ def _parse_text(value: str, key: str, place: Place) -> Node:
             return parse_value(value, place) or Scalar(text="", quoted=False, place=place)
         except SpecError as error:
             message = f"cannot be read as YAML: {error.problems[0].message}"
-            raise _error(place, message, error.problems[0].hint, key=key) from error
+            raise spec_error(place, message, error.problems[0].hint, key=key) from error
     if "," in value:
-        raise _error(
+        raise spec_error(
             place,
             f"found several values, {show(value)}, expected one",
             "--sweep makes a run of each; a text with a comma stands in double quotes inside of the shell's: "
@@ -106,7 +106,3 @@ def _parse_text(value: str, key: str, place: Place) -> Node:
             key=key,
         )
     return Scalar(text=value, quoted=False, place=place)
-
-
-def _error(place: Place, message: str, hint: str | None, *, key: str = "") -> SpecError:
-    return SpecError((problem_at(place, message, hint, key=key),))

@@ -35,7 +35,7 @@ def format_spec_error(error: SpecError) -> str:
 
 def problem_at(place: Place, message: str, hint: str | None = None, *, key: str = "") -> Problem:
     """Make a problem that points at `place`."""
-    # Somebody may have written a secret's value where its name belongs: that line is not repeated.
+    # A line under secrets is not repeated: it may hold a secret's value, written where its name belongs.
     source_line = None if key.split(".", maxsplit=1)[0] == "secrets" else place.source_line
     return Problem(
         source=place.source,
@@ -46,6 +46,11 @@ def problem_at(place: Place, message: str, hint: str | None = None, *, key: str 
         source_line=source_line,
         hint=hint,
     )
+
+
+def spec_error(place: Place, message: str, hint: str | None = None, *, key: str = "") -> SpecError:
+    """Make the error of a single problem, which points at `place`."""
+    return SpecError((problem_at(place, message, hint, key=key),))
 
 
 def in_order(problems: Iterable[Problem], first_source: str) -> tuple[Problem, ...]:

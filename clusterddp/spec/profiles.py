@@ -2,7 +2,8 @@
 
 profiles:
   lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
-  hpc: {launcher: slurm, login: hpc-login}       # jobs are submitted there (spec/login.py)
+  hpc: {launcher: slurm, login: hpc-login}       # commands run on that host
+  far: {launcher: slurm, login: {host: far, venv: ~/torch, runs_dir: /scratch/ana/runs}}
 default_profile: lab
 """
 
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.problems import did_you_mean, problem_at
+from clusterddp.network.hostlist import expand
+from clusterddp.spec.problems import did_you_mean, problem_at, spec_error
 from clusterddp.spec.textfile import decode, read_bytes
-from clusterddp.spec.tree import Mapping, Place, Scalar, describe, without
+from clusterddp.spec.tree import Mapping, Node, Place, Scalar, describe, without
 from clusterddp.spec.yamlfile import parse
 
 if TYPE_CHECKING:
-    from clusterddp.spec.login import Login
+    from clusterddp.spec.ssh_section import Login
 
 CONFIG_VARIABLE = "CLUSTERDDP_CONFIG"
 _KEYS = ("profiles", "default_profile")
@@ -38,7 +40,7 @@ def config_path(environ: Map[str, str]) -> Path | None:
 
 
 def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
-    """Read what the profile `name`, or the default one, says of specs; None when none is asked for.
+    """Read the values that the profile `name`, or the default one, has for specs; None when none is asked for.
 
     Raises: SpecError: no such profile, or the configuration is wrong.
     """
@@ -54,9 +56,29 @@ def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, L
     chosen, profile = _find(environ, name)
     if profile is None or _LOGIN not in profile.entries:
         return None
-    from clusterddp.spec.login import read_login
+    return chosen, _read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
 
-    return chosen, read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
+
+def _read_login(node: Node, place: Place, key: str) -> Login:
+    """Read a profile's login node: a mapping, or the name of the host alone. `place`: of its key."""
+    # A command without a login node must not wait for pydantic to load.
+    from clusterddp.spec.check import check_section
+    from clusterddp.spec.ssh_section import Login
+
+    if isinstance(node, Scalar) and not node.null:
+        node = Mapping(entries={"host": node}, keys={"host": place}, place=place)
+    if not isinstance(node, Mapping):
+        raise spec_error(place, f"found {describe(node)}, expected the name of a host", key=key)
+    if "host" not in node.entries:
+        raise spec_error(place, "names no host, expected host: NAME", key=key)
+    login, problems = check_section(node, Login, key)
+    if login is None:
+        raise SpecError(tuple(problems))
+    several = len(expand(login.host)) != 1
+    wrong = f"{login.host} is a set of hosts, expected one" if several else login.python_problem
+    if wrong:
+        raise spec_error(place, wrong, key=key)
+    return login
 
 
 def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:
@@ -64,11 +86,11 @@ def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None
     path = config_path(environ)
     if path is None or not (path.exists() or CONFIG_VARIABLE in environ):
         if name is not None:
-            raise _unknown(Place(source=f"--profile {name}", origin=""), name, [], path)
+            raise _unknown(Place(source=f"--profile {name}"), name, [], path)
         return "", None
     text = decode(read_bytes(path), str(path))
     profiles, default = _read_config(parse(text, str(path), may_be_empty=True))
-    place = Place(source=f"--profile {name}", origin="")
+    place = Place(source=f"--profile {name}")
     if name is None:
         if default is None:
             return "", None
@@ -114,4 +136,4 @@ def _unknown(place: Place, name: str, names: list[str], path: Path | None) -> Sp
     known = f"there are: {', '.join(names)}" if names else "there are none"
     where = f" ({path})" if path is not None else ""
     message = f"no profile {describe(name)}; {known}{where}{did_you_mean(name, names)}"
-    return SpecError((problem_at(place, message),))
+    return spec_error(place, message)

@@ -1,32 +1,20 @@
-"""The rules between fields: what each value allows on its own and the whole does not."""
+"""The rules between the keys of a spec: values that are right on their own and do not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pydantic_core import PydanticCustomError
-
-from clusterddp.spec.conflict import MAX_RANKS, Conflict
-from clusterddp.spec.entry_rules import entry_conflicts, init_conflicts, start_conflicts
+from clusterddp.spec.entry_section import entry_conflicts
+from clusterddp.spec.model import JobSpec
+from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
-from clusterddp.spec.ssh_rules import ssh_conflicts
-from clusterddp.spec.train_rules import train_conflicts
+from clusterddp.spec.ssh_section import ssh_conflicts
+from clusterddp.spec.train_section import train_conflicts
 from clusterddp.system.timeouts import HOST_SILENCE_S
 
-if TYPE_CHECKING:
-    from clusterddp.spec.model import JobSpec
 
-
-def check_rules(job: JobSpec) -> None:
-    """Raise one error that carries every conflict in `job`."""
-    conflicts = tuple(_conflicts(job))
-    if conflicts:
-        text = "; ".join(f"{conflict.keys[0]}: {conflict.message}" for conflict in conflicts)
-        raise PydanticCustomError("clusterddp_rules", "{text}", {"text": text, "conflicts": conflicts})
-
-
-def _conflicts(job: JobSpec) -> Iterator[Conflict]:
+def conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find the values of `job` that do not go together."""
     if job.train is not None and job.entry is not None:
         yield Conflict(
             keys=("entry", "train"),
@@ -37,8 +25,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield from entry_conflicts(job.entry)
     if job.train is not None:
         yield from train_conflicts(job.train, job)
-    yield from init_conflicts(job)
-    yield from start_conflicts(job)
+    yield from _start_conflicts(job)
     yield from _size_conflicts(job)
     yield from _network_conflicts(job)
     yield from _device_conflicts(job)
@@ -47,9 +34,18 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from ssh_conflicts(job)
 
 
+def _start_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.start == "torchrun" and job.entry is not None and job.entry.owns_ranks:
+        yield Conflict(
+            keys=("start", "entry.owns_ranks"),
+            message="torchrun starts the ranks, and so does a program that owns its ranks",
+            hint="~start, or entry.owns_ranks=false",
+        )
+
+
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
     resources = job.resources
-    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_rules
+    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_section
         yield Conflict(
             keys=("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
             message=f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "
@@ -65,6 +61,12 @@ def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _network_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    if job.network.init == "file" and job.launcher == "ssh" and job.resources.nodes > 1:
+        yield Conflict(
+            keys=("network.init", "launcher"),
+            message="file needs a directory that all ranks share, and hosts over SSH share none",
+            hint="init: tcp, or env",
+        )
     silence, heartbeat = job.network.host_silence, job.network.heartbeat_timeout
     silence_s = silence.seconds if silence else HOST_SILENCE_S
     if heartbeat and heartbeat.seconds < silence_s:
@@ -81,11 +83,10 @@ def _device_conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield Conflict(
             keys=("resources.gpus_per_node", "device"), message="device cuda needs GPUs, found 0 on each node"
         )
-    if job.network.backend == "nccl" and (job.device == "cpu" or job.resources.gpus_per_node == 0):
-        why = "device is cpu" if job.device == "cpu" else "gpus_per_node is 0"
+    if job.network.backend == "nccl" and job.cpu_reason:
         yield Conflict(
             keys=("network.backend", "device", "resources.gpus_per_node"),
-            message=f"nccl needs GPUs, and {why}",
+            message=f"nccl needs GPUs, and {job.cpu_reason}",
             hint="gloo works on the CPU; auto chooses it there",
         )
 
@@ -111,8 +112,7 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
             message="resources.memory_gb asks for memory too, expected one of them",
         )
     gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
-    if gpus and (job.device == "cpu" or job.resources.gpus_per_node == 0) and asks_for_gpus(options):
-        why = "device is cpu" if job.device == "cpu" else "resources.gpus_per_node is 0"
-        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {why}")
+    if gpus and job.cpu_reason and asks_for_gpus(options):
+        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {job.cpu_reason}")
     if options.get("dependency") and job.after:
         yield Conflict(keys=("slurm.dependency", "after"), message="after sets it, expected one of them")

@@ -1,4 +1,4 @@
-"""How one value of a spec is read: each reader takes what was written and returns a typed value or says what is wrong.
+"""How one value of a spec is read: each reader takes what was written and returns a typed value or raises an error.
 
 Scalars of a file arrive as text with the note whether they were quoted (`tree.Scalar`); values from Python or JSON
 arrive as they are. No YAML rule types anything before the schema does, so `4:00:00` is a time and `no` is no boolean.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 from pydantic_core import PydanticCustomError
 
@@ -30,12 +30,16 @@ RANK_VARIABLES = frozenset(
 
 FOLDER_HINT = "dataset folder reads any images that lie in data_dir/train/CLASS/ and data_dir/test/CLASS/"
 
-FETCHABLE = ("logs", "metrics", "checkpoints")
+Fetched: TypeAlias = Literal["logs", "metrics", "checkpoints"]
+FETCHABLE: tuple[Fetched, ...] = get_args(Fetched)
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_TRUE_WORDS = frozenset({"yes", "on", "y", "1", "t"})
-_FALSE_WORDS = frozenset({"no", "off", "n", "0", "f"})
+_NOT_FINITE = frozenset({"nan", "inf", "infinity"})
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "y", "1", "t"), "true") | dict.fromkeys(
+    ("false", "no", "off", "n", "0", "f"), "false"
+)
+"""Words that people write for a boolean -> the one that is read."""
 
 
 def refuse(found: object, expected: str, hint: str | None = None) -> NoReturn:
@@ -44,7 +48,7 @@ def refuse(found: object, expected: str, hint: str | None = None) -> NoReturn:
 
 
 def problem(message: str, hint: str | None = None) -> PydanticCustomError:
-    """Make an error in our own words; `load` takes message and hint from its context."""
+    """Make an error with a message and a hint of ours, which check.py takes from its context."""
     return PydanticCustomError("clusterddp", "{message}", {"message": message, "hint": hint})
 
 
@@ -60,41 +64,26 @@ def without_mpi(value: object) -> object:
 
 def read_int(value: object) -> int:
     """Read a whole number in decimal digits."""
-    expected = "a whole number"
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if not isinstance(value, Scalar):
-        refuse(value, expected)
-    if value.quoted:
-        refuse(value, expected, _unquote_hint(value.text, _INT))
-    if _INT.fullmatch(value.text):
-        if len(value.text) > 20 or abs(int(value.text)) > MAX_INT:
-            refuse(value, f"{expected} below 2^63")
-        return int(value.text)
-    refuse(value, expected, _int_hint(value.text))
+    text = _number_text(value, "a whole number", _INT, _int_hint)
+    if len(text) > 20 or abs(int(text)) > MAX_INT:
+        refuse(value, "a whole number below 2^63")
+    return int(text)
 
 
 def read_float(value: object) -> float:
     """Read a finite number."""
-    expected = "a number"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            refuse(value, "a finite number")
-        if not math.isfinite(number):
-            refuse(value, "a finite number")
-        return number
-    if not isinstance(value, Scalar):
-        refuse(value, expected)
-    if value.quoted:
-        refuse(value, expected, _unquote_hint(value.text, _FLOAT))
-    if not _FLOAT.fullmatch(value.text):
-        refuse(value, "a finite number" if _not_finite(value.text) else expected, _float_hint(value.text))
-    number = float(value.text)
-    if not math.isfinite(number):
+    if isinstance(value, Scalar) and not value.quoted and value.text.lower().lstrip("+-.") in _NOT_FINITE:
         refuse(value, "a finite number")
-    return number
+    written: object = value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        value = _number_text(value, "a number", _FLOAT, _float_hint)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    return number if math.isfinite(number) else refuse(written, "a finite number")
 
 
 def read_bool(value: object) -> bool:
@@ -103,13 +92,9 @@ def read_bool(value: object) -> bool:
         return value
     if isinstance(value, Scalar) and not value.quoted and value.text.lower() in {"true", "false"}:
         return value.text.lower() == "true"
-    word = value.text.lower() if isinstance(value, Scalar) else str(value)
-    hint = (
-        "write true" if word in _TRUE_WORDS | {"true"} else "write false" if word in _FALSE_WORDS | {"false"} else None
-    )
-    if hint and isinstance(value, Scalar) and value.quoted:
-        hint += ", without quotes"
-    refuse(value, "true or false", hint)
+    meant = _BOOLEANS.get(value.text.lower() if isinstance(value, Scalar) else str(value))
+    quotes = ", without quotes" if isinstance(value, Scalar) and value.quoted else ""
+    refuse(value, "true or false", f"write {meant}{quotes}" if meant else None)
 
 
 def read_text(value: object) -> str:
@@ -152,7 +137,7 @@ def read_line(value: object) -> str:
 
 
 def read_remote_path(value: object) -> str:
-    """Read a path on hosts, which have another working directory and another home than the submitting machine."""
+    """Read a path on hosts, whose working directory and home are not those of the submitting machine."""
     text = read_line(value)
     if text.startswith(("/", "~/")) and text.strip("/") not in ("", "~") and ".." not in text.split("/"):
         return text.rstrip("/")
@@ -193,7 +178,7 @@ def read_port(value: object) -> int | Literal["auto"]:
 
 def read_variable(value: object) -> str:
     """Read the name of an environment variable that the user may set."""
-    # The text is not repeated: somebody may have written a secret's value where its name belongs.
+    # The text is not repeated: it may be a secret's value, written where its name belongs.
     name = read_text(value)
     if not re.fullmatch(VARIABLE, name):
         hint = "write the name alone, never its value" if "=" in name else None
@@ -209,7 +194,7 @@ def read_variable(value: object) -> str:
 
 
 def read_fetch(value: object) -> object:
-    """Read what comes home from hosts; `all` and `none` stand for lists, and what is named twice counts once."""
+    """Read what is copied back from hosts; `all` and `none` stand for lists, a name given twice counts once."""
     if isinstance(value, Scalar | str):
         text = read_text(value)
         if text in ("all", "none"):
@@ -228,17 +213,6 @@ def read_sweep_values(value: object) -> tuple[object, ...]:
     if not isinstance(value, list | tuple) or not value:
         refuse(value, "a list of values" if not isinstance(value, list | tuple) else "a list that is not empty")
     return tuple(plain(item) for item in value)
-
-
-def matching(pattern: str, expected: str) -> Callable[[object], str]:
-    """Make a reader for text that matches `pattern` wholly; `expected` says the pattern in words."""
-    compiled = re.compile(pattern.removesuffix("$").removeprefix("^"))
-
-    def read_matching(value: object) -> str:
-        text = read_text(value)
-        return text if compiled.fullmatch(text) else refuse(value, expected)
-
-    return read_matching
 
 
 def _without_controls(text: str, value: object) -> str:
@@ -262,8 +236,14 @@ def plain(value: object) -> object:
     return {"true": True, "false": False}.get(value.text, value.text)
 
 
-def _unquote_hint(text: str, pattern: re.Pattern[str]) -> str | None:
-    return f"write {text}, without quotes" if len(text) <= 20 and pattern.fullmatch(text) else None
+def _number_text(value: object, expected: str, pattern: re.Pattern[str], hint: Callable[[str], str | None]) -> str:
+    """Return the text of a number that is written without quotes."""
+    if not isinstance(value, Scalar):
+        refuse(value, expected)
+    text, matches = value.text, pattern.fullmatch(value.text)
+    if value.quoted:
+        refuse(value, expected, f"write {text}, without quotes" if matches and len(text) <= 20 else None)
+    return text if matches else refuse(value, expected, hint(text))
 
 
 def _int_hint(text: str) -> str | None:
@@ -290,7 +270,3 @@ def _float_hint(text: str) -> str | None:
     if re.fullmatch(r"[0-9][0-9_]*(\.[0-9]*)?", text):
         return f"write {text.replace('_', '')}"
     return None
-
-
-def _not_finite(text: str) -> bool:
-    return text.lower().lstrip("+-.") in {"nan", "inf", "infinity"}

@@ -113,7 +113,7 @@ KNOWN = frozenset(
 
 
 def option_problem(name: str, value: str | bool) -> tuple[str, str | None] | None:
-    """Say what is wrong with an option, as message and hint; None when nothing is known to be."""
+    """Return message and hint for a wrong option; None for a right one and for one that is unknown here."""
     if name in OWNED:
         return "clusterddp sets this option itself", OWNED[name]
     if len(name) == 1:
@@ -124,7 +124,7 @@ def option_problem(name: str, value: str | bool) -> tuple[str, str | None] | Non
 
 
 def asks_for_gpus(options: Mapping[str, str | bool]) -> bool:
-    """Say whether these options ask for GPUs, in any of Slurm's ways."""
+    """Return whether these options ask for GPUs in any of Slurm's ways."""
     counts = (str(value) for name, value in options.items() if name in GPU_OPTIONS and value)
     if any(not re.fullmatch(r"(.*:)?0+", count) for count in counts):
         return True

@@ -7,9 +7,11 @@ is wrong, or goes with no other, is found before anything is submitted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +21,7 @@ from typing import Any
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
-from clusterddp.spec.problems import in_order, problem_at
-from clusterddp.spec.sweep_keys import WHICH, why_not_swept
+from clusterddp.spec.problems import in_order, problem_at, spec_error
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
 from clusterddp.spec.yamlfile import parse_value
 
@@ -28,6 +29,19 @@ MAX_VARIANTS = 10_000
 ORIGIN = "sweep"
 """What the plan of a variant names as the origin of a swept value."""
 _SECTION = "sweep"
+
+_WHICH = "a sweep varies train.*, env.*, entry.* and network.*; its runs share everything else"
+_SECTIONS = {"train": "lr", "env": "NAME", "entry": "args", "network": "backend"}
+"""Sections whose keys may be swept on every launcher, each with an example: on Slurm a sweep is one job array."""
+_OF_THE_SWEEP = "it is one for the whole sweep"
+_REASONS = dict.fromkeys(
+    ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
+    "it is part of what is asked of machines, which all runs of a sweep share",
+) | {
+    **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "sweep"), _OF_THE_SWEEP),
+    "restarts": f"{_OF_THE_SWEEP}, for Slurm starts all tasks of a job array again or none",
+}
+"""Why the other keys cannot be swept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +67,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Tell this variant from the others: `lr=0.1 seed=0`; a key that two sections have is written out."""
+        """Name this variant: `lr=0.1 seed=0`; a key that two sections have is written out."""
         return variant_label(self.values)
 
 
@@ -97,7 +111,7 @@ def load_sweep(
     written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags, hosts=hosts)
     base = without(written.tree, (_SECTION,))
     axes = _of_section(written.tree, problems) | axes
-    for path in _fixed_by(ordinary):
+    for path in written.arguments:
         axes.pop(path, None)
     if axes:
         problems += _axis_problems(base, axes)
@@ -116,7 +130,7 @@ def load_sweep(
 
 
 def _split(arguments: Sequence[str], problems: list[Problem]) -> tuple[dict[tuple[str, ...], Axis], list[str]]:
-    """Tell arguments with several values from those with one."""
+    """Separate arguments with several values from those with one."""
     axes: dict[tuple[str, ...], Axis] = {}
     ordinary: list[str] = []
     for argument in arguments:
@@ -144,12 +158,12 @@ def _parse_axis(argument: str) -> Axis | None:
         listed = parse_value(f"[{value}]", place)
     except SpecError as error:
         if value[0] in "[{\"'":
-            return None  # not a list of such things, so one of them: its own reader says what is wrong
+            return None  # one list, mapping or quoted text: its own reader reports what is wrong
         message = f"cannot be read as the list [{show(value)[1:-1]}]: {error.problems[0].message}"
-        raise SpecError((problem_at(place, message, error.problems[0].hint, key=key),)) from error
+        raise spec_error(place, message, error.problems[0].hint, key=key) from error
     nodes = listed.items if isinstance(listed, ListNode) else ()
     if len(nodes) == 1 and isinstance(nodes[0], Scalar) and not nodes[0].quoted:
-        raise SpecError((problem_at(place, f"found {show(value)}, expected a value after the comma", key=key),))
+        raise spec_error(place, f"found {show(value)}, expected a value after the comma", key=key)
     if len(nodes) < 2:
         return None
     path = parse_argument(f"{key}=1").path
@@ -168,7 +182,7 @@ def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...],
         try:
             path = parse_argument(f"{key}=1").path
         except SpecError:
-            problems.append(problem_at(place, "expected a dotted key such as train.lr", WHICH, key=key))
+            problems.append(problem_at(place, "expected a dotted key such as train.lr", _WHICH, key=key))
             continue
         nodes = node.items if isinstance(node, ListNode) else (node,)
         axes[path] = Axis(path=path, nodes=tuple(_as_swept(item) for item in nodes), place=place)
@@ -179,19 +193,8 @@ def _as_swept(node: Node) -> Node:
     return dataclasses.replace(node, place=dataclasses.replace(node.place, origin=ORIGIN))
 
 
-def _fixed_by(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """List the keys that arguments set or reset; an argument that cannot be read is a problem already."""
-    paths = []
-    for argument in arguments:
-        try:
-            paths.append(parse_argument(argument).path)
-        except SpecError:
-            continue
-    return paths
-
-
 def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
-    """Say that a sweep was asked for, by an option or a section, and none was described."""
+    """Return the problem of a sweep that an option or a section asks for and nothing describes."""
     section = tree.keys.get(_SECTION)
     if section is None and not asked:
         return []
@@ -201,12 +204,12 @@ def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
 
 
 def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Problem]:
-    """Say which axes cannot be, before any variant is made of them."""
+    """Find what is wrong with the axes, before any variant is made of them."""
     problems: list[Problem] = []
     for axis in axes.values():
-        reason = why_not_swept(axis.path)
+        reason = _why_not_swept(axis.path)
         if reason:
-            problems.append(problem_at(axis.place, reason, WHICH, key=axis.key))
+            problems.append(problem_at(axis.place, reason, _WHICH, key=axis.key))
             continue
         problems += _twice(axis)
         lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
@@ -216,6 +219,16 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
         place = next(iter(axes.values())).place
         problems.append(problem_at(place, f"{message}, expected at most {MAX_VARIANTS}", key=_SECTION))
     return problems
+
+
+def _why_not_swept(path: tuple[str, ...]) -> str | None:
+    """Return why a key cannot be swept; None when it can be, or is unknown."""
+    reason = _REASONS.get(path[0]) or _REASONS.get(".".join(path[:2]))
+    if reason:
+        return f"cannot be swept: {reason}"
+    if path[0] in _SECTIONS and len(path) == 1:
+        return f"cannot be swept: it is a section; name a key of it, such as {path[0]}.{_SECTIONS[path[0]]}"
+    return None
 
 
 def _twice(axis: Axis) -> list[Problem]:
@@ -262,14 +275,9 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
 
 
 def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
-    """Look up the typed values of the swept keys."""
-    values: dict[str, Any] = {}
-    for axis in axes:
-        found: Any = resolved.job
-        for name in axis.path:
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        values[axis.key] = list(found) if isinstance(found, tuple) else found
-    return values
+    """Look up the values of the swept keys, as JSON has them."""
+    dumped = resolved.job.model_dump(mode="json")
+    return {axis.key: functools.reduce(operator.getitem, axis.path, dumped) for axis in axes}
 
 
 def _value_text(value: Any) -> str:

@@ -8,8 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
-from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.problems import problem_at
+from clusterddp.spec.problems import spec_error
 from clusterddp.spec.tree import Place
 
 MAX_BYTES = 1_000_000
@@ -25,21 +24,21 @@ def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
     Raises: SpecError: it is no regular file, cannot be read, or is too large.
     """
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
+        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"
-        raise whole_file_error(str(path), f"cannot be read: {reason}") from error
+        raise spec_error(Place(source=str(path)), f"cannot be read: {reason}") from error
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
             hint = None if stat.S_ISDIR(mode) else "- reads it from the standard input"
-            raise whole_file_error(str(path), f"is {kind}, expected {expected}", hint)
+            raise spec_error(Place(source=str(path)), f"is {kind}, expected {expected}", hint)
         with open(descriptor, "rb", closefd=False) as file:
             return _limited(file.read(MAX_BYTES + 1), str(path), expected)
     except OSError as error:
-        raise whole_file_error(str(path), f"cannot be read: {error.strerror}") from error
+        raise spec_error(Place(source=str(path)), f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -60,27 +59,22 @@ def decode(data: bytes, source: str) -> str:
         before = data[: error.start].decode("utf-8-sig", errors="replace")
         hint = "save the file as UTF-8"
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise whole_file_error(source, "is UTF-16, expected UTF-8", hint) from error
+            raise spec_error(Place(source=source), "is UTF-16, expected UTF-8", hint) from error
         message = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise SpecError((problem_at(_place_of(source, before, len(before)), message, hint),)) from error
+        raise spec_error(_place_of(source, before, len(before)), message, hint) from error
     match = _REFUSED.search(text)
     if match:
         code = f"U+{ord(match.group()):04X}"
         hint = f'in a text, write it as "\\u{ord(match.group()):04X}" in double quotes'
         message = f"character {code} is not allowed here"
         place = _place_of(source, text, match.start())
-        raise SpecError((problem_at(place, message, hint if ord(match.group()) else "is this a binary file?"),))
+        raise spec_error(place, message, hint if ord(match.group()) else "is this a binary file?")
     return text
-
-
-def whole_file_error(source: str, message: str, hint: str | None = None) -> SpecError:
-    """Make the error of a file that is wrong as a whole."""
-    return SpecError((Problem(source=source, message=message, hint=hint),))
 
 
 def _limited(data: bytes, source: str, expected: str = "a spec") -> bytes:
     if len(data) > MAX_BYTES:
-        raise whole_file_error(source, f"is larger than {MAX_BYTES // 1_000_000} MB, expected {expected}")
+        raise spec_error(Place(source=source), f"is larger than {MAX_BYTES // 1_000_000} MB, expected {expected}")
     return data
 
 
@@ -88,4 +82,4 @@ def _place_of(source: str, text: str, index: int) -> Place:
     before = LINE_BREAK.split(text[:index])
     rest = LINE_BREAK.split(text[index:], maxsplit=1)[0]
     line = before[-1] + rest
-    return Place(source=source, origin="", line=len(before), column=len(before[-1]) + 1, source_line=line)
+    return Place(source=source, line=len(before), column=len(before[-1]) + 1, source_line=line)

@@ -21,21 +21,21 @@ class Place:
 
     source: str
     """What a message names: the file, or the argument as given."""
-    origin: str
-    """What the plan names: `command line`, `profile lab`; empty: source and line say it."""
+    origin: str = ""
+    """What the plan names: `command line`, `profile lab`; empty: source and line."""
     line: int | None = None
     column: int | None = None
     source_line: str | None = None
 
     @property
     def words(self) -> str:
-        """Say in a few words where the value came from."""
+        """Return where the value came from, in a few words."""
         return self.origin or (self.source if self.line is None else f"{self.source}:{self.line}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalar:
-    """One value as text. `quoted` tells `"8"` from `8`; block scalars count as quoted."""
+    """One value as text. `quoted`: `"8"`, not `8`; block scalars count as quoted."""
 
     text: str
     quoted: bool
@@ -118,7 +118,7 @@ def escape(text: str) -> str:
 
 
 def describe(value: object) -> str:
-    """Say what was found, for `found ..., expected ...`."""
+    """Return what was found, for `found ..., expected ...`."""
     if value is None or (isinstance(value, Scalar) and value.null):
         words = "nothing"
     elif isinstance(value, Scalar):

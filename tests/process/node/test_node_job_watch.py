@@ -251,6 +251,14 @@ def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_p
     assert attempt.restart_after(end, on_slurm=True, final=False, able=able) == sequel
 
 
+@pytest.mark.parametrize(("by_people", "follows"), [(False, "another job"), (True, "none")])
+def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_goes_on(tmp_path, by_people, follows):
+    attempt = make_attempt(tmp_path, stop_reason="SIGTERM to the supervisor of node 0", stopped_by_people=by_people)
+    attempt.fail(Failure.at("b", "node 1 is lost", rank=1, job_restartable=True), 1.0)
+    end = AttemptEnd(outcome="FAILED", reason="")
+    assert attempt.restart_after(end, on_slurm=True, final=False, able=False) == follows
+
+
 def test_a_node_that_does_not_come_is_named(tmp_path):
     muster = Muster(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
     assert muster.overdue(119.0) is None

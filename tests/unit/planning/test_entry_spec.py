@@ -56,7 +56,7 @@ def test_torchrun_does_not_start_a_program_that_owns_its_ranks() -> None:
         ("{function: 'a:b', args: [.nan]}", "entry.args.0", None),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_entry_is_told_at_its_place(entry: str, key: str, message: str | None) -> None:
+def test_what_is_wrong_with_an_entry_is_reported_at_its_place(entry: str, key: str, message: str | None) -> None:
     if message is None:
         assert load(entry).entry is not None  # text, as ever where YAML 1.2 knows no number
         return
@@ -121,7 +121,7 @@ def test_what_is_escaped_is_no_placeholder() -> None:
         ("file", "10.0.0.1", "file:///runs/r/attempts/2/rendezvous"),
     ],
 )
-def test_ranks_are_told_where_they_meet(init: Any, address: str, told: str) -> None:
+def test_ranks_get_the_address_at_which_they_meet(init: Any, address: str, told: str) -> None:
     run = {"CLUSTERDDP_RUN_DIR": "/runs/r", "CLUSTERDDP_ATTEMPT": "2"}
     assert init_method(init, run | {"MASTER_ADDR": address, "MASTER_PORT": "29500"}) == told
 

@@ -252,6 +252,17 @@ def test_how_long_others_may_be_silent_is_in_the_gang(
     assert (gang.start_timeout_s, gang.host_silence_s, gang.heartbeat_timeout_s) == timeouts_s
 
 
+@pytest.mark.parametrize(
+    ("stop", "lead_grace_s"),
+    [("{}", (120.0, 120.0)), ('{lead: "10:00", grace: "15:00"}', (600.0, 900.0))],
+)
+def test_a_spec_may_give_its_ranks_more_time_to_stop(
+    tmp_path: Path, stop: str, lead_grace_s: tuple[float, float]
+) -> None:
+    gang = plan_text(f'name: a\nresources: {{time: "2:00:00"}}\nstop: {stop}\n', tmp_path).gang
+    assert (gang.stop_lead_s, gang.stop_grace_s) == lead_grace_s
+
+
 def test_on_slurm_nodes_have_the_time_to_pull_an_image(tmp_path: Path) -> None:
     gang = plan_text("name: a\nlauncher: slurm\nresources: {nodes: 2}\n", tmp_path).gang
     assert gang.start_timeout_s == 602.0

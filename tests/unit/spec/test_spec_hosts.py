@@ -151,13 +151,13 @@ def test_what_ssh_takes_for_a_host_is_one(host: str) -> None:
     assert names(load(f"ssh: {{hosts: ['{host}']}}")) == [(host, None)]
 
 
-def test_all_and_none_stand_for_lists_of_what_comes_home() -> None:
+def test_all_and_none_stand_for_lists_of_what_is_copied_back() -> None:
     assert load("ssh: {hosts: [a], fetch: all}").ssh.fetch == ("logs", "metrics", "checkpoints")
     assert load("ssh: {hosts: [a], fetch: none}").ssh.fetch == ()
     assert load("ssh: {hosts: [a], fetch: [logs, logs]}").ssh.fetch == ("logs",)
 
 
-def test_a_launcher_without_hosts_is_told_every_way_to_name_them() -> None:
+def test_a_launcher_without_hosts_names_every_way_to_give_them() -> None:
     problem = problem_of("")
     assert problem.message == "launcher ssh has no hosts"
     assert "--hosts gpu01,gpu02 or --hostfile FILE" in str(problem.hint)
@@ -215,7 +215,7 @@ def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(
     assert problems_of_file(hostfile, f"first\n{line}\n") == [(2, column, message, hint)]
 
 
-def test_all_wrong_lines_of_a_hostfile_are_told_at_once(hostfile: Path) -> None:
+def test_all_wrong_lines_of_a_hostfile_are_reported_at_once(hostfile: Path) -> None:
     assert [found[0] for found in problems_of_file(hostfile, "a x\nb\nc y\n")] == [1, 3]
 
 

@@ -1,4 +1,4 @@
-"""What a profile says of its login node, and what it is told when that is wrong."""
+"""The login node of a profile, and the errors of a wrong one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_login_node_may_be_a_name_alone(environ: dict[str, str]) -> None:
     assert (found[0], found[1].host, found[1].runs_dir) == ("hpc", "hpc-login", "~/clusterddp-runs")
 
 
-def test_a_login_node_says_which_python_and_where_the_runs_lie(environ: dict[str, str]) -> None:
+def test_a_login_node_names_its_python_and_the_directory_of_runs(environ: dict[str, str]) -> None:
     configure(environ, "{host: hpc, venv: ~/torch, modules: [slurm], runs_dir: /scratch/ana}", "default_profile: hpc\n")
     found = read_profile_login(environ, None)
     assert found is not None
@@ -56,7 +56,7 @@ def test_a_login_node_is_no_value_of_the_spec(environ: dict[str, str]) -> None:
         ("[a, b]", "found a list, expected the name of a host"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(environ: dict[str, str], login: str, words: str) -> None:
+def test_a_wrong_login_node_is_reported_at_its_line(environ: dict[str, str], login: str, words: str) -> None:
     configure(environ, login)
     with pytest.raises(SpecError) as caught:
         read_profile_login(environ, "hpc")

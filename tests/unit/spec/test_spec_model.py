@@ -31,19 +31,6 @@ def test_a_name_is_enough() -> None:
     assert load("") == JobSpec(name="x", train=TrainSpec())
 
 
-def test_the_trainers_defaults_are_those_of_the_contract() -> None:
-    assert TrainSpec().model_dump() == {
-        "model": "resnet18", "dataset": "shapes", "image_size": None, "data_dir": None, "download": True,
-        "samples": None, "epochs": 10,
-        "batch_size": 128, "accumulate": 1, "max_steps": None, "precision": "auto", "seed": 0, "deterministic": False,
-        "lr": 0.1, "lr_scaling": "auto", "lr_batch": 128, "warmup": 0.2, "schedule": "onecycle", "optimizer": "sgd",
-        "muon_lr": 0.04, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "ema": 0.0, "label_smoothing": 0.1,
-        "augment": "flip_translate", "translate": 2, "cutout": 0, "tta": "none", "comm": "exact", "comm_allow": (),
-        "strategy": "ddp", "sync_bn": False, "compile": "auto", "width": 1.0,
-        "eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "log_every": 20,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
@@ -291,6 +278,13 @@ def test_a_section_with_nothing_in_it_has_its_defaults() -> None:
     assert load("resources:\nenv:\nsecrets:\nslurm: ~\nssh:\ntrain:\n") == load("")
 
 
+def test_a_key_with_nothing_behind_it_is_where_a_conflict_about_it_is_shown() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec("name: x\nlauncher: ssh\nssh:\n  hosts:\n", environ={})
+    (problem,) = caught.value.problems
+    assert (problem.message, problem.line, problem.column) == ("launcher ssh has no hosts", 4, 9)
+
+
 def test_the_spec_is_frozen() -> None:
     with pytest.raises(ValidationError):
         load("").train.epochs = 3  # type: ignore[union-attr]
@@ -309,8 +303,6 @@ def test_values_from_python_are_checked_like_written_ones() -> None:
         TrainSpec(lr=float("nan"))
     with pytest.raises(ValidationError, match="extra_forbidden"):
         JobSpec.model_validate({"name": "x", "epochs": 3})
-    with pytest.raises(ValidationError, match="either train or entry"):
-        JobSpec(name="x", train=TrainSpec(), entry=EntrySpec(script="a.py"))
 
 
 def test_the_model_loads_no_yaml() -> None:

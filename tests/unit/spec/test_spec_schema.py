@@ -32,6 +32,14 @@ def test_every_property_has_a_description() -> None:
     assert [name for name, value in _properties(json_schema()) if len(value.get("description", "")) < 10] == []
 
 
+def test_every_property_has_a_default_unless_it_is_required_or_a_section() -> None:
+    schema = json_schema()
+    required = {f".{key}" for key in schema["required"]}
+    required |= {f"{name}.{key}" for name, part in schema["$defs"].items() for key in part.get("required", ())}
+    without = {name for name, value in _properties(schema) if "default" not in value and "$ref" not in value}
+    assert without == required
+
+
 @pytest.mark.parametrize(
     "extra",
     [

@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_a_scalar_stays_the_text_that_was_written(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['"8"', "'8'", "|-\n  8", ">-\n  8"])
-def test_quotes_and_block_scalars_are_told_from_plain_ones(text: str) -> None:
+def test_quoted_and_block_scalars_are_marked_as_quoted(text: str) -> None:
     assert (scalar(f"a: {text}").text, scalar(f"a: {text}").quoted) == ("8", True)
 
 
@@ -133,33 +132,29 @@ def test_a_wrong_byte_is_pointed_at() -> None:
     assert (problem.line, problem.column) == (2, 5)
 
 
+TOO_DEEP = "nested deeper than 20 levels"
+COLLECTION_AS_KEY = "found a list or a mapping as a key, expected a word"
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("data", "message", "column"),
     [
-        b"[" * 100_000,
-        b"{" * 100_000,
-        b"a: " + b"[" * 100_000 + b"]" * 100_000,
-        b"a: " + b"{b: " * 100_000,
-        b"- " * 100_000 + b"x",
-        b"? " * 100_000 + b"x",
-        b"".join(b" " * depth + b"a:\n" for depth in range(1000)),
-        b"&a " * 100_000,
-        b"'" * 900_001,
-        b"a: [" + b"1," * 400_000,
+        (b"[" * 100_000, TOO_DEEP, 21),
+        (b"{" * 100_000, COLLECTION_AS_KEY, 2),
+        (b"a: " + b"[" * 100_000 + b"]" * 100_000, TOO_DEEP, 23),
+        (b"a: " + b"{b: " * 100_000, TOO_DEEP, 80),
+        (b"- " * 100_000 + b"x", TOO_DEEP, 41),
+        (b"? " * 100_000 + b"x", COLLECTION_AS_KEY, 3),
+        (b"".join(b" " * depth + b"a:\n" for depth in range(1000)), TOO_DEEP, 21),
+        (b"&a " * 100_000, "anchors (&a) are not allowed", 1),
+        (b"'" * 900_001, "a quote is opened and never closed", 1),
+        (b"a: [" + b"1," * 400_000, "more than 50,000 values", 99_999),
     ],
     ids=["lists", "maps", "closed lists", "nested maps", "dashes", "keys", "blocks", "anchors", "quotes", "values"],
 )
-def test_hostile_files_are_refused_within_seconds(data: bytes) -> None:
-    started = time.process_time()
+def test_a_hostile_file_is_read_no_further_than_its_first_error(data: bytes, message: str, column: int) -> None:
     problem = problems_of(data)[0]
-    assert "\n" not in problem.message
-    assert time.process_time() - started < 3
-
-
-def test_nesting_of_a_hundred_thousand_levels_is_named_within_a_second() -> None:
-    started = time.process_time()
-    assert problems_of(b"[" * 100_000)[0].message == "nested deeper than 20 levels"
-    assert time.process_time() - started < 1
+    assert (problem.message, problem.column) == (message, column)
 
 
 def test_twenty_levels_are_accepted_and_one_more_is_not() -> None:
@@ -167,11 +162,9 @@ def test_twenty_levels_are_accepted_and_one_more_is_not() -> None:
     assert "deeper than 20" in problems_of("a: " + "[" * 20 + "]" * 20)[0].message
 
 
-def test_ten_thousand_lines_are_read_within_seconds() -> None:
+def test_ten_thousand_lines_are_read() -> None:
     text = "name: x\nenv:\n" + "".join(f"  KEY_{index}: {index}\n" for index in range(10_000))
-    started = time.process_time()
     assert len(load_spec(text, environ={}).job.env) == 10_000
-    assert time.process_time() - started < 3
 
 
 def test_a_file_is_read_up_to_one_megabyte(tmp_path: Path) -> None:

@@ -112,7 +112,11 @@ def test_one_list_or_one_quoted_text_is_no_sweep() -> None:
     assert (spec.keys, spec.variants[0].resolved.job.env["A"]) == (("env.B",), "b, c")
 
 
-def test_values_that_are_equal_in_two_sections_are_told_apart() -> None:
+def test_a_swept_time_is_named_as_it_was_written() -> None:
+    assert labels(load("network.start_timeout=1,0:30")) == ["start_timeout=1", "start_timeout=0:30"]
+
+
+def test_a_key_that_two_sections_have_is_written_out_in_labels() -> None:
     assert variant_label({"train.seed": 1, "env.seed": "x y"}) == "train.seed=1 env.seed=x y"
 
 
@@ -157,7 +161,7 @@ def test_what_cannot_be_swept_is_named(arguments: Sequence[str], text: str, expe
     assert messages(*arguments, text=text, sweep=bool(arguments)) == expected
 
 
-def test_every_problem_of_every_variant_is_told_once() -> None:
+def test_every_problem_of_every_variant_is_reported_once() -> None:
     text = "name: x\nlauncher: slrum\nsweep: {values: {train.lr: [0.1, x, y], train.seed: [1, -1]}}\n"
     assert messages(text=text, sweep=False) == [
         'launcher: found "slrum", expected local, ssh or slurm. Did you mean "slurm"?',
