@@ -19,9 +19,9 @@ from tests.support.gang_runs import processes_with
 from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_person import SshPerson
+from tests.support.stored_runs import COMPLETED, RUN, make_run
 from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack
-from tests.unit.run.test_run_stored import COMPLETED, RUN, make_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 

@@ -20,8 +20,8 @@ from clusterddp.facts.packages import Packages
 from clusterddp.facts.pip import install_command
 from clusterddp.facts.trial import PairTrial, Trials
 from clusterddp.wire import build
+from tests.support.machines import HERE
 from tests.support.paths import ROOT
-from tests.unit.check.test_doctor import HERE
 
 PACKAGES = Packages(python="3.11.7", executable="/env/bin/python", torch="2.10.0+cu128", cuda="12.8", nccl="2.27.5")
 FACTS = HostFacts(
