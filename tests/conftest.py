@@ -15,6 +15,8 @@ LONG = (
     "sweep_local",
     "launch_local",
     "train_loop",
+    "train_stock_hooks",
+    "sim_cuda",
     "launch_table_rack",
     "slurm_failures",
     "slurm_stop",
