@@ -36,8 +36,8 @@ from trainer_rounds import ROOT, Contender, describe_machine, play, say
 from trainer_runs import LocalPlace
 
 from clusterddp.check.page import render_page
-from clusterddp.facts.checks import Check, Result, is_healthy, red, to_json
-from clusterddp.facts.judge import Needs, judge_machine
+from clusterddp.facts.checks import Check, Needs, Result, is_healthy, red, to_json
+from clusterddp.facts.judge import judge_machine
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 
@@ -50,7 +50,7 @@ def main() -> int:
     """Check, measure, write; exit code 3 where something is missing, 1 where something failed."""
     arguments = parse()
     machine = dataclasses.replace(read_machine(ROOT, os.environ), torch=import_torch())
-    needs = Needs(trainer=True, gpus=not arguments.cpu)
+    needs = Needs(trainer=True, use_gpus=not arguments.cpu)
     found = [*judge_machine(machine, needs), *([] if arguments.cpu else find_missing(machine))]
     checks = [Check(name=name, results={"here": result}) for name, result in found]
     report: dict[str, Any] = {"schema": 1, "kind": "gpu-check", "machine": describe_machine()}

@@ -90,12 +90,12 @@ from clusterddp.launchers.ssh import sessions, launcher as ssh
 from clusterddp.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
-for name in ("open_crew", "preflight", "ship", "lease_gpus", "settle_network", "_prepare"):
+for name in ("open_host_sessions", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):
     trace(ssh, name)
 trace(session, "connect_all")
 trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")
 trace(session.Session, "ask", lambda self, do, *rest: f"  {do} {self.host}")
-trace(sessions.Crew, "close")
+trace(sessions.HostSessions, "close")
 try:
     clusterddp.cli.main.main()
 finally:

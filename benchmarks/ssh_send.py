@@ -24,16 +24,16 @@ from tests.testbed.rack import Rack, running_rack
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
-from clusterddp.remote.upload import Cargo
-from clusterddp.remote.upload_data import send_data
+from clusterddp.remote.upload import upload_data
+from clusterddp.remote.uploader import Uploader
 from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess, open_sessions
 sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ, package=package())
 times = []
-cargo = Cargo(sessions=sessions, watch=lambda progress: times.append(time.monotonic()))
-send_data(sys.argv[1], sys.argv[2], cargo)
+uploader = Uploader(sessions=sessions, watch=lambda progress: times.append(time.monotonic()))
+upload_data(sys.argv[1], sys.argv[2], uploader)
 sessions["node1"].close()
-print(json.dumps({"sent": cargo.sent_bytes, "sending_s": times[-1] - times[0] if times else 0.0}))
+print(json.dumps({"sent": uploader.sent_bytes, "sending_s": times[-1] - times[0] if times else 0.0}))
 """
 
 

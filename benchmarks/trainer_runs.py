@@ -14,7 +14,8 @@ from typing import Any
 
 from trainer_rounds import ROOT, Turn, UnavailableError
 
-from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json, read_jsonl
 from tests.support.ssh_place import SshPlace
 from tests.testbed.rack import RackError
 

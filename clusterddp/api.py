@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
 from clusterddp.ranks.environment import STOP_FILE
-from clusterddp.run.directory import RunDir, find_run, read_jsonl
+from clusterddp.run.directory import RunDir, find_run
+from clusterddp.system.files import read_jsonl
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.spec.load import ResolvedSpec
 
 DEFAULT_RUNS_DIR = "runs"
@@ -44,22 +44,22 @@ class Run:
         """Wait until the run has ended, or the time is up; return its state then."""
         from clusterddp.submission.submit import wait
 
-        with self._home() as home:
-            view = wait(RunDir(self.path), timeout_s, home=home)
+        with self._sync() as sync:
+            view = wait(RunDir(self.path), timeout_s, sync=sync)
             if view.finished:
-                home.fetch()
+                sync.download()
         return view.state.value
 
     def status(self) -> dict[str, Any]:
         """Return what `clusterddp status -o json` prints."""
         from clusterddp.look.status import read_status
 
-        with self._home() as home:
-            home.look()
+        with self._sync() as sync:
+            sync.update()
             status = read_status(RunDir(self.path))
             if not status.state.finished:
                 return status.to_json()
-            home.fetch()
+            sync.download()
         return read_status(RunDir(self.path)).to_json()
 
     def logs(self, rank: int = 0) -> str:
@@ -67,9 +67,9 @@ class Run:
         from clusterddp.look.logs import read_logs
 
         run = RunDir(self.path)
-        with self._home() as home:
-            home.want_logs([rank], None)
-            home.catch_up()
+        with self._sync() as sync:
+            sync.want_logs([rank], None)
+            sync.update_logs()
         attempts = run.attempts()
         pieces: Iterable[Any] = read_logs(run, (rank,), attempt=None, tail_lines=None) if attempts else ()
         return b"".join(piece.data for piece in pieces).decode("utf-8", errors="replace")
@@ -82,15 +82,15 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl` so far."""
-        with self._home() as home:
-            home.look()
+        with self._sync() as sync:
+            sync.update()
         return list(read_jsonl(RunDir(self.path).metrics))
 
-    def _home(self) -> AbstractContextManager[Home]:
-        """Keep the files fresh: of a run on SSH hosts they are brought home before they are read."""
-        from clusterddp.results.fresh import kept_fresh
+    def _sync(self) -> Synchroniser:
+        """Keep the files up to date: of a run on SSH hosts they are downloaded before they are read."""
+        from clusterddp.results.sync import Synchroniser
 
-        return kept_fresh([RunDir(self.path)], os.environ)
+        return Synchroniser([RunDir(self.path)], os.environ)
 
 
 def load_spec(

@@ -20,7 +20,7 @@ LONG = (
     "launch_table_rack",
     "slurm_failures",
     "slurm_stop",
-    "worker_muster",
+    "ranks_meet",
     "slurm_losses",
     "ssh_home",
     "slurm_show",

@@ -17,17 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.agent.place import find_place, refusing_disk
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import find_place, refusing_disk, staging
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import write_bytes
-from clusterddp.system.tree import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
-from clusterddp.system.tree_stream import receive_tree
+from clusterddp.system.file_set import Entry, from_json, leads_out, read_entry, read_sum, show, to_json
+from clusterddp.system.file_stream import receive_files
+from clusterddp.system.files import write_bytes
 from clusterddp.wire import read_object, read_value
 
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
-"""`unsure`: only the sender's sum can tell. `changed`: we sent it, it is as we sent it, and now it is another."""
+"""`unsure`: only the sender's sum decides. `changed`: we sent it, it is as we sent it, and now it is another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +143,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         beside = place.path.parent if fresh else place.path
         beside.mkdir(parents=True, exist_ok=True)
         with staging(beside) as tree:
-            entries = receive_tree(body.read, tree, read_only=False)
+            entries = receive_files(body.read, tree, read_only=False)
             strays = [entry for entry in entries if entry.kind == "link" and leads_out(entry)]
             if strays:
                 raise ClusterddpError(
@@ -193,7 +192,7 @@ def _merge(place: Place, tree: Path, entries: Iterable[Entry]) -> tuple[Entry, .
 
 
 def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
-    """Give a file its name, unless somebody else has just taken it for something else."""
+    """Give a file its name, unless another process has just taken it for something else."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
@@ -204,7 +203,7 @@ def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
 
 
 def _rename_all(tree: Path, target: Path) -> bool:
-    """Let a new directory be seen all at once; False: somebody else has just made one."""
+    """Let a new directory be seen all at once; False: another process has just made one."""
     try:
         tree.rename(target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What this host is: facts for whoever is about to start a run here, told quickly and without importing torch."""
+"""The facts of this host that a run over SSH asks for before it starts; torch is not imported."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import time
 from typing import Any
 
-from clusterddp.agent.place import find_place
+from clusterddp.agent.storage import find_place
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.ranks.environment import inherited_environment
 
 
 def machine(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Tell of this machine; `data_dir`: of that directory too, `variables`: what the run sets for its ranks."""
-    from clusterddp.facts.host import read_host  # most agents are never asked for it
+    """Return the facts of this host, and of `data_dir`; `variables`: what the run sets for its ranks."""
+    from clusterddp.facts.machine import read_host  # most agents are never asked for it
 
     data_dir = request["data_dir"]
     environ = inherited_environment() | (request["variables"] or {})
@@ -30,7 +30,7 @@ def machine(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def clock(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Tell the time."""
+    """Return the time."""
     return {"time": time.time()}
 
 

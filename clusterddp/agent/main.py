@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import facts, gpus, login, mirror, network, runs, store, table, trial
+from clusterddp.agent import facts, gpus, network, results, runs, store, table, trial
 from clusterddp.agent.requests import REQUESTS
 from clusterddp.agent.types import Body, Host, Operation, Reply
 from clusterddp.errors import ClusterddpError
@@ -28,8 +28,7 @@ from clusterddp.wire import build, read_object
 OPERATIONS: dict[str, Operation] = {
     **facts.OPERATIONS,
     **gpus.OPERATIONS,
-    **login.OPERATIONS,
-    **mirror.OPERATIONS,
+    **results.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,
     **store.OPERATIONS,

@@ -1,6 +1,6 @@
-"""The network of this host, told and tried: its interfaces, a listener that says who it is, and ways to other hosts.
+"""The network of this host: its interfaces, a listener that says which host it is, and probes of other hosts.
 
-net.listen   opens a listener; tells interfaces, ports, what this host's own name means
+net.listen   opens a listener; returns interfaces, ports, what this host's own name means
 net.probe    connects to other hosts' listeners, all at once; what came of each, and whose names take long to look up
 net.close    closes the listener
 """
@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from clusterddp.agent.listener import Listener
 from clusterddp.agent.types import Body, Host
 from clusterddp.agent.ways import Target, try_ways
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.interface import read_links
+from clusterddp.network.interface import read_links, resolve
 from clusterddp.network.port import walk_ports
 
 _RESOLVE_S = 1.0
@@ -30,9 +30,9 @@ _PORTS = 64
 
 
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Open the listener; tell of this host's network. `head`: choose or take (`master_port`) a port for the master."""
+    """Open the listener; return this host's network. `head`: choose or take (`master_port`) a port for the master."""
     close(host, request, body)
-    resolving = _Resolving(_addresses_of, socket.gethostname())
+    resolving = _Resolving(resolve, socket.gethostname())
     nonce, name = str(request["nonce"]), str(request["name"])
     listener = host.hold(Listener(nonce, name, 0))
     master_port = None
@@ -50,12 +50,12 @@ def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Try the ways to other hosts; tell which of `names`, addresses, it takes long to find the name of."""
+    """Probe other hosts; return also which of `names`, addresses, take long to be looked up."""
     targets = [Target(**target) for target in request["targets"]]
     resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
-    ways = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
+    probes = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
     slow = [address for address, name in resolving.items() if name.result() is None]
-    return {"ways": [way.facts() for way in ways], "slow_names": slow}
+    return {"probes": [each.facts() for each in probes], "slow_names": slow}
 
 
 def close(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _firewall() -> str | None:
 class _Resolving:
     """Asks for a name or an address, in a thread: a name server that is gone may take half a minute."""
 
-    def __init__(self, ask: Callable[[str], list[str]], question: str) -> None:
+    def __init__(self, ask: Callable[[str], Iterable[str]], question: str) -> None:
         self._answer: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._latest = time.monotonic() + _RESOLVE_S
         threading.Thread(target=self._resolve, args=(ask, question), daemon=True).start()
@@ -126,15 +126,11 @@ class _Resolving:
         except queue.Empty:
             return None
 
-    def _resolve(self, ask: Callable[[str], list[str]], question: str) -> None:
-        found: list[str] = []
+    def _resolve(self, ask: Callable[[str], Iterable[str]], question: str) -> None:
+        found: Iterable[str] = ()
         with contextlib.suppress(OSError):
             found = ask(question)
         self._answer.put(list(dict.fromkeys(found)))
-
-
-def _addresses_of(name: str) -> list[str]:
-    return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
 
 
 def _name_of(address: str) -> list[str]:

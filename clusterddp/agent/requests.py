@@ -12,7 +12,7 @@ class _Run(TypedDict):
 
 
 class Seen(_Run, total=False):
-    """A run, and the `sum` of the files that were told of it before (agent/mirror.py)."""
+    """A run, and the `sum` of the files that were listed of it before (agent/results.py)."""
 
     seen: str
 
@@ -24,12 +24,12 @@ class _Piece(TypedDict):
 
 
 class Part(_Piece, total=False):
-    """A piece of a file (agent/mirror.py)."""
+    """A piece of a file (agent/results.py)."""
 
     like: list[tuple[int, int, str]]
 
 
-class Way(TypedDict):
+class Target(TypedDict):
     """An address to connect to (agent/ways.py)."""
 
     target: int
@@ -43,10 +43,10 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
     "gpus.lease": {"count": int, "run": str, "when_busy": str | None},
     "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
-    "mirror.changes": {"runs": list[Seen]},
-    "mirror.read": {"name": str, "parts": list[Part]},
+    "results.list": {"runs": list[Seen]},
+    "results.read": {"name": str, "parts": list[Part]},
     "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
-    "net.probe": {"nonce": str, "targets": list[Way], "names": list[str], "within_s": float},
+    "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},
     "run.ask": {"name": str, "what": str, "reason": str},
     "run.end": {"token": str, "patience_s": float | None},
     "run.prepare": {"name": str, "attempt": int, "plan": dict[str, Any], "record": dict[str, Any], "spec": str},
@@ -64,6 +64,6 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "table.stored": {"older_than_s": float},
     "trial.read": {"wait_s": float},
     "trial.start": {"variables": _VARIABLES, "order": dict[str, Any]},
-    "trial.tell": {"words": dict[str, Any]},
+    "trial.send": {"message": dict[str, Any]},
 }
 """Operation -> key -> type, for `wire.build`; the other operations are asked without anything."""

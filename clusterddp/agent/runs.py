@@ -13,9 +13,10 @@ from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
-from clusterddp.run.directory import RunDir, read_tail, write_json, write_text
+from clusterddp.run.directory import RunDir
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
+from clusterddp.system.files import read_tail, write_json, write_text
 
 
 class Hold:

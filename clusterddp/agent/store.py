@@ -1,4 +1,4 @@
-"""What was sent to this host: code by its sum, once; and which hosts see the same files."""
+"""What is uploaded to this host: code by its sum, once; which hosts see the same files."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
-import stat
 import time
 from pathlib import Path
 from typing import Any
 
 from clusterddp.agent import data
-from clusterddp.agent.place import find_existing, find_place, refusing_disk
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import find_existing, find_place, refusing_disk, staging
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.snapshot import tree_sum
-from clusterddp.system.tree import show
-from clusterddp.system.tree_stream import receive_tree
+from clusterddp.run.sent import FOLDER, RECORD, TREE
+from clusterddp.run.stored import keep_package
+from clusterddp.system.file_set import has_digest, list_files, show
+from clusterddp.system.file_stream import receive_files
+from clusterddp.system.files import write_json, write_text
 from clusterddp.wire import build
 
 _SUM = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +30,7 @@ _MARK = ".clusterddp-mark-"
 
 def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
-    gone = [name for name in request["sums"] if not _holds(find_code(host.root, name), name)]
+    gone = [name for name in request["sums"] if not has_digest(find_code(host.root, name), name)]
     for name in set(request["sums"]) - set(gone):
         with contextlib.suppress(OSError):
             # It is not an old one then, which gc would remove before it is checked out.
@@ -44,15 +45,15 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     wanted = request["sum"] or ""
     target = find_code(host.root, wanted)
     with refusing_disk(target.parent, body.size), staging(target.parent) as tree:
-        receive_tree(body.read, tree, read_only=True)
-        found = tree_sum(tree)
+        receive_files(body.read, tree, read_only=True)
+        found = list_files(tree).digest()
         if found != wanted:
             raise ClusterddpError(
                 f"the snapshot of the code came with the sum {found[:12]}, {wanted[:12]} was announced",
                 hint="it was changed since it was taken: submit again",
             )
         tree.chmod(0o700)
-        if not _holds(target, wanted):
+        if not has_digest(target, wanted):
             _install(tree, target)
     return {}
 
@@ -66,19 +67,42 @@ def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
         if code.is_dir():
             return {"code": str(code)}
         with staging(run) as tree:
-            if not source.is_dir():
-                raise ClusterddpError(f"{source}: the snapshot of the code is gone from this host", hint="submit again")
-            shutil.copytree(source, tree, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
+            _copy(source, tree)
             tree.chmod(0o700)
             with contextlib.suppress(FileExistsError):
                 _rename_new(tree, code)
     return {"code": str(code)}
 
 
+def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Make a directory for a command on this login node: a copy of the code `sum` in its tree, `files` beside the tree.
+
+    `at`: where the code goes in the tree. `within`: where in the tree the command is to run.
+    Jobs import this package later, whenever they start: from now on it stays.
+    """
+    trees = host.root / FOLDER
+    place = trees / secrets.token_hex(6)
+    tree, at = place / TREE, _below(request["at"])
+    with refusing_disk(trees, 0):
+        place.mkdir(mode=0o700, parents=True)
+        for name, text in request["files"].items():
+            write_text(place / Path(name).name, text)
+        (tree / at).mkdir(mode=0o700, parents=True)
+        files: list[str] = []
+        if request["sum"] is not None:
+            code = find_code(host.root, request["sum"])
+            _copy(code, tree / at)
+            files = [os.fsdecode(entry.name) for entry in list_files(code).entries]
+        (tree / _below(request["within"])).mkdir(parents=True, exist_ok=True)
+        write_json(place / RECORD, {"at": str(at), "files": files, "git": request["git"]})
+        keep_package(host.package)
+    return {"place": str(place), "directory": str(tree / _below(request["within"]))}
+
+
 def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Leave a mark where the files of a target are or will be (without one: of this directory), until the agent ends.
 
-    What cannot be marked, since nobody may write there, is taken for this host's own.
+    A directory that cannot be marked, being read-only, is taken for this host's own.
     """
     marked = _mark_of(host, request.get("target"), request["nonce"])
     _remove_old_marks(marked.parent)
@@ -103,6 +127,7 @@ def seen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 OPERATIONS: dict[str, Operation] = {
+    "login.lay_out": lay_out,
     "store.missing": missing,
     "store.put": put,
     "store.compare": data.compare,
@@ -145,10 +170,18 @@ def find_code(root: Path, name: str) -> Path:
     return root / "code" / name
 
 
-def _holds(target: Path, wanted: str) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISDIR(os.lstat(target).st_mode) and tree_sum(target) == wanted
-    return False
+def _copy(code: Path, target: Path) -> None:
+    """Copy a snapshot, its files as hard links where that can be."""
+    if not code.is_dir():
+        raise ClusterddpError(f"{code}: the snapshot of the code is gone from this host", hint="submit again")
+    shutil.copytree(code, target, symlinks=True, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def _below(text: str) -> Path:
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"not below a tree: {text!r}")
+    return path
 
 
 def _install(tree: Path, target: Path) -> None:
@@ -173,7 +206,7 @@ def _rename_new(tree: Path, target: Path) -> None:
         raise
 
 
-def link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     """Give a file a second name, or make a copy where that cannot be."""
     try:
         os.link(source, target, follow_symlinks=False)

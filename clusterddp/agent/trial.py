@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Trial:
-    """The process, and what it has said so far."""
+    """The process, and what it has reported so far."""
 
     def __init__(self, environ: dict[str, str], working_dir: str) -> None:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -33,31 +33,31 @@ class Trial:
             cwd=working_dir,
         )
 
-    def tell(self, words: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(words).encode() + b"\n")
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ClusterddpError(f"the trial has ended: {self.last_words()}") from None
+            raise ClusterddpError(f"the trial has ended: {self.last_line()}") from None
 
     def read(self, wait_s: float) -> tuple[list[dict[str, Any]], bool]:
-        """Return what was said since the last time, and whether that was all; waits for the first word."""
+        """Return the reports since the last time, and whether these were all; waits for the first one."""
         assert self.process.stdout is not None
-        said: list[dict[str, Any]] = []
+        reports: list[dict[str, Any]] = []
         ended = False
         deadline = time.monotonic() + wait_s
-        while not said and not ended:
+        while not reports and not ended:
             readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
                 break
             data = os.read(self.process.stdout.fileno(), _CHUNK_BYTES)
             ended = not data
             *lines, self._unread = (self._unread + data).split(b"\n")
-            said += [json.loads(line) for line in lines]
-        return said, ended
+            reports += [json.loads(line) for line in lines]
+        return reports, ended
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """Return the last line on standard error, or how the process ended."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
@@ -76,21 +76,21 @@ def start(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     stop(host, request, body)
     environ = inherited_environment() | request["variables"]
     path = os.pathsep.join(filter(None, (str(host.package), environ.get("PYTHONPATH"))))
-    host.hold(Trial(environ | {"PYTHONPATH": path}, str(host.root))).tell(request["order"])
+    host.hold(Trial(environ | {"PYTHONPATH": path}, str(host.root))).send(request["order"])
     return {}
 
 
-def tell(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Tell the trial something more."""
-    _trial(host).tell(request["words"])
+def send(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Send the trial a message."""
+    _trial(host).send(request["message"])
     return {}
 
 
 def read(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Return what the trial has said since the last time; `ended`: why nothing more comes, in words."""
+    """Return what the trial has reported since the last time; `ended`: why no more reports come."""
     trial = _trial(host)
-    said, ended = trial.read(float(request["wait_s"]))
-    return {"said": said, "ended": trial.last_words() if ended else None}
+    reports, ended = trial.read(float(request["wait_s"]))
+    return {"reports": reports, "ended": trial.last_line() if ended else None}
 
 
 def stop(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def stop(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 OPERATIONS: dict[str, Operation] = {
     "trial.start": start,
-    "trial.tell": tell,
+    "trial.send": send,
     "trial.read": read,
     "trial.stop": stop,
 }

@@ -1,1 +1,1 @@
-"""Checks before a start: this machine, the cluster, the hosts, the nodes of a short job. Starts no run."""
+"""Checks before a start: this machine, its cluster, hosts over SSH, the nodes of a short job. Starts no user's run."""

@@ -1,25 +1,133 @@
-"""What is good to know of the hosts of a run, beside what decides (facts/judge_hosts.py): one value for each check."""
+"""Checks the hosts of a spec for SSH, all at once: their facts, clocks, runs, and the network between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from clusterddp.check.trials import try_hosts
 from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.host import HostFacts
-from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, size
-from clusterddp.network.explanation import speed_words
-from clusterddp.network.interface import is_loopback
+from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, judge_hosts, judge_locked_memory, judge_own_name
+from clusterddp.facts.machine import Machine
+from clusterddp.launchers.ssh.network import GangNetwork, examine_network
+from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
+from clusterddp.launchers.ssh.sessions import HostSessions, try_host_sessions
+from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.network.paths import Findings
+from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
+from clusterddp.ssh.fan import AT_ONCE, Fan
+from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.system.byte_sizes import format_bytes
 
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+
+_ROUND_TRIPS = 5
 _ROUND_TRIPS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SLOW_ROUND_TRIP_MS = 200
 _PROCESSES_SHOWN = 5
+_RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in anew"
 
 
-def judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
-    """Tell of hosts that cannot be asked."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """The clock of a host, asked over its session."""
+
+    offset_s: float
+    """Its time minus ours; wrong by half the round trip at most."""
+    round_trip_s: float
+
+
+def check_hosts(
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, tell: Callable[[str], None]
+) -> tuple[list[Check], list[dict[str, Any]]]:
+    """Plan the run, check its hosts and the network between them; `deep`: let them compute and talk, too.
+
+    Returns the checks, and all connections between the hosts that were tried.
+    """
+    try:
+        plan = plan_run(resolved, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
+    except ClusterddpError as error:
+        return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})], []
+    ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
+    checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
+    rows: list[dict[str, Any]] = []
+    with try_host_sessions(plan, environ) as sessions:
+        checks += _judge_failures(sessions.failed)
+        if sessions.by_host:
+            network = _examine(plan.gang, sessions.by_host)
+            checks += _check_reached(plan, sessions, network, deep=deep, tell=tell)
+            rows = network.findings.rows() if network.findings else []
+    return _merge(checks), rows
+
+
+def _check_reached(
+    plan: Plan, sessions: HostSessions, network: GangNetwork, *, deep: bool, tell: Callable[[str], None]
+) -> list[Check]:
+    facts = ask_hosts(plan, sessions.by_host, thorough=True)
+    needs = needs_of(plan)
+    clocks = _read_clocks(sessions.by_host)
+    runs = _find_runs(sessions.by_host)
+    machines = facts.machines
+
+    def judge_locked(host: str) -> Result:
+        return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
+
+    checks = [
+        *_judge_failures(facts.failed),
+        Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
+        Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
+        *judge_hosts(machines, needs),
+        Check(name="cores", results={host: judge_machine_size(machine) for host, machine in machines.items()}),
+        Check(name="locked memory", results={host: judge_locked(host) for host in machines}),
+        Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
+        *_judge_network(plan, network),
+    ]
+    return checks + (try_hosts(plan, sessions, network, machines, tell) if deep else [])
+
+
+def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
+    """Probe the network between those hosts of a gang that there are sessions with."""
+    nodes = tuple(node for node in gang.nodes if node.host in sessions)
+    return examine_network(dataclasses.replace(gang, nodes=nodes), sessions)
+
+
+def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
+    """Ask the hosts for the time, the quickest of a few answers counts; those that do not answer are left out."""
+
+    def ask(host: str) -> Clock | SshError:
+        best = None
+        try:
+            for _ in range(_ROUND_TRIPS):
+                started, before = time.time(), time.monotonic()
+                there = sessions[host].ask("facts.clock").facts["time"]
+                passed = time.monotonic() - before
+                if best is None or passed < best.round_trip_s:
+                    best = Clock(offset_s=there - (started + passed / 2), round_trip_s=passed)
+        except SshError as error:
+            return error
+        assert best is not None
+        return best
+
+    results = Fan(sessions, ask, lambda result: None).results(AT_ONCE)
+    return {host: result for host, result in results.items() if isinstance(result, Clock)}
+
+
+def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
+    """Find this user's runs on hosts; those that do not answer are left out."""
+    replies = ask_all(sessions, "table.look", {"tokens": None})
+    return {host: reply.facts["runs"] for host, reply in replies.items() if isinstance(reply, Reply)}
+
+
+def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
+    """Report hosts that cannot be asked."""
     found: dict[str, dict[str, Result]] = {}
     for host, error in failed.items():
         inside = error.phase in ("start", "ask")
@@ -29,18 +137,25 @@ def judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
     return [Check(name=name, results=results) for name, results in found.items()]
 
 
+def _judge_session(session: Session, clocks: Mapping[str, Clock]) -> Result:
+    destination, clock = session.connection.destination, clocks.get(session.host)
+    jumps = [jump.host for jump in destination.jumps]
+    round_trip_s = clock.round_trip_s if clock else None
+    return judge_connection(session.connection.key.type, destination.user, jumps, round_trip_s)
+
+
 def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_s: float | None) -> Result:
-    """Tell how a host was reached."""
-    way = f" through {', '.join(jumps)}" if jumps else ""
-    words = f"user {user}{way}, {key_type} key"
+    """Report how a host was reached."""
+    through = f" through {', '.join(jumps)}" if jumps else ""
+    reached = f"user {user}{through}, {key_type} key"
     if round_trip_s is None:
-        return note(f"{words}; it does not tell the time")
+        return note(f"{reached}; it does not say what time it is")
     round_trip_ms = 1000 * round_trip_s
     least = next((limit for limit in _ROUND_TRIPS_MS if round_trip_ms <= limit), None)
     spelled = f"round trip {f'under {least}' if least else f'{round_trip_ms:.0f}'} ms"
     if round_trip_ms > _SLOW_ROUND_TRIP_MS:
-        return note(f"{words}, {spelled}: the submit takes a while, the run itself does not wait for it")
-    return ok(f"{words}, {spelled}")
+        return note(f"{reached}, {spelled}: the submit takes a while, the run itself does not wait for it")
+    return ok(f"{reached}, {spelled}")
 
 
 def judge_offset(offset_s: float) -> Result:
@@ -51,22 +166,21 @@ def judge_offset(offset_s: float) -> Result:
     return note(f"{result.found}: times in logs differ", "timedatectl set-ntp true, or chronyc makestep, there")
 
 
-def judge_machine_size(facts: HostFacts) -> Result:
-    """Tell how much of the machine a process of ours may use."""
-    machine = facts.machine
-    words = f"{machine.cores} cores, {size(machine.memory_bytes)} memory"
+def judge_machine_size(machine: Machine) -> Result:
+    """Report how much of the machine a process of ours may use."""
+    found = f"{machine.cores} cores, {format_bytes(machine.memory_bytes)} memory"
     limits = []
     if machine.cpu_limit is not None and machine.cpu_limit < machine.cores:
         limits.append(f"{machine.cpu_limit:g} cores' worth of time")
     if machine.memory_limit_bytes is not None and machine.memory_limit_bytes < machine.memory_bytes:
-        limits.append(size(machine.memory_limit_bytes))
+        limits.append(format_bytes(machine.memory_limit_bytes))
     if limits:
-        return note(f"{words}; the control group allows {' and '.join(limits)}", "systemctl show user-$(id -u).slice")
-    return ok(words)
+        return note(f"{found}; the control group allows {' and '.join(limits)}", "systemctl show user-$(id -u).slice")
+    return ok(found)
 
 
-def judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
-    """Tell which runs of this user live on a host, and what is left over of old ones."""
+def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
+    """Report which runs of this user live on a host, and which processes are left over of old ones."""
     left = [run for run in runs if run.answered_by is None]
     others = [run.label for run in runs if run.answered_by is not None]
     beside = f"; {', '.join(others)} runs there" if others else ""
@@ -79,55 +193,38 @@ def judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
     return note(f"left over of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
 
 
-def judge_network(
-    findings: Findings | None,
-    chosen: Mapping[str, tuple[str, str, str]],
-    *,
-    remarks: Sequence[str] = (),
-    error: ClusterddpError | None = None,
-) -> list[Check]:
-    """Tell of the network between hosts; `chosen`: host -> interface, address, why, if anything carries the run."""
+def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
+    """Report the network between hosts: what each host's own name means, and the interface that would be taken."""
+    findings, chosen = network.findings, network.chosen
     checks = []
     if findings is not None:
-        names = {host.host: _judge_own_name(host.own_addresses) for host in findings.hosts}
+        names = {host.host: judge_own_name(host.own_addresses) for host in findings.hosts}
         checks.append(Check(name="own name", results=names))
-    if error is not None:
-        fix = error.hint or "clusterddp submit -n shows the plan"
+    if network.error is not None:
+        fix = network.error.hint or "clusterddp submit -n shows the plan"
         hosts = [each.host for each in findings.hosts] if findings else ["here"]
-        return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(error.message, fix)))]
-    if findings is None or not chosen:
+        return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
+    if findings is None or chosen is None:
         return checks
-    used = {host.host: _describe(findings, host.host, chosen[host.host]) for host in findings.hosts}
+    used = {
+        node.host: _describe(findings, node.host, *chosen.nodes[node.node_rank])
+        for node in plan.gang.nodes
+        if node.node_rank in chosen.nodes
+    }
     checks.append(Check(name="network", results=used))
     first = findings.hosts[0].host
+    remarks = [*chosen.notes, *warn_of_shared_addresses(findings)]
     return checks + [Check(name="network", results={first: note(remark)}) for remark in remarks]
 
 
-def _describe(findings: Findings, host: str, chosen: tuple[str, str, str]) -> Result:
-    interface, address, why = chosen
-    told = next(each for each in findings.hosts if each.host == host)
-    link = told.link(interface)
-    facts = f", {speed_words(link)}, MTU {link.mtu}" if link and not link.loopback else ""
+def _describe(findings: Findings, host: str, interface: str, address: str, why: str) -> Result:
+    link = next(each for each in findings.hosts if each.host == host).link(interface)
+    facts = f", {speed_text(link)}, MTU {link.mtu}" if link and not link.loopback else ""
     return ok(f"{interface} {address}{facts}: {why.partition(';')[0]}")
 
 
-def _judge_own_name(addresses: tuple[str, ...] | None) -> Result:
-    if addresses is None:
-        return note("looking it up takes more than a second", "resolvectl status there: is its name server gone?")
-    if not addresses:
-        return note("does not resolve there", "a line with the host's real address in its /etc/hosts")
-    words = ", ".join(addresses)
-    if all(map(is_loopback, addresses)):
-        return note(
-            f"is {words} there: ranks are told addresses instead, but a script that binds to its host name reaches "
-            "nobody",
-            "the host's real address in its /etc/hosts",
-        )
-    return ok(f"is {words}")
-
-
-def merge(checks: Iterable[Check]) -> list[Check]:
-    """Put checks of one name together, unless they tell of the same host."""
+def _merge(checks: Iterable[Check]) -> list[Check]:
+    """Put checks of one name together, unless they have a host in common."""
     found: list[Check] = []
     for check in checks:
         for index, other in enumerate(found):

@@ -56,7 +56,7 @@ class _Way(TypedDict, total=False):
 
 
 class Way(_Way):
-    """How a node came to the first one (check/probe.py)."""
+    """How a node has connected to the first one (check/probe.py)."""
 
     name: str
     addresses: tuple[str, ...]
@@ -65,7 +65,7 @@ class Way(_Way):
 
 
 class Report(TypedDict):
-    """What a node says of itself (check/probe.py)."""
+    """What a node reports (check/probe.py)."""
 
     node_rank: int
     node: str
@@ -90,7 +90,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAnswer:
-    """What came back; nodes of which nothing was heard are in `nodes` and not in `reports`."""
+    """What came back; nodes without a report are in `nodes` and not in `reports`."""
 
     job_id: str | None
     nodes: tuple[str, ...]
@@ -98,8 +98,8 @@ class JobAnswer:
     """Node -> its last report."""
     submitted: float
     collected: float
-    words: tuple[str, ...]
-    """What the job has printed besides."""
+    output: tuple[str, ...]
+    """What the job has printed besides the reports."""
 
 
 def run_job(
@@ -108,7 +108,7 @@ def run_job(
     runs_dir: Path,
     environ: Mapping[str, str],
     timeout_s: float,
-    say: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> JobAnswer:
     """Submit the job, wait for its reports, and see to it that nothing of it is left.
 
@@ -123,17 +123,17 @@ def run_job(
         try:
             submitted = time.time()
             job_id = _submit(request, directory, nonce, name, environ)
-            say(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
+            tell(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
             wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
             nodes = _await_reports(request, directory, wanted, environ, timeout_s)
-            reports, words = _collect(directory)
+            reports, output = _collect(directory)
             return JobAnswer(
                 job_id=job_id,
                 nodes=nodes or tuple(reports),
                 reports=reports,
                 submitted=submitted,
                 collected=time.time(),
-                words=words,
+                output=output,
             )
         finally:
             _cancel(request, name, job_id, environ)
@@ -207,7 +207,7 @@ def _await_reports(
     deadline = time.monotonic() + timeout_s
     started = ended = False
     nodes: tuple[str, ...] = ()
-    why = "Slurm does not tell why"
+    why = "Slurm does not say why"
     while True:
         try:
             job = slurm.find(wanted)
@@ -243,7 +243,7 @@ def _read_reports(directory: Path) -> Iterator[Report]:
 
 
 def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
-    """Read reports, and what each has passed on; one that makes no sense was not heard."""
+    """Read reports, and what each has passed on; one that makes no sense is dropped."""
     for text in texts:
         with contextlib.suppress(ValueError):
             report = build(Report, read_object(text), "report")
@@ -267,8 +267,8 @@ def _collect(directory: Path) -> tuple[dict[str, Report], tuple[str, ...]]:
         known = reports.get(report["node"])
         if known is None or report["done"] or not known["done"]:
             reports[report["node"]] = report
-    words = tuple(line for line in lines if line.strip() and not line.startswith(MARK))
-    return dict(sorted(reports.items(), key=lambda item: item[1]["node_rank"])), words
+    output = tuple(line for line in lines if line.strip() and not line.startswith(MARK))
+    return dict(sorted(reports.items(), key=lambda item: item[1]["node_rank"])), output
 
 
 def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:

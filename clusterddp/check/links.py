@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.trial import PairTrial, Trials
 
 _STRAGGLER = 1.5
 """Times the median: who takes longer is named."""
@@ -18,9 +18,31 @@ _SLOW = 2.0
 """Times slower than the best pair: a pair in doubt. Shared switches and busy cores make less of a difference."""
 _LEAST_OF_CLAIM = 0.1
 """Part of what the interfaces claim, below which a pair is in doubt even if there is no other to compare it with."""
-_FIX = "cable, port, switch? ethtool IFACE and ip -s link tell errors and speed; iperf3 measures between the two"
+_FIX = "cable, port, switch? ethtool IFACE and ip -s link show errors and speed; iperf3 measures between the two"
 
 Pair = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairTrial:
+    """Two hosts that reduced numbers together, or failed to."""
+
+    hosts: tuple[str, str]
+    mbyte_per_s: float | None = None
+    latency_ms: float | None = None
+    error: str | None = None
+    """Why they could not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trials:
+    """Everything that was tried."""
+
+    pairs: list[PairTrial] = field(default_factory=list)
+    compute_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Host -> device -> time of one product of matrices."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Hosts whose torch could not even be asked to compute, and why."""
 
 
 def first_round(hosts: Sequence[str]) -> list[list[Pair]]:
@@ -52,10 +74,10 @@ def second_round(trials: Trials, claims: Mapping[str, float]) -> list[list[Pair]
 
 
 def judge_trials(trials: Trials, claims: Mapping[str, float]) -> list[Check]:
-    """Say of each host how fast it talks and computes; `claims`: host -> MB/s that its interface says it can do."""
+    """Judge how fast each host talks and computes; `claims`: host -> MB/s that its interface says it can do."""
     checks = [
-        Check(name="torch", results={host: red(words, "python -c 'import torch' there")})
-        for host, words in trials.failed.items()
+        Check(name="torch", results={host: red(found, "python -c 'import torch' there")})
+        for host, found in trials.failed.items()
     ]
     talking = _judge_hosts(trials, claims) if trials.pairs else {}
     if talking:
@@ -71,19 +93,19 @@ def judge_trials(trials: Trials, claims: Mapping[str, float]) -> list[Check]:
 
 
 def _judge_hosts(trials: Trials, claims: Mapping[str, float]) -> dict[str, Result]:
-    """Judge those hosts of which the pairs tell by themselves how they are."""
+    """Judge those hosts whose own pairs decide how they are."""
     doubtful = _doubtful(trials, claims)
     results = {}
     for host in dict.fromkeys(host for each in trials.pairs for host in each.hosts):
         own = [each for each in trials.pairs if host in each.hosts]
         fine = [each for each in own if each not in doubtful]
-        words = "; ".join(f"with {_other(each, host)} {_spell(each)}" for each in fine or own)
+        found = "; ".join(f"with {_other(each, host)} {_spell(each)}" for each in fine or own)
         if fine:
-            results[host] = ok(words)
+            results[host] = ok(found)
         elif host in _bad_hosts(trials, doubtful):
             failed = all(each.error is not None for each in own)
             results[host] = (
-                red(words, _FIX) if failed else note(f"slow with each of them: {words}{_best_words(trials)}", _FIX)
+                red(found, _FIX) if failed else note(f"slow with each of them: {found}{_best_words(trials)}", _FIX)
             )
     return results
 
@@ -103,12 +125,12 @@ def _judge_compute(compute_ms: Mapping[str, Mapping[str, float]]) -> dict[str, R
     results = {}
     for host, times in compute_ms.items():
         device = max(times, key=times.__getitem__)
-        words = f"{times[device]:.1f} ms on {device}"
+        found = f"{times[device]:.1f} ms on {device}"
         if times[device] > _STRAGGLER * median:
-            words += f", {times[device] / median:.1f} times the median: all ranks wait for it"
-            results[host] = note(words, "what else runs there? nvidia-smi -q -d CLOCK,TEMPERATURE; top")
+            found += f", {times[device] / median:.1f} times the median: all ranks wait for it"
+            results[host] = note(found, "what else runs there? nvidia-smi -q -d CLOCK,TEMPERATURE; top")
         else:
-            results[host] = ok(words)
+            results[host] = ok(found)
     return results
 
 

@@ -1,25 +1,21 @@
-"""What the reports of the nodes mean: each by itself, and against the machine that one submits from."""
+"""Judges the reports of a job's nodes: each by itself, and against the machine that one submits from."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from clusterddp.check.job import JobAnswer, Report, Way
-from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.judge import (
-    CLOCK_RED_S,
-    Needs,
-    judge_clock,
-    judge_locked_memory,
-    judge_machine,
-    size,
-    weak_locks,
-)
+from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
+from clusterddp.facts.judge import CLOCK_RED_S, judge_clock, judge_locked_memory, judge_machine
+from clusterddp.facts.judge_torch import minor_version
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
+from clusterddp.network.interface import is_loopback
+from clusterddp.system.byte_sizes import format_bytes
 
-_OF_NODES = ("torch", "GPUs", "open files", "shared memory")
-"""Checks of a machine that are asked of each node as they are asked here."""
+_SHARED_FIX = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
+_SAME_FIX = "one environment on storage that all nodes share, or the same one installed on each"
 _RAISE_LOCKED = (
     "slurm.propagate=NONE: the node's own limit, not that of the shell which submits; where that is low, too, "
     "LimitMEMLOCK=infinity for slurmd"
@@ -27,7 +23,7 @@ _RAISE_LOCKED = (
 
 
 def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
-    """Judge every node of the job, those that were not heard of too."""
+    """Judge every node of the job, also those that sent no report."""
     found: dict[str, dict[str, Result]] = {"report": {}}
     for node in answer.nodes:
         report = answer.reports.get(node)
@@ -41,38 +37,34 @@ def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
 
 def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
     machine = report["machine"]
-    yield "runs directory", _judge_directory(report, machine)
     yield "Python", _judge_python(machine, here)
     for name, result in judge_machine(machine, needs):
-        if name in _OF_NODES:
-            yield name, _judge_torch(result, machine.torch, here.torch) if name == "torch" else result
-    yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.gpus_per_node > 0)
+        if name == "runs directory":
+            yield name, _judge_directory(result, report)
+        elif name == "torch":
+            yield name, _judge_torch(result, machine.torch, here.torch)
+        elif name != "clock":
+            yield name, result
+    yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.num_gpus > 0)
     if report["way"] is not None:
         yield f"way to {report['way']['name']}", _judge_way(report["way"])
     yield "clock", _judge_clock(report, machine, answer)
-    yield "size", ok(f"{machine.cores} cores for the task, {size(machine.memory_bytes)} memory")
+    yield "size", ok(f"{machine.cores} cores for the task, {format_bytes(machine.memory_bytes)} memory")
 
 
-def _judge_directory(report: Report, machine: Machine) -> Result:
-    directory = machine.directory
-    fix = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
+def _judge_directory(result: Result, report: Report) -> Result:
     if report["nonce"] != "same":
-        return red(f"{directory.path} is not what it is here: {report['nonce']}", fix)
-    if directory.error is not None:
-        return red(f"{directory.path}: cannot be written: {directory.error}", fix)
-    found = f"the same as here, {size(directory.free_bytes or 0)} free"
-    return weak_locks(directory, found) or ok(found)
+        path = report["machine"].directory.path
+        return red(f"{path} is not what it is here: {report['nonce']}", _SHARED_FIX)
+    return dataclasses.replace(result, found=f"{result.found}, the same as here")
 
 
 def _judge_python(machine: Machine, here: Machine) -> Result:
     if machine.python == here.python:
         return ok(machine.python)
-    if machine.python.split(".")[:2] == here.python.split(".")[:2]:
+    if minor_version(machine.python) == minor_version(here.python):
         return note(f"{machine.python}, here {here.python}")
-    return red(
-        f"{machine.python} in {machine.executable}, here {here.python}",
-        "one environment on storage that all nodes share, or the same one installed on each",
-    )
+    return red(f"{machine.python} in {machine.executable}, here {here.python}", _SAME_FIX)
 
 
 def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Result:
@@ -80,10 +72,7 @@ def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Res
     if result.level == "red" or not (there and here and there.version and here.version):
         return result
     if there.version != here.version:
-        return red(
-            f"{there.version}, here {here.version}",
-            "one environment on storage that all nodes share, or the same one installed on each",
-        )
+        return red(f"{there.version}, here {here.version}", _SAME_FIX)
     return result
 
 
@@ -92,7 +81,7 @@ def _judge_way(way: Way) -> Result:
     if way["reached"] is not None:
         by = f" by {way['interface']}" if way.get("interface") else ""
         return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
-    if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
+    if addresses and all(map(is_loopback, addresses)):
         return red(
             f"{name} is {', '.join(addresses)} here, which is this very host",
             f"the real address of {name} in /etc/hosts or DNS",
@@ -118,12 +107,12 @@ def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
 
 
 def _no_report(node: str, answer: JobAnswer, here: Machine) -> Result:
-    """Say why a node was not heard of, in the words of srun if it had any."""
-    words = [line for line in answer.words if f"{node}:" in line or "execve" in line]
-    if words:
-        words.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"
-        return red(f"nothing was heard: {words[0]}", f"srun -w {node} {here.executable} -V")
+    """Say why a node sent no report: by what srun printed, if that says it."""
+    lines = [line for line in answer.output if f"{node}:" in line or "execve" in line]
+    if lines:
+        lines.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"
+        return red(f"no report: {lines[0]}", f"srun -w {node} {here.executable} -V")
     return red(
-        "nothing was heard; it may not see the runs directory",
+        "no report; it may not see the runs directory",
         f"srun -w {node} ls -d {here.directory.path}; --runs DIR names storage that all nodes share",
     )

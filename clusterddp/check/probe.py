@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -20,9 +21,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
-from clusterddp.facts.machine import Machine, interface_of, read_machine, resolve
+from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
-from clusterddp.wire import build, read_object
+from clusterddp.network.interface import is_loopback, resolve
+from clusterddp.network.port import bind_port
+from clusterddp.rendezvous.client import Found, NotFound, Search
+from clusterddp.rendezvous.connection import Connection, Message, Protocol, flush_all
+from clusterddp.rendezvous.server import Server
+from clusterddp.wire import build
 
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
@@ -30,13 +36,13 @@ _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 _LINE = 800
 _WAY_S = 20.0
 _ANSWER_S = 2.0
-_MAX_ANSWER = 1 << 20
+_PROBE = Protocol(name="probe", key="nonce", max_bytes_to_server=4096, max_bytes_to_client=1 << 20)
+"""Its key is the nonce of the job."""
 
 
-class _Said(TypedDict):
+class _Answer(TypedDict):
     """What the first node answers."""
 
-    nonce: str
     time: float
     report: dict[str, Any]
 
@@ -97,72 +103,78 @@ def _read_nonce(directory: Path, nonce: str) -> str:
 
 
 def _answer_peers(report: dict[str, Any], nonce: str, ports: range, num_peers: int) -> None:
-    """Tell every peer that connects the time and what is known of this node."""
-    with _listen(ports) as server:
-        server.settimeout(_WAY_S)
-        heard = 0
-        with contextlib.suppress(OSError):
-            while heard < num_peers:
-                peer, _ = server.accept()
-                with peer, contextlib.suppress(OSError):
-                    peer.settimeout(_ANSWER_S)
-                    if peer.recv(256).decode(errors="replace").strip() == nonce:
-                        peer.sendall((json.dumps({"nonce": nonce, "time": time.time(), "report": report})).encode())
-                        heard += 1
+    """Send every other node that connects the time and this node's report."""
+    answered: list[Connection] = []
+    deadline = time.monotonic() + _WAY_S
+    with _listen(ports) as listener, selectors.DefaultSelector() as selector:
+        server = Server(
+            listener, selector, protocol=_PROBE, key=nonce, num_expected=num_peers, report=lambda refused: None
+        )
+        while len(answered) < num_peers and time.monotonic() < deadline:
+            selector.select(0.2)
+            for connection, _ in server.accept(time.monotonic()):
+                connection.send({"kind": "report", "time": time.time(), "report": report})
+                answered.append(connection)
+                deadline = time.monotonic() + _WAY_S
+            flush_all(answered, 0.0)
+        flush_all(answered, _ANSWER_S)
 
 
 def _listen(ports: range) -> socket.socket:
     for port in ports:
-        try:
-            return socket.create_server(("", port))
-        except OSError:
-            continue
-    return socket.create_server(("", 0))
+        with contextlib.suppress(OSError):
+            return bind_port(port, shared=True, listening=True)
+    return bind_port(0, shared=True, listening=True)
 
 
 def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:
-    """Connect to the first node by its name; tell how that went, and what the first node said of itself."""
-    deadline = time.monotonic() + _WAY_S
-    addresses: tuple[str, ...] = ()
-    error = ""
-    while time.monotonic() < deadline:
-        addresses = resolve(first_node)
-        error = error if addresses else f"the name {first_node} is not known"
-        for address in addresses:
-            for port in ports:
-                try:
-                    return _ask(address, port, nonce, machine) | {"name": first_node, "addresses": addresses}
-                except OSError as failure:
-                    error = f"{address}: {failure.strerror or failure}"
-        if addresses and all(address.startswith("127.") or address == "::1" for address in addresses):
-            break  # that is this very host, and will stay so
-        time.sleep(0.3)
-    return {"name": first_node, "addresses": addresses, "reached": None, "error": error}
+    """Connect to the first node by its name; return how that went, and what the first node reports of itself."""
+    addresses = resolve(first_node)
+    leads_elsewhere = not addresses or not all(is_loopback(address) for address in addresses)
+    deadline = time.monotonic() + (_WAY_S if leads_elsewhere else _ANSWER_S)
+    asked_at = 0.0
+
+    def introduce(connection: Connection) -> Message:
+        nonlocal asked_at
+        asked_at = time.time()
+        return {"kind": "ask"}
+
+    with selectors.DefaultSelector() as selector:
+        search = Search(
+            lambda: resolve(first_node), ports, protocol=_PROBE, key=nonce, introduce=introduce, selector=selector
+        )
+        with contextlib.closing(search):
+            found = search.wait(deadline)
+        way = {"name": first_node, "addresses": resolve(first_node), "reached": None}
+        if not isinstance(found, Found):
+            return way | {"error": _explain(found, first_node)}
+        with contextlib.closing(found.connection):
+            return way | _read_answer(found, asked_at, machine)
 
 
-def _ask(address: str, port: int, nonce: str, machine: Machine) -> dict[str, Any]:
-    with socket.create_connection((address, port), timeout=_ANSWER_S) as peer:
-        source = str(peer.getsockname()[0])
-        before = time.time()
-        peer.sendall(nonce.encode())
-        answer = b""
-        while (chunk := peer.recv(65_536)) and len(answer) < _MAX_ANSWER:
-            answer += chunk
-        after = time.time()
+def _read_answer(found: Found, asked_at: float, machine: Machine) -> dict[str, Any]:
+    answered_at = time.time()
+    connection = found.connection
     try:
-        said = build(_Said, read_object(answer))
-    except ValueError:
-        said = None
-    if said is None or said["nonce"] != nonce:
-        raise OSError(0, f"a stranger listens on port {port}")
+        answer = build(_Answer, found.messages[0])
+    except ValueError as error:
+        return {"error": f"{connection.peer_address}: {error}"}
     return {
-        "reached": address,
-        "source": source,
-        "interface": interface_of(source, machine.interfaces),
-        "clock_offset_s": round(said["time"] - (before + after) / 2, 3),
-        "first": said["report"],
+        "reached": connection.peer_address,
+        "source": connection.own_address,
+        "interface": machine.interface_of(connection.own_address),
+        "clock_offset_s": round(answer["time"] - (asked_at + answered_at) / 2, 3),
+        "first": answer["report"],
         "error": "",
     }
+
+
+def _explain(failure: NotFound | None, first_node: str) -> str:
+    if failure is None:
+        return f"the name {first_node} is not known"
+    if failure.loss.kind in {"closed", "stranger", "unproven", "version"}:
+        return f"{failure.address}: a stranger listens on port {failure.port}"
+    return f"{failure.address}: {failure.loss}"
 
 
 def _tell(report: dict[str, Any], directory: Path) -> None:

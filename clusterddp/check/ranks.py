@@ -1,44 +1,110 @@
-"""What the findings of a deep check mean (facts/deep_check.py): red, a note or ok for each probe."""
+"""`doctor --job --deep`: starts the ranks of a spec where they would train, by any launcher, and judges what they find.
+
+The ranks measure with train/deep_check.py and print Findings (facts/deep_check.py).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from clusterddp import __version__
+from clusterddp.api import Run
+from clusterddp.errors import PreflightError
 from clusterddp.facts.checks import Check, Result, note, ok, red, to_json
-from clusterddp.facts.deep_check import PROBES, Compile, Environment, Finding, Peers, Reductions, Rendezvous, Training
+from clusterddp.facts.deep_check import (
+    PROBES,
+    Compile,
+    Environment,
+    Finding,
+    Peers,
+    Reductions,
+    Rendezvous,
+    Training,
+    read_findings,
+)
 from clusterddp.facts.judge import LITTLE_LOCKED
+from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.view import RunState
+from clusterddp.submission.submit import submit
+from clusterddp.system.byte_sizes import format_bytes
 
+if TYPE_CHECKING:
+    from clusterddp.planning.entry import Trial
+    from clusterddp.spec.load import ResolvedSpec
+
+_RUN_S = 900.0
+"""How long the ranks may take from their start; compiling takes most of it."""
+_HANG_S = 120.0
+_POLL_S = 0.2
+_STARTED = ("RUNNING", "STOPPING")
 _SLOW_END_S = 60.0
 _STRAGGLER = 1.2
-_MIB = 2**20
 _FIXES = {
     "compile": "a C compiler and Python's headers on the nodes (gcc, python3-dev), or train.compile=never",
-    "all_reduce": "NCCL_DEBUG=INFO under env: tells which network and which GPUs it could not use",
+    "all_reduce": "NCCL_DEBUG=INFO under env: prints which network and which GPUs it could not use",
     "peers": "all GPUs of a node have to be visible to each of its ranks: no --gpu-bind, no gpus_per_task",
 }
 
 
+def measure_ranks(
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, timeout_s: float, tell: Callable[[str], None]
+) -> tuple[list[Check], dict[str, Any]]:
+    """Have all ranks of the spec measure, then hang and be ended; return checks, and the report to send.
+
+    Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
+    """
+    plan = _plan(resolved, runs_dir, environ, "deep check")
+    tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
+    run, state = _carry_out(plan, timeout_s, tell)
+    world_size = plan.gang.world_size
+    findings = _read(run, world_size)
+    checks = judge_ranks(findings, world_size=world_size, state=state, run=run.name)
+    status = run.status()
+    if status["nccl"]:
+        checks.append(judge_transports(status["nccl"], status["warning"]))
+    ended_s = None
+    if world_size > 1 and state == "COMPLETED":
+        ended_s = _time_hang(_plan(resolved, runs_dir, environ, "hang"), timeout_s, tell)
+        checks.append(judge_hang(ended_s, backend=plan.gang.backend))
+    return checks, {
+        "schema": 1,
+        "clusterddp": __version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "launcher": plan.launcher,
+        "nodes": len(plan.gang.nodes),
+        "ranks": world_size,
+        "backend": plan.gang.backend,
+        "state": state,
+        "hang_ended_s": ended_s,
+        "nccl": [{key: value for key, value in each.items() if key != "host"} for each in status["nccl"]],
+        **to_report(checks, findings),
+    }
+
+
 def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run: str) -> list[Check]:
-    """Judge what the ranks of a run have told; `state`: how the run ended."""
+    """Judge what the ranks of a run have reported; `state`: how the run ended."""
     logs = f"clusterddp logs {run} --rank all"
     checks = []
     for probe in PROBES:
-        told = [finding for finding in findings if finding.probe == probe]
-        if told and probe in _JUDGES:
-            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(told, _JUDGES[probe])))
+        of_probe = [finding for finding in findings if finding.probe == probe]
+        if of_probe and probe in _JUDGES:
+            checks.append(Check(name=probe.replace("_", "-"), results=_by_host(of_probe, _JUDGES[probe])))
     if state != "COMPLETED":
         last = {finding.rank: finding.probe for finding in findings}
         silent = world_size - len(last)
-        far = f"; last told of: {', '.join(sorted(set(last.values())))}" if last else ""
-        words = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} told nothing" if silent else "")
-        checks.append(Check(name="ranks", results={run: red(words, logs)}))
+        far = f"; last reported: {', '.join(sorted(set(last.values())))}" if last else ""
+        found = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} reported nothing" if silent else "")
+        checks.append(Check(name="ranks", results={run: red(found, logs)}))
     return checks
 
 
 def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> Check:
-    """Judge what NCCL has taken on each host, as `status` tells it; `warning`: what status warns of."""
+    """Judge what NCCL has taken on each host, as `status` shows it; `warning`: what status warns of."""
     results = {
         str(each["host"]): ok(", ".join(map(str, (each["network"], *each["devices"], *each["links"]))))
         for each in transports
@@ -51,9 +117,7 @@ def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> C
 def judge_hang(ended_s: float | None, *, backend: str) -> Check:
     """Judge how long it took to end a gang that hung in an all-reduce."""
     if ended_s is None:
-        result = note(
-            "not measured: the ranks did not come that far", "clusterddp list names the run; its logs tell why"
-        )
+        result = note("not measured: the ranks did not get that far", "clusterddp list names the run; its logs say why")
     elif ended_s > _SLOW_END_S:
         result = note(
             f"{ended_s:g} s until no rank was left", "nvidia-smi and dmesg on the nodes: a driver that is stuck"
@@ -72,11 +136,70 @@ def to_report(checks: Iterable[Check], findings: Sequence[Finding]) -> dict[str,
     }
 
 
-def _by_host(told: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
+def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], trial: Trial) -> Plan:
+    job = resolved.job.model_copy(update={"restarts": 0})
+    return plan_run(
+        dataclasses.replace(resolved, job=job),
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=environ,
+        trial=trial,
+    )
+
+
+def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tuple[Run, str]:
+    """Submit a run and wait for its end; return it, and its state then."""
+    run = _start(plan, timeout_s, tell)
+    try:
+        state = run.wait(_RUN_S)
+    finally:
+        run.cancel()  # of a run that has ended: nothing happens
+    return run, state
+
+
+def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
+    """Submit a run, and wait until its ranks have started.
+
+    Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
+    """
+    run = Run(submit(plan, tell=tell).run_dir)
+    deadline = time.monotonic() + timeout_s
+    while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
+        if time.monotonic() > deadline:
+            run.cancel()
+            raise PreflightError(
+                f"{run.name} has not started within {timeout_s:g} s, and is cancelled: it is {state}",
+                hint="--timeout S waits longer",
+            )
+    return run
+
+
+def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
+    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never got that far."""
+    tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
+    run = _start(plan, timeout_s, tell)
+    deadline = time.monotonic() + _HANG_S
+    try:
+        while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:
+            if time.monotonic() > deadline or run.wait(_POLL_S) not in _STARTED:
+                return None
+        time.sleep(1.0)  # into the all-reduce
+        began = time.monotonic()
+    finally:
+        run.cancel()
+    run.wait(_HANG_S)
+    return round(time.monotonic() - began, 1)
+
+
+def _read(run: Run, world_size: int) -> list[Finding]:
+    return [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]
+
+
+def _by_host(findings: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
     """Judge each host by its ranks: what failed on one of them comes first."""
     results = {}
-    for host in dict.fromkeys(finding.host for finding in told):
-        own = [finding for finding in told if finding.host == host]
+    for host in dict.fromkeys(finding.host for finding in findings):
+        own = [finding for finding in findings if finding.host == host]
         failed = [finding for finding in own if finding.found is None]
         if failed:
             worst = min(failed, key=lambda finding: finding.error == "failed on another rank")
@@ -91,16 +214,16 @@ def _by_host(told: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) 
 def _judge_environment(ranks: Sequence[Environment]) -> Result:
     first = ranks[0]
     build = f"CUDA {first.cuda}" if first.cuda else "for the CPU"
-    words = [f"torch {first.torch} {build}", f"Python {first.python}"]
-    words += (
+    parts = [f"torch {first.torch} {build}", f"Python {first.python}"]
+    parts += (
         [f"{len(ranks)} x {first.gpu}, capability {first.capability}"] if first.gpu else [f"{len(ranks)} ranks, no GPU"]
     )
-    words += [f"driver {first.driver}"] if first.driver else []
-    words += [f"NCCL {first.nccl}"] if first.nccl else []
-    found = ", ".join(words)
+    parts += [f"driver {first.driver}"] if first.driver else []
+    parts += [f"NCCL {first.nccl}"] if first.nccl else []
+    found = ", ".join(parts)
     if first.gpu and 0 <= first.locked_memory_bytes < LITTLE_LOCKED:
         return note(
-            f"{found}; at most {_size(first.locked_memory_bytes)} may be locked",
+            f"{found}; at most {format_bytes(first.locked_memory_bytes)} may be locked",
             "InfiniBand needs more: ulimit -l unlimited; on Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
     if first.gpu and first.compile_obstacle:
@@ -118,7 +241,8 @@ def _judge_reductions(ranks: Sequence[Reductions]) -> Result:
     if not sizes:
         return note("nothing was measured")
     best = max(sizes, key=lambda each: each.bus_gb_per_s)
-    return ok(f"{sizes[0].ms:.3g} ms for {_size(sizes[0].bytes)}; {best.bus_gb_per_s:.3g} GB/s at {_size(best.bytes)}")
+    fastest = f"{best.bus_gb_per_s:.3g} GB/s at {format_bytes(best.bytes)}"
+    return ok(f"{sizes[0].ms:.3g} ms for {format_bytes(sizes[0].bytes)}; {fastest}")
 
 
 def _judge_peers(ranks: Sequence[Peers]) -> Result:
@@ -148,10 +272,6 @@ def _judge_training(ranks: Sequence[Training]) -> Result:
     if max(times) > _STRAGGLER * statistics.median_low(times):
         return note(f"{found}; the slowest rank takes {max(times):.3g} ms", "what else runs there? nvidia-smi; top")
     return ok(found)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // _MIB} MiB" if num_bytes >= _MIB else f"{num_bytes // 1024} KiB"
 
 
 _JUDGES: dict[str, Callable[[Sequence[Any]], Result]] = {

@@ -12,12 +12,12 @@ from clusterddp.cli.ps_text import (
     process_lines,
     run_json,
     spell_processes,
-    spell_size,
     stored_lines,
 )
 from clusterddp.cli.terminal import say, say_error
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.look.printable import printable
+from clusterddp.system.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.look.ps import Machines
@@ -74,7 +74,7 @@ class Clearing:
         )
         words = [f"end {spell_processes(processes)}"] if processes else []
         if count:
-            words.append(f"remove {_directories(count)} ({spell_size(size)})")
+            words.append(f"remove {_directories(count)} ({format_bytes(size)})")
         return " and ".join(words).capitalize() + "?" if words else ""
 
     @property
@@ -134,7 +134,7 @@ class Clearing:
             gone = [each for each in removed if each.error is None]
             if gone:
                 self.put(
-                    f"{_directories(len(gone))} removed on {printable(host)}, {spell_size(sum(e.size for e in gone))}"
+                    f"{_directories(len(gone))} removed on {printable(host)}, {format_bytes(sum(e.size for e in gone))}"
                 )
             for each in removed:
                 if each.error is not None:

@@ -10,7 +10,8 @@ from clusterddp.cli.arguments import address, command, runs_option
 from clusterddp.cli.terminal import Terminal, duration, say
 from clusterddp.cli.watch import say_ending, watch_until_ended
 from clusterddp.errors import RunFailedError
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 from clusterddp.system.templates import read_template
 
 _ACCURACY = 0.95

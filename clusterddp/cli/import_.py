@@ -40,7 +40,7 @@ def import_(
     clusterddp import hostfile .deepspeed_env      hosts and variables, in one spec
     """
     from clusterddp.importing.reading import import_files
-    from clusterddp.run.directory import write_text
+    from clusterddp.system.files import write_text
 
     imported = import_files(files, kind=cast("Kind | None", kind), line=line)
     if output is None:

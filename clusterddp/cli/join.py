@@ -60,12 +60,12 @@ def join(
     clusterddp join job.yaml --resume RUN     on every machine, when it has ended before it was done
     CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     nobody without the key takes part
     """
-    from clusterddp.run.directory import read_json
     from clusterddp.run.record import read_run
     from clusterddp.spec.load import load_spec
     from clusterddp.submission.join.join import join as join_run
     from clusterddp.submission.join.join import start_timeout_s
     from clusterddp.submission.submit import Submitted
+    from clusterddp.system.files import read_json
 
     flags = {"launcher": "ssh"} | ({"device": "cpu"} if cpu else {})
     resolved = load_spec(

@@ -11,7 +11,7 @@ from clusterddp.cli.terminal import say, writing_stdout
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.remote.upload import Progress
+    from clusterddp.remote.uploader import Progress
 
 _WORTH_TELLING_BYTES = 5_000_000
 

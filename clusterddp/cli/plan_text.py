@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.ssh_text import size, ssh_facts, ssh_lines, ssh_table, words
+from clusterddp.cli.ssh_text import ssh_facts, ssh_lines, ssh_table, words
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
+from clusterddp.system.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.launchers.slurm.ask import Verdict
@@ -148,9 +149,8 @@ def _code(plan: Plan) -> str:
     snapshot = plan.snapshot
     if not snapshot:
         return "no snapshot" + (": it runs from where it lies" if plan.spec.get("entry") else "")
-    return (
-        f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size(snapshot['bytes'])}"
-    )
+    size = format_bytes(snapshot["bytes"])
+    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
 
 
 def _node_table(plan: Plan) -> list[str]:

@@ -11,6 +11,7 @@ import click
 from clusterddp.cli.terminal import duration, table
 from clusterddp.errors import SshError
 from clusterddp.look.printable import printable
+from clusterddp.system.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.run.leftovers import RunHere
@@ -79,14 +80,6 @@ def spell_processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def spell_size(size: int) -> str:
-    """Write a number of bytes for people: `3.4 GB`, `120 MB`, `8 kB`."""
-    for unit, bytes_per_unit in (("GB", 1e9), ("MB", 1e6)):
-        if size >= bytes_per_unit:
-            return f"{size / bytes_per_unit:.3g} {unit}"
-    return f"{size / 1e3:.0f} kB"
-
-
 def _row(host: str, run: RunHere) -> list[str]:
     left_over = run.answered_by is None
     state = click.style("left over", fg="red", bold=True) if left_over else "running"
@@ -111,7 +104,7 @@ def _processes(run: RunHere) -> str:
 
 
 def _stored_row(host: str, root: str, stored: Stored) -> list[str]:
-    note = f"with {spell_size(stored.checkpoints)} of checkpoints" if stored.checkpoints else ""
+    note = f"with {format_bytes(stored.checkpoints)} of checkpoints" if stored.checkpoints else ""
     place = stored.place if stored.kind == "run" else stored.place[:24]
     age = duration(stored.age_s)
-    return [printable(host), _KINDS[stored.kind], printable(f"{root}/{place}"), age, spell_size(stored.size), note]
+    return [printable(host), _KINDS[stored.kind], printable(f"{root}/{place}"), age, format_bytes(stored.size), note]

@@ -22,10 +22,12 @@ from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_wi
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import Home, demand_sight, is_out_of_sight, kept_fresh
-from clusterddp.run.directory import RunDir, find_run, list_runs, read_json
+from clusterddp.results.reports import demand_sight, is_out_of_sight
+from clusterddp.results.sync import Synchroniser
+from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunStatus, RunSummary
@@ -62,11 +64,11 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
         return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
 
     # The text names the hosts that do not answer.
-    with kept_fresh([run], terminal.environ, say=say_note, names_hosts=output == "json") as home:
+    with Synchroniser([run], terminal.environ, say=say_note, names_hosts=output == "json") as sync:
         if watch and output == "text" and terminal.can_redraw(sys.stdout):
-            state = _redraw(run, text_of, terminal, home)
+            state = _redraw(run, text_of, terminal, sync)
         else:
-            for state in _watched(run, home) if watch else [_fetched_status(run, home)]:
+            for state in _watched(run, sync) if watch else [_fetched_status(run, sync)]:
                 if output == "json":
                     put_json(state.to_json(), indent=None if watch else 1)
                     sys.stdout.flush()
@@ -102,8 +104,8 @@ def logs(
     """
     run = find_run(runs_dir, name)
     escape = False if raw else None
-    with staying_with(run, terminal) as home:
-        anything = write_logs(run, ranks, home, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
+    with staying_with(run, terminal) as sync:
+        anything = write_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
     if not anything:
         demand_sight(run, read_state(run))
     if not anything and tail_lines != 0:
@@ -131,9 +133,9 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
     if sweep:
         return wait_for_all(sweep, terminal, timeout_s=timeout_s)
     run = find_run(runs_dir, name)
-    with staying_with(run, terminal) as home:
-        view = watch_until_ended(run, terminal, home, timeout_s=timeout_s)
-        return say_ending(run, view, terminal, home)
+    with staying_with(run, terminal) as sync:
+        view = watch_until_ended(run, terminal, sync, timeout_s=timeout_s)
+        return say_ending(run, view, terminal, sync)
 
 
 @command("cancel")
@@ -205,24 +207,24 @@ def list_(
 COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel, "list": list_}
 
 
-def _fetched_status(run: RunDir, home: Home) -> RunStatus:
+def _fetched_status(run: RunDir, sync: Synchroniser) -> RunStatus:
     """Read the run's status; of a run that has ended, when what its spec says is here."""
     from clusterddp.look.status import read_status
 
-    home.look()
+    sync.update()
     state = read_status(run)
     if not state.state.finished:
         return state
-    if not home.fetch():
+    if not sync.download():
         say_unfetched(run)
     return read_status(run)
 
 
-def _watched(run: RunDir, home: Home) -> Iterator[RunStatus]:
+def _watched(run: RunDir, sync: Synchroniser) -> Iterator[RunStatus]:
     """Yield the run's status whenever it has changed, until the run has ended."""
     before = None
     while True:
-        state = _fetched_status(run, home)
+        state = _fetched_status(run, sync)
         # How long ago something was known last is no news.
         news = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
         if news != before:
@@ -233,7 +235,7 @@ def _watched(run: RunDir, home: Home) -> Iterator[RunStatus]:
         time.sleep(_WATCH_INTERVAL_S)
 
 
-def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal, home: Home) -> RunStatus:
+def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal, sync: Synchroniser) -> RunStatus:
     """Draw the status in place until the run has ended; the last one stays."""
     from rich.console import Console
     from rich.live import Live
@@ -242,7 +244,7 @@ def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal
     console = Console(no_color=terminal.no_color or None)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            state = _fetched_status(run, home)
+            state = _fetched_status(run, sync)
             live.update(Text.from_ansi(text_of(state), no_wrap=True, overflow="ellipsis"), refresh=True)
             if state.state.finished:
                 return state
@@ -276,8 +278,8 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
     from clusterddp.look.status import read_summary
 
     while batch := list(itertools.islice(runs, at_once)):
-        with kept_fresh(batch, terminal.environ, say=say_note) as home:
-            home.look(timeout_s=_LIST_TIMEOUT_S)
+        with Synchroniser(batch, terminal.environ, say=say_note) as sync:
+            sync.update(timeout_s=_LIST_TIMEOUT_S)
         records = list(_with_records(batch))
         announce(records)
         for run, record in records:

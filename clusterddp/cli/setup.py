@@ -45,7 +45,7 @@ def init(
     said. A PATH of - is standard output.
     """
     from clusterddp.cli.starter_spec import slurm_spec
-    from clusterddp.run.directory import write_text
+    from clusterddp.system.files import write_text
 
     if partition is not None and launcher != "slurm":
         raise UsageError("--partition is for --launcher slurm")

@@ -1,4 +1,4 @@
-"""How the plan of a run over SSH is shown: its hosts, what goes there, what is started there, what comes home."""
+"""How the plan of a run over SSH is shown: its hosts, what is uploaded, what is started, what is downloaded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from clusterddp.cli.terminal import rank_span, table
 from clusterddp.look.printable import printable
+from clusterddp.system.byte_sizes import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -22,7 +23,7 @@ _COMMAND_SHOWN = 78
 
 def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     """Name what holds for all hosts."""
-    data = [f"{size(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
+    data = [f"{format_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
     parts = " and ".join([*(["the code"] if with_code else []), *data])
     facts = [("sends", f"{parts} to each host, but for what is there already" if parts else "nothing of yours")]
     facts.append(("variables", "those under env and secrets of the spec; none of this shell's go along"))
@@ -59,7 +60,7 @@ def ssh_lines(plan: Plan) -> list[str]:
     ]
     for send in plan.ssh.send:
         files = f"{send.files} {'file' if send.files == 1 else 'files'}"
-        lines.append(f"  {printable(send.target)}  <- {printable(send.source)} ({files}, {size(send.bytes)})")
+        lines.append(f"  {printable(send.target)}  <- {printable(send.source)} ({files}, {format_bytes(send.bytes)})")
     lines += ["", click.style("commands on the hosts", bold=True)]
     lines.append("  on each, over SSH, one constant command; all else goes to its standard input as data:")
     shown = command if len(command) <= _COMMAND_SHOWN else f"{command[:_COMMAND_SHOWN]}... ({len(command)} characters)"
@@ -78,13 +79,6 @@ def ssh_lines(plan: Plan) -> list[str]:
 def words(argv: Sequence[str]) -> str:
     """Write a command as a shell takes it; a path from ~/ stays one."""
     return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in argv)
-
-
-def size(num_bytes: int) -> str:
-    """Write a size for people."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 def _python(host: SshNode) -> str:

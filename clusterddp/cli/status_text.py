@@ -11,8 +11,8 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
-from clusterddp.run.directory import read_json
 from clusterddp.run.record import FOREIGN
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.look.progress import Progress

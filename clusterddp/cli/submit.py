@@ -19,9 +19,10 @@ from clusterddp.cli.terminal import Terminal, put, put_json, say
 from clusterddp.cli.watch import detaching, say_ending, say_note, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import kept_fresh
-from clusterddp.run.directory import RunDir, find_run, read_json
+from clusterddp.results.sync import Synchroniser
+from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.sweep_dir import SweepDir, find_sweep
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -309,12 +310,12 @@ def _tell_and_stay(
         say(f"  status  clusterddp status {where}")
         say(f"  cancel  clusterddp cancel {where}")
         return 0
-    with kept_fresh([run], terminal.environ, say=say_note) as home:
+    with Synchroniser([run], terminal.environ, say=say_note) as sync:
         with contextlib.nullcontext() if submitted.tie else detaching(run, terminal):
             if follow:
-                write_logs(run, "0", home, follow=True, stream=sys.stderr if output == "json" else sys.stdout)
-            view = watch_until_ended(run, terminal, home)
-        return say_ending(run, view, terminal, home)
+                write_logs(run, "0", sync, follow=True, stream=sys.stderr if output == "json" else sys.stdout)
+            view = watch_until_ended(run, terminal, sync)
+        return say_ending(run, view, terminal, sync)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, tabl
 from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import Home, kept_fresh
+from clusterddp.results.sync import Synchroniser
 
 if TYPE_CHECKING:
     from clusterddp.look.sweep import SweepStatus
@@ -116,8 +116,8 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
-    with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
-        home.look()
+    with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+        sync.update()
     status = read_sweep_status(sweep)
     if output == "json":
         put_json(status.to_json())
@@ -136,10 +136,10 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        with kept_fresh(sweep.runs(), terminal.environ, say=say_note) as home:
-            status = _poll(sweep, home, deadline)
+        with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+            status = _poll(sweep, sync, deadline)
             if status.finished:
-                home.fetch()
+                sync.download()
     except KeyboardInterrupt:
         say(f"\ndetached; the sweep goes on. cancel: clusterddp cancel {sweep.name}")
         raise
@@ -161,7 +161,7 @@ def counts_text(status: SweepStatus) -> str:
     return ", ".join(f"{count} {state_text(state)}" for state, count in status.states.items())
 
 
-def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
+def _poll(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepStatus:
     """Look until all runs have ended or the time is up, and tell when something has changed."""
     from clusterddp.look.sweep import read_sweep_status
 
@@ -169,7 +169,7 @@ def _poll(sweep: SweepDir, home: Home, deadline: float | None) -> SweepStatus:
     said_at = 0.0
     while True:
         begun = time.monotonic()
-        home.look()
+        sync.update()
         status = read_sweep_status(sweep)
         now = time.monotonic()
         if status.finished or (deadline is not None and now >= deadline):

@@ -21,8 +21,10 @@ from clusterddp.cli.status_text import (
 from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.fresh import ALL_HERE, Home, demand_sight, kept_fresh
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.results.reports import demand_sight
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -42,10 +44,10 @@ Show = Callable[["RunView", "Progress | None"], None]
 
 
 @contextlib.contextmanager
-def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Home]:
+def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the run's files as new as they can be; let Ctrl-C end the watching, not the run, and say so."""
-    with detaching(run, terminal), kept_fresh([run], terminal.environ, say=say_note) as home:
-        yield home
+    with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
+        yield sync
 
 
 def say_note(text: str) -> None:
@@ -72,21 +74,21 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
 
 
 def watch_until_ended(
-    run: RunDir, terminal: Terminal, home: Home = ALL_HERE, *, timeout_s: float | None = None
+    run: RunDir, terminal: Terminal, sync: Synchroniser = NO_HOSTS, *, timeout_s: float | None = None
 ) -> RunView:
-    """Show how the run goes on until it has ended; `home` keeps its files as new as they can be.
+    """Show how the run goes on until it has ended; `sync` downloads its files meanwhile.
 
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
     by then, or for a minute where there is no limit, and nothing is known of it.
     """
     with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
-        return _poll(run, show, timeout_s, home)
+        return _poll(run, show, timeout_s, sync)
 
 
 def write_logs(
     run: RunDir,
     ranks: str,
-    home: Home = ALL_HERE,
+    sync: Synchroniser = NO_HOSTS,
     *,
     follow: bool,
     attempt: int | None = None,
@@ -101,17 +103,17 @@ def write_logs(
     from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
 
     if follow or ranks == "failed":
-        home.look()
+        sync.update()
     chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
-    home.want_logs(chosen, newest if attempt is None else attempt)
+    sync.want_logs(chosen, newest if attempt is None else attempt)
     if not follow or tail_lines is not None:  # who follows all of it sees the beginning while the rest is on its way
-        home.catch_up()
+        sync.update_logs()
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
-        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, source=home)
+        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, sync=sync)
     else:
         pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
     out = stream.buffer
@@ -132,11 +134,11 @@ def write_logs(
     return bool(last)
 
 
-def say_ending(run: RunDir, view: RunView, terminal: Terminal, home: Home = ALL_HERE) -> int:
+def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Fetch what the spec says, tell how a run ended, and return the exit code that stands for it."""
     from clusterddp.look.status import find_job_log
 
-    fetched = home.fetch()
+    fetched = sync.download()
     end = view.end
     cause = end.root_cause if end else None
     text = f"{run.name} {state_text(view.state.value)}"
@@ -167,13 +169,13 @@ def exit_code_of(view: RunView) -> int:
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
 
 
-def _poll(run: RunDir, show: Show, timeout_s: float | None, home: Home) -> RunView:
+def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:
     from clusterddp.launchers.state import read_state
     from clusterddp.look.progress import read_progress
 
     begun = time.monotonic()
     while True:
-        home.look()
+        sync.update()
         view = read_state(run)
         waited_s = time.monotonic() - begun
         if waited_s >= (_SIGHT_S if timeout_s is None else timeout_s):

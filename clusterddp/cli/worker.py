@@ -18,13 +18,13 @@ from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.network.interface import read_links
 from clusterddp.network.socket_links import tell_links
 from clusterddp.ranks.environment import Variable
-from clusterddp.rendezvous.muster import DEFAULT_TIMEOUT_S, muster
-from clusterddp.rendezvous.muster_words import own_hello
-from clusterddp.rendezvous.signed import JOIN_KEY
+from clusterddp.rendezvous.handshake import JOIN_KEY
+from clusterddp.rendezvous.rank_messages import introduce_rank
+from clusterddp.rendezvous.ranks import DEFAULT_TIMEOUT_S, meet_ranks
 
 if TYPE_CHECKING:
     from clusterddp.ranks.launched import Launched
-    from clusterddp.rendezvous.muster_words import Hello
+    from clusterddp.rendezvous.rank_messages import RankHello
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
     from clusterddp.submission.worker.place import Decided
@@ -69,8 +69,9 @@ def worker(
             environ=terminal.environ,
             resume=resume,
         )
-        told, door = muster(launched, own, here.decide, _timeout_s(resolved.job), terminal.environ.get(JOIN_KEY, ""))
-        decided = Decided.from_json(told, launched.world_size)
+        key = terminal.environ.get(JOIN_KEY, "")
+        answer, master = meet_ranks(launched, own, here.decide, _timeout_s(resolved.job), key)
+        decided = Decided.from_json(answer, launched.world_size)
         run = here.settle(decided)
         if launched.rank == 0:
             _tell(here, decided, run.path)
@@ -83,12 +84,12 @@ def worker(
             error.message = f"{host}: {error.message}"
         raise
     environment.pop(JOIN_KEY, None)  # the program needs it for nothing
-    if door is not None and not launched.port_is_taken:
-        environment |= door.keep_over_exec(listening=here.takes_listener)
+    if master is not None and not launched.port_is_taken:
+        environment |= master.keep_over_exec(listening=here.takes_listener)
     os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
 
 
-def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, Hello]:
+def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, RankHello]:
     """Complete what PMI tells, and introduce this rank to the others."""
     from clusterddp.network.interface import own_addresses
     from clusterddp.planning.job_values import spec_text
@@ -101,7 +102,7 @@ def _introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str,
     size = launched.told.get("WORLD_SIZE")
     port_is_given = launched.master_port is not None and not launched.port_is_taken
     gpus = count_gpus(resolved.job, environ)
-    return launched, own_hello(
+    return launched, introduce_rank(
         rank=launched.rank,
         world_size=launched.world_size,
         world_size_from=size.origin if size else "alone",

@@ -1,1 +1,1 @@
-"""What a machine is, and what that means for a run: told and judged with plain Python, on hosts and beside them."""
+"""The facts of a machine, and the rules that judge them: plain Python, on this machine, on nodes and on hosts."""

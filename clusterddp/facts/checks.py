@@ -1,13 +1,32 @@
-"""What was checked: a value for each check and host, so that some hosts can answer while others do not."""
+"""What a check is made for and what it results in: one result for each host, so that hosts may fail to answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Level = Literal["red", "note", "ok"]
 _ORDER: tuple[Level, ...] = ("red", "note", "ok")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run asks of one machine; without a spec nothing in particular."""
+
+    trainer: bool = False
+    """The built-in trainer runs, which needs torch; what a program of the user's needs is not known."""
+    use_gpus: bool = True
+    """Ranks compute on GPUs where there are any."""
+    num_gpus: int = 0
+    nccl: bool = False
+    """NCCL connects machines."""
+    download: bool = True
+    """Data that is missing is downloaded."""
+    waits: bool = False
+    """It waits for GPUs that are in use."""
+    sent_bytes: int = 0
+    """How much data will be sent, if the machine has none of it yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +76,14 @@ def red(found: str, fix: str) -> Result:
 def is_healthy(checks: Iterable[Check]) -> bool:
     """Say whether nothing is red."""
     return all(check.level != "red" for check in checks)
+
+
+def reds_of(checks: Iterable[Check]) -> Iterator[tuple[str, str, Result]]:
+    """List what is red: host, check, result."""
+    for check in checks:
+        for host, result in check.results.items():
+            if result.level == "red":
+                yield host, check.name, result
 
 
 def rows(checks: Iterable[Check]) -> list[Row]:

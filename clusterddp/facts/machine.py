@@ -1,4 +1,4 @@
-"""The facts of the machine that this process is on, as one value that travels as JSON; nothing is judged here."""
+"""The facts of the machine that this process is on, as one value that travels as JSON; facts/judge.py judges it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
-from clusterddp.facts.torch import Torch
-from clusterddp.network.interface import read_links
-from clusterddp.system.devices import visible_gpus
+from clusterddp.facts.logind import Logout, read_logout
+from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
+from clusterddp.facts.torch import Torch, ask_torch
+from clusterddp.network.interface import Link, read_links, resolve
+from clusterddp.system.devices import read_driver, visible_gpus
 from clusterddp.system.exclusive import Method, probe_exclusive
 from clusterddp.system.storage import find_mount
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interface:
-    """A network interface."""
-
-    name: str
-    addresses: tuple[str, ...]
-    usable: bool
-    """It may carry a gang: neither the loopback nor one between containers."""
+DataState = Literal["there", "empty", "missing", "not readable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +43,16 @@ class Directory:
     """The file system's clock minus this machine's; a file server has one of its own."""
     exclusive: Method | None = None
     """How a record gets a name that none has there; None: not found out."""
+    no_exec: bool = False
+    """Nothing that lies there can be started as a program."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The directory of the data set."""
+
+    path: str
+    state: DataState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +67,11 @@ class Machine:
     memory_bytes: int
     shm_bytes: int | None
     open_files: int
-    gpus: tuple[str, ...]
-    own_addresses: tuple[str, ...]
-    """What the machine's own name resolves to here."""
-    interfaces: tuple[Interface, ...]
+    gpus: tuple[str, ...] | None
+    """None: not asked for."""
+    own_addresses: tuple[str, ...] | None
+    """What the machine's own name resolves to here; None: not asked for, or not known in time."""
+    links: tuple[Link, ...]
     directory: Directory
     torch: Torch | None = None
     """None: not looked at."""
@@ -76,9 +79,20 @@ class Machine:
     """Bytes that a process may lock; -1: no limit."""
     infiniband: bool = False
     """It has a device for RDMA: InfiniBand, or a card that speaks RoCE."""
+    busy_gpus: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Those of `gpus` that are in use, and by which run or process."""
     cpu_limit: float | None = None
     """Cores' worth of time that the control group may use; None: no limit."""
     memory_limit_bytes: int | None = None
+    logout: Logout | None = None
+    """None: not looked at, as a run there does not outlive a session."""
+    data: Data | None = None
+    """None: not looked at, or the run names no data."""
+
+    def interface_of(self, address: str) -> str | None:
+        """Name the interface that has an address."""
+        owners = (link.name for link in self.links for entry in link.addresses if entry.address == address)
+        return next(owners, None)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -103,9 +117,9 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=() if brief else visible_gpus(environ),
-        own_addresses=() if brief else resolve(host),
-        interfaces=read_interfaces(),
+        gpus=None if brief else visible_gpus(environ),
+        own_addresses=None if brief else resolve(host),
+        links=read_links(),
         directory=read_directory(directory),
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=_has_infiniband(),
@@ -114,38 +128,20 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
     )
 
 
-def _has_infiniband() -> bool:
-    try:
-        return bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return False
+def read_host(
+    root: Path, environ: Mapping[str, str], *, executable: str, data_dir: Path | None, with_driver: bool
+) -> Machine:
+    """Look at a host for a run that outlives the SSH session, without importing torch.
 
-
-def resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses of a host as this machine knows them; none when it does not know the name."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(address[4][0]) for address in found))
-
-
-def read_interfaces() -> tuple[Interface, ...]:
-    """List the interfaces that are up and have an address, and those that are never used."""
-    return tuple(
-        Interface(
-            name=link.name,
-            addresses=tuple(entry.address for entry in link.addresses),
-            usable=bool(link.addresses) and not (link.loopback or link.of_containers),
-        )
-        for link in read_links()
-        if link.of_containers or (link.addresses and link.up)
+    `root`: our directory there; `environ`: that of the ranks' Python `executable`, with this package on its path.
+    """
+    torch = ask_torch(executable, environ, root)
+    return dataclasses.replace(
+        read_machine(root, environ, brief=True),
+        torch=dataclasses.replace(torch, driver=read_driver(environ)) if with_driver else torch,
+        logout=read_logout(),
+        data=read_data(data_dir) if data_dir else None,
     )
-
-
-def interface_of(address: str, interfaces: tuple[Interface, ...]) -> str | None:
-    """Name the interface that has an address."""
-    return next((interface.name for interface in interfaces if address in interface.addresses), None)
 
 
 def read_directory(path: Path) -> Directory:
@@ -163,6 +159,7 @@ def read_directory(path: Path) -> Directory:
     )
     try:
         free = shutil.disk_usage(existing).free
+        no_exec = bool(os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0))
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".clusterddp-doctor-") as file:
             before = time.time()
             file.write(b"x")
@@ -171,4 +168,26 @@ def read_directory(path: Path) -> Directory:
         exclusive = probe_exclusive(existing)
     except OSError as error:
         return dataclasses.replace(seen, error=error.strerror)
-    return dataclasses.replace(seen, free_bytes=free, clock_offset_s=round(offset, 3), exclusive=exclusive)
+    return dataclasses.replace(
+        seen, free_bytes=free, clock_offset_s=round(offset, 3), exclusive=exclusive, no_exec=no_exec
+    )
+
+
+def read_data(path: Path) -> Data:
+    """Look whether something can be read in a directory."""
+    state: DataState = "there"
+    try:
+        with os.scandir(path) as entries:
+            state = "there" if any(True for _ in entries) else "empty"
+    except FileNotFoundError:
+        state = "missing"
+    except OSError:
+        state = "not readable"
+    return Data(path=str(path), state=state)
+
+
+def _has_infiniband() -> bool:
+    try:
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False

@@ -1,24 +1,55 @@
-"""How much memory is free for a process here: what the machine has left, and what the control groups leave of that."""
+"""The memory and the processor time that the control groups allow this process, what is free, what the kernel killed.
+
+Control groups limit a process together with all groups above its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from clusterddp.facts.limits import OWN_GROUPS, ROOT_GROUP, groups
+from clusterddp.system.byte_sizes import format_bytes
 
+ROOT_GROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_VMSTAT = Path("/proc/vmstat")
+_NO_LIMIT = 2**60
+"""Of version 1, which writes a large number for it."""
 _NAMES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Of a group, in version 2 and version 1: its limit, and what it has charged."""
+_JOB = re.compile(r"job_\d+")
+"""The name of the group in which Slurm keeps a job's processes on a node."""
+
+
+def read_cpu_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> float | None:
+    """Return how many cores' worth of time this process may use; None: no limit."""
+    limits = []
+    for text in _read_all("cpu", "cpu.max", own, root):
+        quota, period = text.split()
+        if quota != "max":
+            limits.append(int(quota) / int(period))
+    quotas = _read_all("cpu", "cpu.cfs_quota_us", own, root)
+    periods = _read_all("cpu", "cpu.cfs_period_us", own, root)
+    limits += [int(quota) / int(period) for quota, period in zip(quotas, periods, strict=False) if int(quota) > 0]
+    return min(limits, default=None)
+
+
+def read_memory_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
+    """Return how many bytes this process and those beside it may use; None: no limit."""
+    texts = [*_read_all("memory", "memory.max", own, root), *_read_all("memory", "memory.limit_in_bytes", own, root)]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT), default=None)
 
 
 def free_bytes(meminfo: Path = _MEMINFO, own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
-    """Return how many bytes may be allocated before something has to be killed or swapped; None: nothing says it."""
+    """Return how many bytes may be allocated before something has to be killed or swapped; None: not known."""
     free = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    for group in groups("memory", own, root):
+    for group in _groups("memory", own, root):
         for limit, usage in _NAMES:
             # A group without a limit says "max", or nothing.
             with contextlib.suppress(OSError, ValueError):
@@ -27,9 +58,53 @@ def free_bytes(meminfo: Path = _MEMINFO, own: Path = OWN_GROUPS, root: Path = RO
     return max(0, min(free)) if free else None
 
 
-def in_gib(num_bytes: float) -> str:
-    """Write bytes as people read them: 1.5 GiB, or MiB below one."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+def count_oom_kills(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP, vmstat: Path = _VMSTAT) -> int | None:
+    """Count the killed processes of this Slurm job here, where its memory has a group; else the host's.
+
+    None: the kernel does not say.
+    """
+    job = _job_group(own, root)
+    if job is None:
+        return _read_count(vmstat)
+    # Version 2 counts what happens below a group, version 1 does not.
+    files = [job / "memory.events"] if (job / "memory.events").exists() else sorted(job.rglob("memory.oom_control"))
+    counts = [count for count in map(_read_count, files) if count is not None]
+    return sum(counts) if counts else _read_count(vmstat)
+
+
+def explain_oom_kill(before: int | None, own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> str | None:
+    """Return that the kernel has killed a process for lack of memory since `before` was counted; None: it has not."""
+    if (count_oom_kills(own, root) or 0) <= (before or 0):
+        return None
+    limit = read_memory_limit(own, root)
+    if _job_group(own, root) is None or limit is None:
+        return "the kernel has killed a process on this host for lack of memory"
+    return (
+        f"the kernel has killed a process of this job, which has used up its {format_bytes(limit)} of memory on this "
+        "host; ask for more with resources.memory_gb"
+    )
+
+
+def _read_all(controller: str, name: str, own: Path, root: Path) -> Iterator[str]:
+    """Read a setting of this process's group, and of those above it."""
+    for group in _groups(controller, own, root):
+        with contextlib.suppress(OSError):
+            yield (group / name).read_text().strip()
+
+
+def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controllers if controllers else root
+        group = top / path.lstrip("/")
+        yield group
+        yield from (above for above in group.parents if above.is_relative_to(top))
 
 
 def _reclaimable(group: Path) -> int:
@@ -38,3 +113,16 @@ def _reclaimable(group: Path) -> int:
         lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(lines.get(f"total_{name}", lines.get(name, "0"))) for name in ("inactive_file", "active_file"))
     return 0
+
+
+def _job_group(own: Path, root: Path) -> Path | None:
+    found = (group for group in _groups("memory", own, root) if _JOB.fullmatch(group.name))
+    return next((group for group in found if group.is_dir()), None)
+
+
+def _read_count(file: Path) -> int | None:
+    try:
+        lines = dict(line.split() for line in file.read_text(encoding="ascii").splitlines())
+        return int(lines["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None

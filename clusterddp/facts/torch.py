@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,19 +15,29 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clusterddp.system.devices import read_driver
+from clusterddp.system.torch_files import find_package, read_torch_values
+from clusterddp.wire import build, read_object
 
 INSTALL_CUDA = "install torch with CUDA: https://pytorch.org/get-started/locally"
+UNKNOWN_VERSION = "of unknown version"
+"""Of a torch whose files do not say what they are."""
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA -> NVIDIA's oldest driver for it. Source: CUDA Toolkit release notes, minor version compatibility."""
-_TORCH_TIMEOUT_S = 40.0
-_TORCH_PROBE = """\
+_INDEX = "https://download.pytorch.org/whl"
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_IMPORT_TIMEOUT_S = 40.0
+_START_TIMEOUT_S = 20.0
+"""For a Python on a slow file server that was not started today."""
+_IMPORT = """\
 import json
 found = {}
 try:
     import torch
     found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+    found["hip"] = getattr(torch.version, "hip", None)
 except Exception as error:
     found["error"] = f"{type(error).__name__}: {error}"
 if "error" not in found:
@@ -41,48 +55,71 @@ print("FOUND" + json.dumps(found))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torch:
-    """What came of importing torch, and torchvision after it; None: not installed, not known."""
+    """A torch, and torchvision beside it, as one Python has them; None: not installed, or not known."""
 
+    executable: str = sys.executable
+    """The Python."""
     version: str | None = None
     cuda: str | None = None
+    """What torch was built for."""
+    hip: str | None = None
+    """The same on GPUs of AMD."""
+    nccl: str | None = None
     gpus: int | None = None
+    """How many torch finds; None: it was not imported."""
     error: str | None = None
+    """Why the import fails."""
+    python_error: str | None = None
+    """Why the Python could not be asked at all."""
     torchvision: str | None = None
     torchvision_error: str | None = None
     compile_obstacle: str | None = None
     """What torch.compile lacks here for GPUs."""
     driver: str | None = None
-    """NVIDIA's, where torch has CUDA and finds no GPU."""
+    """NVIDIA's; None: there is none, or it was not asked for."""
+    pip: bool = True
+    """This Python has pip."""
+
+    @property
+    def for_cpu(self) -> bool:
+        """It was built for the CPU alone."""
+        return self.version not in (None, UNKNOWN_VERSION) and not self.cuda and not self.hip
 
 
 def import_torch() -> Torch:
     """Import torch and torchvision in a process of their own."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TORCH_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Torch(error=f"the import takes longer than {_TORCH_TIMEOUT_S:.0f} s")
-    except OSError as error:
-        return Torch(error=f"{sys.executable}: {error.strerror}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    if not lines:
-        words = done.stderr.strip().splitlines()
-        return Torch(error=words[-1] if words else f"the import ends with exit code {done.returncode}")
-    found = json.loads(lines[-1].removeprefix("FOUND"))
+    found, error = _ask_python("the import", [sys.executable, "-c", _IMPORT], timeout_s=_IMPORT_TIMEOUT_S)
+    if found is None:
+        return Torch(error=error)
     if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
         return Torch()
     driver = read_driver(os.environ) if found.get("cuda") and not found.get("gpus") else None
     return Torch(**found, compile_obstacle=find_compile_obstacle(os.environ), driver=driver)
 
 
-def driver_trouble(cuda: str, driver: str) -> tuple[str, str] | None:
+def ask_torch(executable: str, environ: Mapping[str, str], working_dir: Path) -> Torch:
+    """Ask a Python, started with this environment, what its files say; `environ` leads it to this package."""
+    argv = [executable, "-m", "clusterddp.facts.torch"]
+    found, error = _ask_python("its start", argv, timeout_s=_START_TIMEOUT_S, environ=environ, cwd=working_dir)
+    return Torch(executable=executable, python_error=error) if found is None else build(Torch, found)
+
+
+def read_torch() -> Torch:
+    """Look at the files of what this very process could import."""
+    place = find_package("torch")
+    values = read_torch_values(place)
+    return Torch(
+        version=(values.get("__version__") or _installed_version("torch") or UNKNOWN_VERSION) if place else None,
+        cuda=values.get("cuda"),
+        hip=values.get("hip"),
+        nccl=next((version for name in _NCCL if (version := _installed_version(name))), None) if place else None,
+        torchvision=_installed_version("torchvision"),
+        compile_obstacle=find_compile_obstacle(os.environ),
+        pip=importlib.util.find_spec("pip") is not None,
+    )
+
+
+def explain_old_driver(cuda: str, driver: str) -> tuple[str, str] | None:
     """Say that a driver is too old for the CUDA that a torch was built for, and what mends it; None when it is not."""
     wants, has = cuda.partition(".")[0], driver.partition(".")[0]
     if not (wants.isdigit() and has.isdigit()) or int(has) >= _MIN_DRIVER.get(int(wants), 0):
@@ -95,6 +132,23 @@ def driver_trouble(cuda: str, driver: str) -> tuple[str, str] | None:
     )
 
 
+def install_command(torch: Torch, version: str | None) -> str:
+    """Return the command that installs this version of torch (`2.10.0+cu128`; None: any) for that very Python.
+
+    Of a release that is there in another build, pip installs nothing without --force-reinstall.
+    """
+    python = shlex.quote(torch.executable)
+    installer = f"{python} -m pip install" if torch.pip else f"uv pip install --python {python}"
+    release, _, built_for = (version or "").partition("+")
+    if torch.version is not None and torch.version.partition("+")[0] == release:
+        installer += " --force-reinstall" if torch.pip else " --reinstall"
+    if not re.fullmatch(r"[0-9.]+(?:(?:a|b|rc|\.dev|\.post)[0-9]+)*", release):
+        return f"{installer} torch"
+    # The index has builds of each version under the name of what they were built for.
+    has_index = re.fullmatch(r"cu[0-9]+|cpu|rocm[0-9.]+|xpu", built_for)
+    return f"{installer} torch=={release}" + (f" --index-url {_INDEX}/{built_for}" if has_index else "")
+
+
 def find_compile_obstacle(environ: Mapping[str, str]) -> str | None:
     """Say what torch.compile lacks here to build kernels for GPUs; None when it has what it looks for.
 
@@ -105,3 +159,48 @@ def find_compile_obstacle(environ: Mapping[str, str]) -> str | None:
         return "no C compiler: neither CC nor gcc nor clang"
     include = sysconfig.get_path("include")
     return None if (Path(include) / "Python.h").is_file() else f"no Python.h in {include}"
+
+
+def _ask_python(
+    what: str,
+    argv: list[str],
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Run a Python that prints FOUND and an object; return the object, or None and why `what` has failed."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=None if environ is None else dict(environ),
+            cwd=cwd,
+            check=False,
+        )
+        return read_object(done.stdout.rpartition("FOUND")[2]), None
+    except subprocess.TimeoutExpired:
+        return None, f"{what} takes longer than {timeout_s:.0f} s"
+    except OSError as error:
+        return None, error.strerror or str(error)
+    except ValueError:
+        lines = done.stderr.strip().splitlines()
+        return None, lines[-1] if lines else f"{what} ends with exit code {done.returncode}"
+
+
+def _installed_version(name: str) -> str | None:
+    import importlib.metadata  # takes longer than all else here, which every host imports
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]  # `-m` has put it there
+    print("FOUND" + json.dumps(dataclasses.asdict(read_torch())))

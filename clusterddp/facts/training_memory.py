@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.system.byte_sizes import format_bytes
 
 _MB = 1_000_000
 _PROCESS = 60 * _MB
@@ -85,9 +86,10 @@ def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory
     left = free / _MARGIN - num_ranks * need.resident
     if left < need.step:
         raise ClusterddpError(
-            f"{num_ranks} rank{'s' * (num_ranks > 1)} on this host: {_gib(need.resident)} each, and {_gib(need.step)} "
-            f"for a step of one at a time, are {_gib(_MARGIN * (num_ranks * need.resident + need.step))}; "
-            f"{_gib(free)} of memory are free",
+            f"{num_ranks} rank{'s' * (num_ranks > 1)} on this host: {format_bytes(need.resident)} each, and "
+            f"{format_bytes(need.step)} for a step of one at a time, are "
+            f"{format_bytes(_MARGIN * (num_ranks * need.resident + need.step))}; "
+            f"{format_bytes(free)} of memory are free",
             hint="train.batch_size with half the images and train.accumulate with twice the number takes less for the "
             "same step; so do fewer ranks",
         )
@@ -110,7 +112,3 @@ def split_batch(train: Mapping[str, Any], *, image_size: int, num_ranks: int, fr
             parts *= 2
         else:
             return parts
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -9,7 +9,7 @@ from clusterddp.run.attempts import Started, Tell, silence
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir, RunDir
     from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.record import RunRecord
@@ -52,13 +52,13 @@ class Launcher(Protocol):
         Raises: UsageError, PreflightError: it cannot be started again, or not now.
         """
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Ask a run to checkpoint and end, by all ways besides its STOP file.
 
         Raises: ClusterddpError: it cannot be asked.
         """
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Ask a run to end at once, by all ways besides its CANCEL file; True when it will record the end itself.
 
         Raises: ClusterddpError: it cannot be asked.

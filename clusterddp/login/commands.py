@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.planning.program import plan_program
 from clusterddp.remote.package import package
-from clusterddp.remote.upload import SEND_TIMEOUT_S, Cargo, Watch
+from clusterddp.remote.upload import upload_code
+from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
 from clusterddp.run.git import describe_commit
-from clusterddp.run.snapshot import SnapshotPlan, files_sum
+from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.ssh.command import Write, open_command
 from clusterddp.ssh.session import HostAccess, Session, open_sessions
-from clusterddp.system.tree import read_entry
-from clusterddp.system.tree_stream import Sending
+from clusterddp.system.file_set import choose_files
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -145,26 +144,19 @@ def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: 
     """Have the code and the files on the login node; return where they are."""
     code = errand.code
     snapshot = code.snapshot if code else None
-    code_sum = files_sum(snapshot.root, snapshot.files) if snapshot else None
-    if snapshot and code_sum:
-        wanted = {"kind": "code", "sums": [code_sum]}
-        if agent.ask("store.missing", wanted, timeout_s=SEND_TIMEOUT_S).facts["missing"]:
-            cargo = Cargo(sessions={agent.host: agent}, watch=watch)
-            cargo.send({agent.host: _sending(snapshot)}, {"kind": "code", "sum": code_sum})
+    digest = None
+    if snapshot:
+        files = choose_files(snapshot.root, snapshot.files)
+        digest = files.digest()
+        upload_code(Uploader(sessions={agent.host: agent}, watch=watch), digest, lambda: files, [agent.host])
     facts = {
-        "sum": code_sum,
+        "sum": digest,
         "at": code.at if code else ".",
         "within": code.within if code else ".",
         "files": dict(errand.files),
         "git": describe_commit(code.working_dir, environ) if code else None,
     }
-    return agent.ask("login.lay_out", facts, timeout_s=SEND_TIMEOUT_S).facts
-
-
-def _sending(snapshot: SnapshotPlan) -> Sending:
-    base = os.fsencode(snapshot.root)
-    entries = (read_entry(base, os.fsencode(name)) for name in sorted(snapshot.files))
-    return Sending(root=snapshot.root, entries=tuple(entry for entry in entries if entry))
+    return agent.ask("login.lay_out", facts, timeout_s=UPLOAD_TIMEOUT_S).facts
 
 
 def _spell(word: Word, place: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning.seal import is_sealed, seal
-from clusterddp.run.directory import created_ns, list_places, list_runs, read_record, write_json, write_text
+from clusterddp.run.directory import created_ns, list_places, list_runs
+from clusterddp.system.files import read_record, write_json, write_text
 
 FOLDER = ".login"
 _SEALED = "where a run was sent"

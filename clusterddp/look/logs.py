@@ -7,40 +7,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_gang, read_ranks
+from clusterddp.system.files import read_json
 
 PIECE_BYTES = 64 * 1024
 """A line longer than this is handed on in pieces, so that no line is too long for memory."""
 _TURN_BYTES = 16 * PIECE_BYTES
 """How much of one file is read before it is the next one's turn."""
-
-
-class Source(Protocol):
-    """Where the files come from, when they are written on another machine."""
-
-    def look(self) -> None:
-        """Bring home what is new."""
-
-    def catch_up(self) -> None:
-        """Bring home all that there is at this moment."""
-
-
-class _Here:
-    """They are written here."""
-
-    def look(self) -> None:
-        pass
-
-    def catch_up(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +126,16 @@ def follow_logs(
     attempt: int | None,
     tail_lines: int | None,
     poll_interval_s: float = 0.2,
-    source: Source | None = None,
+    sync: Synchroniser = NO_HOSTS,
 ) -> Iterator[LogPiece | NewAttempt | None]:
     """Yield what is in the logs and what is added, until the run ends; with `attempt`, until that attempt does.
 
     None is yielded when there is nothing more for now.
     """
-    gang, source = read_gang(run), source or _Here()
+    gang = read_gang(run)
     number = attempt
     while number is None:
-        source.look()
+        sync.update()
         over = read_state(run).finished  # asked first: an attempt that ends meanwhile is still found
         number = _newest_attempt(run)
         if number is None:
@@ -164,7 +145,7 @@ def follow_logs(
             time.sleep(poll_interval_s)
     while True:
         logs = _open_logs(run, gang, number, ranks, tail_lines)
-        yield from _follow_attempt(run, logs, number, poll_interval_s, source)
+        yield from _follow_attempt(run, logs, number, poll_interval_s, sync)
         later = [found.number for found in run.attempts() if found.number > number]
         if attempt is not None or not later:
             return
@@ -173,15 +154,15 @@ def follow_logs(
 
 
 def _follow_attempt(
-    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float, source: Source
+    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float, sync: Synchroniser
 ) -> Iterator[LogPiece | None]:
     """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
     while True:
-        source.look()
+        sync.update()
         # Asked before reading: whatever was written before the end is then read after it.
         over = (_newest_attempt(run) or 0) > number or read_state(run).finished
         if over:
-            source.catch_up()
+            sync.update_logs()
         idle = True
         for log in logs:
             for data in log.file.read_all() if over else log.file.read():

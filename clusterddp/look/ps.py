@@ -15,11 +15,12 @@ from clusterddp.errors import SshError
 from clusterddp.planning.plan import read_plan_json
 from clusterddp.planning.ssh import SshPlan
 from clusterddp.remote.package import package
-from clusterddp.run.directory import RunDir, build_record
+from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
 from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
+from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"
 _TIMEOUT_S = 60.0

@@ -15,12 +15,13 @@ from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.transport import NodeTransport, read_transports, warn_of_sockets
-from clusterddp.run.directory import AttemptDir, RunDir, read_jsonl
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import read_jsonl
 from clusterddp.wire import build
 
 if TYPE_CHECKING:

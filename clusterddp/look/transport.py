@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from clusterddp.network.nccl_log import SOCKETS
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from clusterddp.wire import build
 
 

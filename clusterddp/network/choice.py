@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clusterddp.network.interface import Link, LinkAddress
-from clusterddp.network.paths import Findings, Way, usable_addresses
+from clusterddp.network.paths import Findings, Probe, usable_addresses
 
 TUNNELS = {"tun", "wireguard", "ipip", "gre", "gretap", "sit", "vti", "ip6tnl", "ip6gre", "vxlan", "dummy"}
 _LINK_LOCAL = "169.254."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
-    """Where a host would stand: an interface, and its address there."""
+class Endpoint:
+    """An interface of a host, and its address there."""
 
     link: Link
     address: LinkAddress
@@ -34,33 +34,33 @@ class Ground:
 class Candidate:
     """A network that may carry the gang, and everything that speaks against it."""
 
-    grounds: dict[int, Ground]
+    endpoints: dict[int, Endpoint]
     """By the place of the host; the first host's is the master's."""
     order: int = 0
     """Which one it is in the kernel's order: what decides last."""
-    failed: tuple[Way, ...] = ()
+    failed: tuple[Probe, ...] = ()
     """What had to be reached, and was not."""
-    detours: tuple[Way, ...] = ()
+    detours: tuple[Probe, ...] = ()
     """What was reached by another interface than the host's."""
     lost: tuple[int, ...] = ()
-    """Hosts that have no way into it."""
+    """Hosts that have no route into it."""
 
     @property
     def works(self) -> bool:
         return not self.failed and not self.lost
 
     @property
-    def master(self) -> Ground:
-        return self.grounds[0]
+    def master(self) -> Endpoint:
+        return self.endpoints[0]
 
     @property
     def speed_mbit_per_s(self) -> int:
-        return min(ground.link.assumed_mbit_per_s for ground in self.grounds.values())
+        return min(endpoint.link.assumed_mbit_per_s for endpoint in self.endpoints.values())
 
     @property
     def merit(self) -> tuple[bool, int, int, int]:
         """How good it would be if it worked, the least the best: IPv4, cables, then speed."""
-        reserve = max(ground.reserve for ground in self.grounds.values())
+        reserve = max(endpoint.reserve for endpoint in self.endpoints.values())
         return self.master.address.is_ipv6, reserve, -self.speed_mbit_per_s, self.order
 
 
@@ -77,10 +77,10 @@ class Choice:
 def choose_network(findings: Findings, interface: str | None = None) -> Choice:
     """Choose from what was found out; by `interface` only, when the user names it."""
     usable = usable_addresses(findings, interface)
-    index = {(way.source, way.target, way.address, way.port): way for way in findings.ways}
+    index = {(probe.source, probe.target, probe.address, probe.port): probe for probe in findings.probes}
     judge = _Judge(findings, index, usable, interface)
     candidates = [
-        judge.judge(Ground(link=link, address=address), order) for order, (link, address) in enumerate(usable[0])
+        judge.judge(Endpoint(link=link, address=address), order) for order, (link, address) in enumerate(usable[0])
     ]
     # A detour that the user has ordered is none of our business.
     ranked = sorted(candidates, key=lambda one: (not one.works, bool(one.detours) and not interface, one.merit))
@@ -90,69 +90,71 @@ def choose_network(findings: Findings, interface: str | None = None) -> Choice:
 
 
 class _Judge:
-    """Judges candidates by the ways that were tried."""
+    """Judges candidates by the probes that were tried."""
 
     def __init__(
         self,
         findings: Findings,
-        ways: dict[tuple[int, int, str, int], Way],
+        probes: dict[tuple[int, int, str, int], Probe],
         usable: list[list[tuple[Link, LinkAddress]]],
         interface: str | None,
     ) -> None:
         self._findings = findings
-        self._ways = ways
+        self._probes = probes
         self._usable = usable
         self._interface = interface
 
-    def judge(self, master: Ground, order: int) -> Candidate:
+    def judge(self, master: Endpoint, order: int) -> Candidate:
         """Look at everything that the gang needs for an address of the first host."""
-        grounds, lost = {0: master}, []
+        endpoints, lost = {0: master}, []
         for place in range(1, len(self._findings.hosts)):
-            ground = self._ground_of(place, master)
-            if ground is None:
+            endpoint = self._endpoint_of(place, master)
+            if endpoint is None:
                 lost.append(place)
             else:
-                grounds[place] = ground
+                endpoints[place] = endpoint
         needed = [(place, 0) for place in range(1, len(self._findings.hosts))]
-        needed += [(0, place) for place in grounds if place]
-        needed += [(place - 1, place) for place in grounds if place > 1 and place - 1 in grounds]
-        ways = [way for source, target in needed for way in self._tried(source, target, grounds[target])]
+        needed += [(0, place) for place in endpoints if place]
+        needed += [(place - 1, place) for place in endpoints if place > 1 and place - 1 in endpoints]
+        probes = [probe for source, target in needed for probe in self._tried(source, target, endpoints[target])]
         return Candidate(
-            grounds=grounds,
+            endpoints=endpoints,
             order=order,
-            failed=tuple(way for way in ways if not way.reached),
-            detours=tuple(way for way in ways if way.reached and self._is_detour(way, grounds)),
+            failed=tuple(probe for probe in probes if not probe.reached),
+            detours=tuple(probe for probe in probes if probe.reached and self._is_detour(probe, endpoints)),
             lost=tuple(lost),
         )
 
-    def _ground_of(self, place: int, master: Ground) -> Ground | None:
-        """Find where a host stands: the interface by which it goes to the master, or the one that the user named."""
+    def _endpoint_of(self, place: int, master: Endpoint) -> Endpoint | None:
+        """Find a host's endpoint: on the interface that leads to the master, or on the one that the user named."""
         link = None
-        for way in self._tried(place, 0, master):
-            link = self._findings.link_used(way) or link
-            source = way.left_from
+        for probe in self._tried(place, 0, master):
+            link = self._findings.link_used(probe) or link
+            source = probe.left_from
         if self._interface:
             link = self._findings.hosts[place].link(self._interface)
         found = [
-            Ground(link=one, address=address)
+            Endpoint(link=one, address=address)
             for one, address in self._usable[place]
             if link and one.name == link.name and address.is_ipv6 == master.address.is_ipv6
         ]
-        return next((ground for ground in found if ground.address.address == source), found[0] if found else None)
+        return next((endpoint for endpoint in found if endpoint.address.address == source), found[0] if found else None)
 
-    def _tried(self, source: int, target: int, ground: Ground) -> list[Way]:
+    def _tried(self, source: int, target: int, endpoint: Endpoint) -> list[Probe]:
         host = self._findings.hosts[target]
-        address = ground.address.address
+        address = endpoint.address.address
         return [
-            self._ways.get((source, target, address, port))
-            or Way(source=source, target=target, address=address, port=port, outcome="no answer", detail="not tried")
+            self._probes.get((source, target, address, port))
+            or Probe(source=source, target=target, address=address, port=port, outcome="no answer", detail="not tried")
             for port in (host.port, host.master_port)
             if port is not None
         ]
 
-    def _is_detour(self, way: Way, grounds: dict[int, Ground]) -> bool:
-        link = self._findings.link_used(way)
-        same_machine = self._findings.hosts[way.source].machine == self._findings.hosts[way.target].machine
+    def _is_detour(self, probe: Probe, endpoints: dict[int, Endpoint]) -> bool:
+        link = self._findings.link_used(probe)
+        same_machine = self._findings.hosts[probe.source].machine == self._findings.hosts[probe.target].machine
         return (
-            way.source in grounds and not same_machine and (link is None or link.name != grounds[way.source].link.name)
+            probe.source in endpoints
+            and not same_machine
+            and (link is None or link.name != endpoints[probe.source].link.name)
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from clusterddp.errors import NetworkError
 from clusterddp.network.choice import Candidate, Choice
-from clusterddp.network.explanation import describe_host, overlap, say_outcome, spell_hosts
-from clusterddp.network.paths import Findings, Way, usable_addresses
+from clusterddp.network.explanation import describe_host, outcome_text, overlap, spell_hosts
+from clusterddp.network.paths import Findings, Probe, usable_addresses
 
 _CANDIDATES_SHOWN = 4
 _LINES_SHOWN = 4
 
 
-def explain_trouble(findings: Findings, choice: Choice, master_port: int | None = None) -> NetworkError:
+def diagnose(findings: Findings, choice: Choice, master_port: int | None = None) -> NetworkError:
     """Return the error of a choice that has taken nothing; `master_port`: the one that the user named."""
     if unusable := _explain_unusable(findings, choice.interface):
         return unusable
@@ -19,16 +19,16 @@ def explain_trouble(findings: Findings, choice: Choice, master_port: int | None 
     best = candidates[0]
     if _only_master_port(findings, best):
         return _explain_master_port(findings, best, master_port)
-    everybody = spell_hosts(findings, [host.host for host in findings.hosts])
-    words = [
-        f"network.interface {choice.interface} does not connect {everybody}"
+    hosts = spell_hosts(findings, [host.host for host in findings.hosts])
+    lines = [
+        f"network.interface {choice.interface} does not connect {hosts}"
         if choice.interface
-        else f"there is no network by which {everybody} reach each other"
+        else f"there is no network by which {hosts} reach each other"
     ]
     for candidate in candidates[:_CANDIDATES_SHOWN]:
-        words.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
-        words += [f"  {line}" for line in _problems(findings, candidate)]
-    return NetworkError("\n  ".join(words), hint=_hint(findings, best))
+        lines.append(f"{candidate.master.link.name} {candidate.master.address.address} of {findings.hosts[0].host}:")
+        lines += [f"  {line}" for line in _problems(findings, candidate)]
+    return NetworkError("\n  ".join(lines), hint=_hint(findings, best))
 
 
 def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError | None:
@@ -49,13 +49,13 @@ def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError
 
 
 def _problems(findings: Findings, candidate: Candidate) -> list[str]:
-    """Say what went wrong, alike ways together."""
-    ports = {(way.target, way.address): set[int]() for way in findings.ways}
-    for way in findings.ways:
-        ports[way.target, way.address].add(way.port)
+    """Say what went wrong, probes that failed alike together."""
+    ports = {(probe.target, probe.address): set[int]() for probe in findings.probes}
+    for probe in findings.probes:
+        ports[probe.target, probe.address].add(probe.port)
     failed_ports: dict[tuple[int, int, str, str], set[int]] = {}
-    for way in candidate.failed:
-        failed_ports.setdefault((way.source, way.target, way.address, say_outcome(way)), set()).add(way.port)
+    for probe in candidate.failed:
+        failed_ports.setdefault((probe.source, probe.target, probe.address, outcome_text(probe)), set()).add(probe.port)
     sources: dict[tuple[int, str, str, str], list[int]] = {}
     for (source, target, address, outcome), numbers in failed_ports.items():
         all_failed = numbers == ports.get((target, address), numbers)
@@ -68,7 +68,7 @@ def _problems(findings: Findings, candidate: Candidate) -> list[str]:
         lines.append(
             f"{names} -> {findings.hosts[target].host} {link.name if link else ''} {address}, {port}: {outcome}"
         )
-    blamed = {way.source for way in candidate.failed}
+    blamed = {probe.source for probe in candidate.failed}
     for place in (place for place in candidate.lost if place not in blamed):
         lines.append(
             f"{findings.hosts[place].host} has no interface of its own into it: {describe_host(findings, place)}"
@@ -80,19 +80,19 @@ def _problems(findings: Findings, candidate: Candidate) -> list[str]:
 def _only_master_port(findings: Findings, candidate: Candidate) -> bool:
     """Say whether everything but the master's port was reached."""
     port = findings.hosts[0].master_port
-    return not candidate.lost and all(way.target == 0 and way.port == port for way in candidate.failed)
+    return not candidate.lost and all(probe.target == 0 and probe.port == port for probe in candidate.failed)
 
 
 def _explain_master_port(findings: Findings, candidate: Candidate, master_port: int | None) -> NetworkError:
-    head, way = findings.hosts[0], candidate.failed[0]
+    head, probe = findings.hosts[0], candidate.failed[0]
     names = spell_hosts(findings, [findings.hosts[failed.source].host for failed in candidate.failed])
-    place = f"port {way.port} of {head.host} ({candidate.master.link.name} {way.address})"
-    message = f"{place} is not reached by {names}: {say_outcome(way)}; port {head.port} is reached"
+    place = f"port {probe.port} of {head.host} ({candidate.master.link.name} {probe.address})"
+    message = f"{place} is not reached by {names}: {outcome_text(probe)}; port {head.port} is reached"
     if master_port is None:
         return NetworkError(message, hint="network.master_port: PORT names one that is open in the firewall")
     commands = {
-        "ufw": f"sudo ufw allow {way.port}/tcp",
-        "firewalld": f"sudo firewall-cmd --permanent --add-port={way.port}/tcp && sudo firewall-cmd --reload",
+        "ufw": f"sudo ufw allow {probe.port}/tcp",
+        "firewalld": f"sudo firewall-cmd --permanent --add-port={probe.port}/tcp && sudo firewall-cmd --reload",
     }
     command = commands.get(head.firewall or "")
     opening = f"{head.firewall} is on: on {head.host} {command}" if command else "a firewall? open the port there"
@@ -101,39 +101,39 @@ def _explain_master_port(findings: Findings, candidate: Candidate, master_port: 
 
 def _hint(findings: Findings, candidate: Candidate) -> str:
     """Say what mends it."""
-    for way in candidate.failed:
+    for probe in candidate.failed:
         hosts = findings.hosts
-        if found := overlap(findings, way):
+        if found := overlap(findings, probe):
             used, other, subnet = found
             return (
-                f"on {hosts[way.source].host} {used.name} and {other.name} both have the subnet {subnet}, and what "
-                f"goes to {way.address} leaves by {used.name} (ip route get {way.address}); give one of them another "
-                f"subnet, or take it down"
+                f"on {hosts[probe.source].host} {used.name} and {other.name} both have the subnet {subnet}, and what "
+                f"goes to {probe.address} leaves by {used.name} (ip route get {probe.address}); give one of them "
+                f"another subnet, or take it down"
             )
-        if way.outcome == "stranger":
+        if probe.outcome == "stranger":
             return (
-                f"two machines have the address {way.address}, or something on the way answers for "
-                f"{hosts[way.target].host}; ip neigh show {way.address} on {hosts[way.source].host}"
+                f"two machines have the address {probe.address}, or something on the way answers for "
+                f"{hosts[probe.target].host}; ip neigh show {probe.address} on {hosts[probe.source].host}"
             )
-        if way.outcome == "stuck":
-            return _hint_mtu(findings, way)
+        if probe.outcome == "stuck":
+            return _hint_mtu(findings, probe)
     if not candidate.failed:
         return "network.interface: NAME takes one that is left out otherwise"
-    way = candidate.failed[0]
-    if way.left_from is None and way.outcome == "no way":
-        return f"on {findings.hosts[way.source].host}: ip route get {way.address}"
+    probe = candidate.failed[0]
+    if probe.left_from is None and probe.outcome == "no way":
+        return f"on {findings.hosts[probe.source].host}: ip route get {probe.address}"
     return _hint_firewall(findings, candidate)
 
 
-def _hint_mtu(findings: Findings, way: Way) -> str:
-    source, target = findings.hosts[way.source], findings.hosts[way.target]
-    ours, theirs = findings.link_used(way), target.owner(way.address)
+def _hint_mtu(findings: Findings, probe: Probe) -> str:
+    source, target = findings.hosts[probe.source], findings.hosts[probe.target]
+    ours, theirs = findings.link_used(probe), target.owner(probe.address)
     mtu = min(link.mtu for link in (ours, theirs) if link) if ours or theirs else 1500
     settings = ", ".join(
         f"{host.host} {link.name} has MTU {link.mtu}" for host, link in ((source, ours), (target, theirs)) if link
     )
     return (
-        f"{settings}, and what lies between lets less through: ping -M do -s {mtu - 28} {way.address} "
+        f"{settings}, and what lies between lets less through: ping -M do -s {mtu - 28} {probe.address} "
         f"on {source.host}; ip link set {ours.name if ours else 'IFACE'} mtu 1500 on all hosts, "
         f"or the switch's ports set to {mtu}"
     )
@@ -142,8 +142,8 @@ def _hint_mtu(findings: Findings, way: Way) -> str:
 def _hint_firewall(findings: Findings, candidate: Candidate) -> str:
     culprit = _culprit(candidate.failed)
     host = findings.hosts[culprit]
-    ground = candidate.grounds.get(culprit) or candidate.master
-    subnet = ground.address.subnet
+    endpoint = candidate.endpoints.get(culprit) or candidate.master
+    subnet = endpoint.address.subnet
     commands = {
         "ufw": f"sudo ufw allow from {subnet}",
         "firewalld": f"sudo firewall-cmd --permanent --zone=trusted --add-source={subnet} "
@@ -156,8 +156,8 @@ def _hint_firewall(findings: Findings, candidate: Candidate) -> str:
     return f"does a firewall on {host.host}, or before it, let every TCP port in from {subnet}? {why}"
 
 
-def _culprit(failed: tuple[Way, ...]) -> int:
+def _culprit(failed: tuple[Probe, ...]) -> int:
     """Find the host that takes part in most of the failures; of equal ones the one that is not reached."""
     first = failed[0]
-    places = dict.fromkeys([first.target, *(place for way in failed for place in (way.target, way.source))])
-    return max(places, key=lambda place: sum(place in (way.source, way.target) for way in failed))
+    places = dict.fromkeys([first.target, *(place for probe in failed for place in (probe.target, probe.source))])
+    return max(places, key=lambda place: sum(place in (probe.source, probe.target) for probe in failed))

@@ -1,61 +1,46 @@
-"""A choice of the network in words: why this one, and what people may want to know of the others."""
+"""Explains the choice of a network: why this one, and what people may want to know of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from clusterddp.network.choice import Candidate, Choice
-from clusterddp.network.interface import Link, is_loopback
-from clusterddp.network.paths import Findings, Way, usable_addresses
+from clusterddp.network.interface import Link
+from clusterddp.network.paths import Findings, Probe, usable_addresses
 
 _RESERVES = ("a cable", "a radio", "a tunnel or an address of last resort")
 
 
-def say_why(findings: Findings, choice: Choice) -> dict[int, str]:
+def explain_choice(findings: Findings, choice: Choice) -> dict[int, str]:
     """Say for each host, by its place, why its interface was taken."""
     taken = choice.taken
     assert taken is not None
     reason = _reason(findings, choice, taken)
-    return {place: f"{reason}; {speed_words(ground.link)}" for place, ground in sorted(taken.grounds.items())}
+    return {place: f"{reason}; {speed_text(endpoint.link)}" for place, endpoint in sorted(taken.endpoints.items())}
 
 
-def say_notes(findings: Findings, choice: Choice) -> Iterator[str]:
-    """Say what is odd, the most important first."""
+def warn_of_choice(findings: Findings, choice: Choice) -> Iterator[str]:
+    """Warn of what people may want to mend, the most important first."""
     taken = choice.taken
     assert taken is not None
     for candidate in choice.others:
         if candidate.master.link.name == taken.master.link.name:
             continue
-        # What would have been taken otherwise, and what looks like a mistake of whoever gave out the addresses.
-        missed = candidate.merit < taken.merit or any(overlap(findings, way) for way in candidate.detours)
+        # What would have been taken otherwise, and what looks like a mistake in how addresses were given out.
+        missed = candidate.merit < taken.merit or any(overlap(findings, probe) for probe in candidate.detours)
         if missed and (problem := first_problem(findings, candidate)):
             place = f"{candidate.master.link.name} of {findings.hosts[0].host}"
-            address, speed = candidate.master.address.address, speed_words(candidate.master.link)
+            address, speed = candidate.master.address.address, speed_text(candidate.master.link)
             yield f"{place} ({address}, {speed}) is not used: {problem}"
-    for way in taken.detours[:1]:
-        yield _say_detour(findings, way)
-    yield from _say_differences(findings, taken)
-    yield from _say_translations(findings, taken)
-    yield from _say_slow_names(findings, taken)
+    for probe in taken.detours[:1]:
+        yield _detour_text(findings, probe)
+    yield from _warn_of_differences(findings, taken)
+    yield from _warn_of_translation(findings, taken)
+    yield from _warn_of_slow_names(findings, taken)
 
 
-def say_oddities(findings: Findings) -> Iterator[str]:
-    """Say what does no harm here, and misleads programs that look for an address themselves."""
-    yield from say_shared(findings)
-    misled = [host.host for host in findings.hosts if host.own_addresses and all(map(is_loopback, host.own_addresses))]
-    if misled and not findings.on_one_machine:
-        meaning = next(host.own_addresses[0] for host in findings.hosts if host.own_addresses and host.host in misled)
-        yield (
-            f"the own name of {spell_hosts(findings, misled)} means {meaning} there (/etc/hosts); "
-            "the ranks are told addresses instead"
-        )
-    slow = [host.host for host in findings.hosts if host.own_addresses is None]
-    if slow:
-        yield f"{spell_hosts(findings, slow)}: looking up the own name takes over a second; is the name server gone?"
-
-
-def say_shared(findings: Findings) -> Iterator[str]:
-    """Name the addresses that several machines have."""
+def warn_of_shared_addresses(findings: Findings) -> Iterator[str]:
+    """Warn of addresses that several machines have."""
     shared: dict[tuple[str, ...], list[str]] = {}
     for address, hosts in findings.shared_addresses().items():
         link = next(host.owner(address) for host in findings.hosts if host.host == hosts[0])
@@ -64,7 +49,7 @@ def say_shared(findings: Findings) -> Iterator[str]:
         yield f"{', '.join(addresses)}: the same on {spell_hosts(findings, hosts)}, so it leads nowhere and is not used"
 
 
-def say_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:
+def warn_of_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:
     """Say which hosts lack an interface that the user's own variables name; these go before what is chosen here."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = env.get(variable, "")
@@ -85,30 +70,31 @@ def say_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[st
 
 def first_problem(findings: Findings, candidate: Candidate) -> str | None:
     """Say what speaks against a candidate, the first thing only."""
-    for way in candidate.failed:
+    for probe in candidate.failed:
         hosts = findings.hosts
-        return f"{hosts[way.source].host} -> {hosts[way.target].host} {way.address} port {way.port}: {say_outcome(way)}"
+        target = f"{hosts[probe.target].host} {probe.address} port {probe.port}"
+        return f"{hosts[probe.source].host} -> {target}: {outcome_text(probe)}"
     for place in candidate.lost:
         return f"{findings.hosts[place].host} has no way into it"
-    for way in candidate.detours:
-        return _say_detour(findings, way)
+    for probe in candidate.detours:
+        return _detour_text(findings, probe)
     return None
 
 
-def say_outcome(way: Way) -> str:
+def outcome_text(probe: Probe) -> str:
     """Say what came of a try."""
-    words = {
+    texts = {
         "reached": "reached",
         "no answer": "no answer",
         "refused": "refused",
-        "no way": way.detail or "no way there",
+        "no way": probe.detail or "no way there",
         "stuck": "connected, but large packets are lost",
-        "stranger": f"{way.detail or 'somebody else'} answers there",
+        "stranger": f"{probe.detail or 'another machine'} answers there",
     }
-    return words[way.outcome]
+    return texts[probe.outcome]
 
 
-def speed_words(link: Link) -> str:
+def speed_text(link: Link) -> str:
     speed = link.speed_mbit_per_s
     if speed is None:
         return "speed not known"
@@ -123,67 +109,68 @@ def spell_hosts(findings: Findings, hosts: Iterable[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def overlap(findings: Findings, way: Way) -> tuple[Link, Link, str] | None:
+def overlap(findings: Findings, probe: Probe) -> tuple[Link, Link, str] | None:
     """Find the other interface of the source that has the target's subnet as well: used one, other one, subnet."""
-    used = findings.link_used(way)
-    reserved = findings.hosts[way.target].owner(way.address)
+    used = findings.link_used(probe)
+    reserved = findings.hosts[probe.target].owner(probe.address)
     subnet = (
-        next((entry.subnet for entry in reserved.addresses if entry.address == way.address), "") if reserved else ""
+        next((entry.subnet for entry in reserved.addresses if entry.address == probe.address), "") if reserved else ""
     )
     if used is None or subnet not in _subnets(used):
         return None
-    links = findings.hosts[way.source].links
+    links = findings.hosts[probe.source].links
     other = next((link for link in links if link.up and link is not used and subnet in _subnets(link)), None)
     return (used, other, subnet) if other else None
 
 
 def _reason(findings: Findings, choice: Choice, taken: Candidate) -> str:
-    everybody = spell_hosts(findings, [host.host for host in findings.hosts])
+    hosts = spell_hosts(findings, [host.host for host in findings.hosts])
     if choice.interface:
-        return f"network.interface names it, {everybody} reach each other by it"
+        return f"network.interface names it, {hosts} reach each other by it"
     rivals = [one for one in choice.others if one.works and one.master.link.name != taken.master.link.name]
     number = 1 + len({one.master.link.name for one in rivals})
     if not rivals:
-        return f"the only network by which {everybody} reach each other"
+        return f"the only network by which {hosts} reach each other"
     rival = rivals[0]
     if all(taken.speed_mbit_per_s > one.speed_mbit_per_s for one in rivals):
-        return f"the fastest of {number} networks by which {everybody} reach each other"
-    reserve = max(ground.reserve for ground in rival.grounds.values())
+        return f"the fastest of {number} networks by which {hosts} reach each other"
+    reserve = max(endpoint.reserve for endpoint in rival.endpoints.values())
     if reserve > taken.merit[1]:
-        return f"{everybody} reach each other by it, and {rival.master.link.name} is {_RESERVES[reserve]}"
+        return f"{hosts} reach each other by it, and {rival.master.link.name} is {_RESERVES[reserve]}"
     if rival.detours and not taken.detours:
-        return f"{everybody} reach each other by it; what goes to {rival.master.link.name} leaves by another interface"
-    return f"the first of {number} networks by which {everybody} reach each other"
+        return f"{hosts} reach each other by it; what goes to {rival.master.link.name} leaves by another interface"
+    return f"the first of {number} networks by which {hosts} reach each other"
 
 
-def _say_detour(findings: Findings, way: Way) -> str:
-    source, used = findings.hosts[way.source].host, findings.link_used(way)
-    words = f"what {source} sends to {way.address} leaves by {used.name if used else way.left_from}"
-    found = overlap(findings, way)
-    return words + (f", which has the subnet {found[2]} as {found[1].name} has" if found else "")
+def _detour_text(findings: Findings, probe: Probe) -> str:
+    source, used = findings.hosts[probe.source].host, findings.link_used(probe)
+    detour = f"what {source} sends to {probe.address} leaves by {used.name if used else probe.left_from}"
+    found = overlap(findings, probe)
+    return detour + (f", which has the subnet {found[2]} as {found[1].name} has" if found else "")
 
 
-def _say_differences(findings: Findings, taken: Candidate) -> Iterator[str]:
-    for words in (speed_words, lambda link: f"MTU {link.mtu}"):
-        by_words: dict[str, list[str]] = {}
-        for place, ground in sorted(taken.grounds.items()):
-            name = f"{findings.hosts[place].host} {ground.link.name}"
-            by_words.setdefault(words(ground.link), []).append(name)
-        if len(by_words) > 1:
-            parts = [f"{said} on {_few(names)}" for said, names in by_words.items()]
+def _warn_of_differences(findings: Findings, taken: Candidate) -> Iterator[str]:
+    for text in (speed_text, lambda link: f"MTU {link.mtu}"):
+        by_text: dict[str, list[str]] = {}
+        for place, endpoint in sorted(taken.endpoints.items()):
+            name = f"{findings.hosts[place].host} {endpoint.link.name}"
+            by_text.setdefault(text(endpoint.link), []).append(name)
+        if len(by_text) > 1:
+            parts = [f"{value} on {_few(names)}" for value, names in by_text.items()]
             yield f"the interfaces differ: {'; '.join(parts)}"
 
 
-def _say_translations(findings: Findings, taken: Candidate) -> Iterator[str]:
-    grounds = {place: ground.address.address for place, ground in taken.grounds.items()}
-    for way in findings.ways:
-        if way.reached and way.address == grounds.get(way.target) and way.seen_from != way.left_from:
-            source, target = findings.hosts[way.source].host, findings.hosts[way.target].host
-            yield f"{target} sees {source} as {way.seen_from}, not {way.left_from}: addresses are translated on the way"
+def _warn_of_translation(findings: Findings, taken: Candidate) -> Iterator[str]:
+    endpoints = {place: endpoint.address.address for place, endpoint in taken.endpoints.items()}
+    for probe in findings.probes:
+        if probe.reached and probe.address == endpoints.get(probe.target) and probe.seen_from != probe.left_from:
+            source, target = findings.hosts[probe.source].host, findings.hosts[probe.target].host
+            seen = f"{target} sees {source} as {probe.seen_from}, not {probe.left_from}"
+            yield f"{seen}: addresses are translated on the way"
             return
 
 
-def _say_slow_names(findings: Findings, taken: Candidate) -> Iterator[str]:
+def _warn_of_slow_names(findings: Findings, taken: Candidate) -> Iterator[str]:
     master = taken.master.address.address
     slow = [findings.hosts[place].host for place, address in findings.slow_names if address == master]
     if slow:
@@ -205,14 +192,14 @@ def describe_host(findings: Findings, place: int) -> str:
     """List the interfaces of a host, and why those that are not usable are not."""
     usable = {link.name for link, _ in usable_addresses(findings)[place]}
     shared = set(findings.shared_addresses())
-    words = []
+    described = []
     for link in findings.hosts[place].links:
         addresses = [entry.address for entry in link.addresses]
         if link.loopback or (link.of_containers and not addresses):
             continue
         reason = [] if link.name in usable else [_why_unusable(link, set(addresses), shared)]
-        words.append(f"{link.name} ({', '.join([*addresses[:2], *reason])})")
-    return ", ".join(words) or "none but the loopback"
+        described.append(f"{link.name} ({', '.join([*addresses[:2], *reason])})")
+    return ", ".join(described) or "none but the loopback"
 
 
 def _why_unusable(link: Link, addresses: set[str], shared: set[str]) -> str:

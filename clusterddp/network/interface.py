@@ -75,6 +75,11 @@ class Link:
         return _OF_CONTAINERS.match(self.name) is not None
 
     @property
+    def leads_out(self) -> bool:
+        """It may carry a gang: neither the loopback nor one between containers, and it is up."""
+        return self.up and not (self.loopback or self.of_containers)
+
+    @property
     def assumed_mbit_per_s(self) -> int:
         """Its speed, or what is assumed of its kind where the driver does not say."""
         return self.speed_mbit_per_s or (10_000 if self.infiniband else 1000)
@@ -92,7 +97,7 @@ def read_links() -> tuple[Link, ...]:
 
 
 def is_cut_off(name: str | None) -> bool:
-    """Say whether an interface of this host is switched off, or its cable is out; False when that cannot be told."""
+    """Say whether an interface of this host is switched off, or its cable is out; False when that is not known."""
     try:
         return any(link.name == name and not link.up for link in read_links())
     except OSError:
@@ -106,7 +111,7 @@ def loopback() -> Interface:
 
 def own_addresses() -> tuple[str, ...]:
     """List the addresses at which other hosts may reach this one, IPv4 first; this host alone knows those left out."""
-    found = [entry.address for link in read_links() if _leads_out(link) for entry in link.addresses if entry.lasting]
+    found = [entry.address for link in read_links() if link.leads_out for entry in link.addresses if entry.lasting]
     outside = [address for address in found if not is_loopback(address)]
     return tuple(sorted(outside, key=lambda address: ":" in address)) or (LOOPBACK_ADDRESS,)
 
@@ -151,13 +156,19 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def resolve(name: str) -> tuple[str, ...]:
+    """Return the addresses of a host as this machine knows them, IPv4 first; none when it does not know the name."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    ordered = sorted(found, key=lambda entry: entry[0] == socket.AF_INET6)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in ordered))
+
+
 def plain_address(address: str) -> str:
     """Write an IPv4 address that came over an IPv6 socket (`::ffff:10.0.0.1`) as people do."""
     return address.removeprefix("::ffff:") if "." in address else address
-
-
-def _leads_out(link: Link) -> bool:
-    return link.up and not link.loopback and not link.of_containers
 
 
 def _owner(address: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the Linux kernel says of this host's network interfaces, asked by netlink and ethtool.
+"""Asks the Linux kernel for this host's network interfaces, by netlink and ethtool.
 
 Not read from /sys/class/net: in a container that may show the interfaces of another network namespace.
 """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import PreflightError
-from clusterddp.network.interface import is_loopback, read_links
+from clusterddp.network.interface import is_loopback, read_links, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,7 @@ def look_up(hosts: Sequence[str]) -> tuple[Candidate, ...]:
 
 def addresses_of(host: str) -> tuple[str, ...]:
     """Return the addresses of a host, those of IPv4 first; none: its name is not known here."""
-    try:
-        found = socket.getaddrinfo(host_name(host), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return ()
-    ordered = sorted(found, key=lambda entry: entry[0] == socket.AF_INET6)
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in ordered))
+    return resolve(host_name(host))
 
 
 def host_name(host: str) -> str:

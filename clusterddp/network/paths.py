@@ -1,4 +1,4 @@
-"""What the hosts of a gang said of their networks, and what came of connecting to each other."""
+"""What the hosts of a gang report of their networks, and the probes between them: each one try to connect."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Outcome = Literal["reached", "no answer", "refused", "no way", "stuck", "strange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """The network of one host, as it says itself; it listens while it is probed."""
+    """The network of one host, as it reports it; it listens while it is probed."""
 
     host: str
     """The name by which we know it."""
     machine: str
     """The same for two names of one machine."""
     own_addresses: tuple[str, ...] | None
-    """What the host's own name means there; None: it could not be told in time."""
+    """What the host's own name means there; None: not known in time."""
     links: tuple[Link, ...]
     port: int
     """One that the kernel gave, as those of the ranks are."""
@@ -40,7 +40,7 @@ class HostNetwork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Probe:
     """One try to connect, from a host to an address of another."""
 
     source: int
@@ -49,7 +49,7 @@ class Way:
     port: int
     outcome: Outcome
     detail: str = ""
-    """The kernel's word for it."""
+    """How the kernel calls it."""
     left_from: str | None = None
     """The address that the source in fact used."""
     seen_from: str | None = None
@@ -67,7 +67,7 @@ class Findings:
 
     hosts: tuple[HostNetwork, ...]
     """The master's host first; hosts are spoken of by their places here."""
-    ways: tuple[Way, ...]
+    probes: tuple[Probe, ...]
     slow_names: tuple[tuple[int, str], ...] = ()
     """Hosts, and addresses of the master's host whose names they look up for over a second."""
 
@@ -75,9 +75,9 @@ class Findings:
     def on_one_machine(self) -> bool:
         return len({host.machine for host in self.hosts}) == 1
 
-    def link_used(self, way: Way) -> Link | None:
+    def link_used(self, probe: Probe) -> Link | None:
         """Find the interface by which a try left its host."""
-        return self.hosts[way.source].owner(way.left_from)
+        return self.hosts[probe.source].owner(probe.left_from)
 
     def shared_addresses(self) -> dict[str, tuple[str, ...]]:
         """Find the addresses that several machines have, which therefore lead to none of them, and their hosts."""
@@ -90,11 +90,11 @@ class Findings:
     def rows(self) -> list[dict[str, Any]]:
         """Show the whole matrix: who reaches whom at which address, by which interface, and how fast."""
         rows = []
-        for way in self.ways:
-            source, target = self.hosts[way.source], self.hosts[way.target]
-            leaves_by, arrives_at = self.link_used(way), target.owner(way.address)
+        for probe in self.probes:
+            source, target = self.hosts[probe.source], self.hosts[probe.target]
+            leaves_by, arrives_at = self.link_used(probe), target.owner(probe.address)
             rows.append(
-                dataclasses.asdict(way)
+                dataclasses.asdict(probe)
                 | {
                     "source": source.host,
                     "target": target.host,

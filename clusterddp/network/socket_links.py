@@ -1,4 +1,4 @@
-"""Which networks NCCL's sockets take: the fastest that all hosts have, by what each host says of its own links.
+"""Which networks NCCL's sockets take: the fastest that all hosts have, by what each host reports of its links.
 
 NCCL's data goes by RDMA where it can, whatever this says. Where it cannot, the route to the first host is often a
 management network, which must not be all that NCCL may use.
@@ -15,23 +15,23 @@ from clusterddp.network.choice import TUNNELS
 from clusterddp.network.interface import Link, LinkAddress
 
 _Place = ipaddress.IPv4Interface | ipaddress.IPv6Interface
-_MAX_TOLD = 32
+_MAX_REPORTED = 32
 """A host may have hundreds; the message that joins the gang is short."""
 
 
 def tell_links(links: Iterable[Link]) -> dict[str, int]:
-    """Return what a host tells of its links: address with prefix -> Mbit/s, the fastest first."""
-    told = {f"{entry.address}/{entry.prefix}": link.assumed_mbit_per_s for link, entry in _usable(links)}
-    return dict(sorted(told.items(), key=lambda item: -item[1])[:_MAX_TOLD])
+    """Return what a host reports of its links: address with prefix -> Mbit/s, the fastest first."""
+    reported = {f"{entry.address}/{entry.prefix}": link.assumed_mbit_per_s for link, entry in _usable(links)}
+    return dict(sorted(reported.items(), key=lambda item: -item[1])[:_MAX_REPORTED])
 
 
-def faster_networks(told: Sequence[Mapping[str, int]], master_addr: str) -> tuple[str, ...]:
+def faster_networks(reported: Sequence[Mapping[str, int]], master_addr: str) -> tuple[str, ...]:
     """Return the networks to be taken in place of the one that has the master's address; none: it is the fastest.
 
-    `told`: of each host, the first one's first. A network is as fast as its slowest link. Several are equally fast
+    `reported`: of each host, the first one's first. A network is as fast as its slowest link. Several are equally fast
     where hosts have a link for each rail.
     """
-    hosts = [_read(links) for links in told]
+    hosts = [_read(links) for links in reported]
     speeds: dict[str, list[int]] = {}
     for links in hosts:
         of_host: dict[str, int] = {}
@@ -43,7 +43,9 @@ def faster_networks(told: Sequence[Mapping[str, int]], master_addr: str) -> tupl
     # An address that several hosts have leads to none of them.
     owners = Counter(place for links in hosts for place in links)
     dead = {str(place.network) for place, count in owners.items() if count > 1}
-    common = {network: min(each) for network, each in speeds.items() if len(each) == len(told) and network not in dead}
+    common = {
+        network: min(each) for network, each in speeds.items() if len(each) == len(reported) and network not in dead
+    }
     best = max(common.values(), default=0)
     if best <= _speed_of_route(hosts[0] if hosts else {}, common, master_addr):
         return ()
@@ -65,7 +67,7 @@ def _usable(links: Iterable[Link]) -> Iterator[tuple[Link, LinkAddress]]:
 
 
 def _read(links: Mapping[str, int]) -> dict[_Place, int]:
-    """Read what a host has told; what is no address is left out."""
+    """Read what a host has reported; what is no address is left out."""
     found: dict[_Place, int] = {}
     for text, speed in links.items():
         with contextlib.suppress(ValueError):

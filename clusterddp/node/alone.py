@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_rank, write_rank
+from clusterddp.system.files import write_json
 
 
 def record_end(exit_code: int, error: str = "", told: str = "") -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, read_tail
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import RootCause, signal_name
+from clusterddp.system.files import read_tail
 
 CERTAIN = 0
 """A signal from outside, a lost node: no other rank's end brings it about."""

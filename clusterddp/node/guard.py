@@ -30,9 +30,10 @@ from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
 from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import AttemptDir, RunDir, is_file
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import failed_by, loss_of_node
 from clusterddp.run.record import read_ranks, write_rank
+from clusterddp.system.files import is_file
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""

@@ -14,16 +14,18 @@ from clusterddp.node.failure import Failure, RankEnd
 from clusterddp.node.guard import Guard
 from clusterddp.node.history import EndRecord, log, log_end, record_start
 from clusterddp.node.job_watch import JobWatch, bring_home
-from clusterddp.node.link import GONE, HOST_SILENT, Message, facts_of
-from clusterddp.node.muster import Muster
-from clusterddp.node.note import note
+from clusterddp.node.joined import JoinedNodes
+from clusterddp.node.link import facts_of
+from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import RunDir, is_file
+from clusterddp.rendezvous.connection import Loss, Message
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, loss_of_node, signal_name
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
@@ -57,7 +59,7 @@ class Head:
         self._first_attempt = first_attempt
         self._first_restart = first_restart
         self._job = job
-        self._muster = Muster(gang, timeout_s=gang.start_timeout_s, now=now)
+        self._joined = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
@@ -83,7 +85,7 @@ class Head:
         return self._attempt.settling or self._ending is not None
 
     def may_join(self, node_rank: int) -> bool:
-        return self._muster.may_join(node_rank)
+        return self._joined.may_join(node_rank)
 
     def hear(self, node_rank: int, report: Message, now: float) -> None:
         """Take in what a node reports."""
@@ -109,7 +111,7 @@ class Head:
 
     def _hear_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
-            self._muster.expect(node.node_rank, report["ranks"])
+            self._joined.expect(node.node_rank, report["ranks"])
         elif report["kind"] == "transport":
             where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
             log(self._run, "nccl_transport", **where, **facts_of(report))
@@ -131,17 +133,19 @@ class Head:
             lost = "rank" in report
             self._fail(Failure.at(node.host, error, rank=rank, weight=weight, job_restartable=lost), now)
 
-    def lose(self, node_rank: int, why: str, now: float) -> None:
+    def lose(self, node_rank: int, why: Loss, now: float) -> None:
         """Take in that the link to a node's supervisor is no more."""
         if self.exit_code is not None or node_rank in self._lost:
             return
         self._lost.add(node_rank)
         node, own = self._gang.nodes[node_rank], self._gang.nodes[0]
-        if why == HOST_SILENT and is_cut_off(self._interface):
+        if why.kind == "host_silent" and is_cut_off(self._interface):
             self._fail_nodes((own,), f"{own.host} is cut off, its {self._interface} is down", now)
-        name = f"supervisor of node {node_rank} on {node.host} (pid {self._muster.pids[node_rank]})"
+        name = f"supervisor of node {node_rank} on {node.host} (pid {self._joined.pids[node_rank]})"
         # A supervisor that ends for a reason of its own reports it first.
-        self._fail_nodes((node,), f"{name} was killed" if why == GONE else f"{name} is lost: {why}", now)
+        self._fail_nodes(
+            (node,), f"{name} was killed" if why.kind == "process_ended" else f"{name} is lost: {why}", now
+        )
         self._confirm(node_rank, [])
 
     def _leave(self, node: Node, why: str, now: float) -> None:
@@ -185,19 +189,19 @@ class Head:
             self._end_gang(now)
 
     def _join(self, node: Node, report: Message) -> None:
-        self._muster.join(node, report)
+        self._joined.join(node, report)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
     def _await_joins(self, now: float) -> None:
-        if self._muster.complete:
+        if self._joined.complete:
             self._begin(now)
-        elif (failure := self._muster.overdue(now)) is not None:
+        elif (failure := self._joined.overdue(now)) is not None:
             self._fail(failure, now)
 
     def _miss(self, node_rank: int, exit_code: int, now: float) -> None:
         """Take in that a supervisor has ended, as its starter sees it; one that had joined is missed by its link."""
-        if node_rank in self._muster.pids:
+        if node_rank in self._joined.pids:
             return
         node = self._gang.nodes[node_rank]
         how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
@@ -206,7 +210,7 @@ class Head:
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
-            self._rendezvous.open(attempt.number, self._muster.reached)
+            self._rendezvous.open(attempt.number, self._joined.reached)
         except ClusterddpError as error:
             self._fail(Failure.at(gang.nodes[0].host, error.message), now)
             return
@@ -220,7 +224,7 @@ class Head:
             "master_addr": self._rendezvous.address,
             "master_port": self._rendezvous.port,
             "agent_port": self._rendezvous.agent_port,
-            "networks": self._muster.faster_networks(self._rendezvous.address),
+            "networks": self._joined.faster_networks(self._rendezvous.address),
         }
         listeners = {"listener": self._rendezvous.listener, "agents_listener": self._rendezvous.agents_listener}
         for node in gang.nodes:
@@ -234,7 +238,7 @@ class Head:
             self._start_due = min(self._start_due, now + storage_timeout_s())
             if now < self._start_due and self._ending is None:
                 return  # the next tick tries again
-            note(f"the start could not be recorded: {error}")
+            log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, str(error), rank=0), now)
         self._start_recorded, self._start_due = True, float("inf")
 
@@ -294,7 +298,7 @@ class Head:
 
     def _end_gang(self, now: float) -> None:
         self._attempt.decide()
-        self._ending = Ending(self._gang, set(self._muster.pids) - self._lost, now)
+        self._ending = Ending(self._gang, set(self._joined.pids) - self._lost, now)
         for node_rank in sorted(self._ending.unconfirmed):
             self._tell(node_rank, {"kind": "kill", "whole_gang": False})
 
@@ -346,7 +350,7 @@ class Head:
         except FileExistsError:
             return False
         except OSError as error:
-            note(f"the next attempt's directory cannot be made: {error}")
+            log_line(f"the next attempt's directory cannot be made: {error}")
         return True
 
     def _next_attempt(self) -> None:
@@ -360,7 +364,7 @@ class Head:
         self._tell_all({"kind": "finish", "exit_code": exit_code})
 
     def _tell_all(self, order: Message) -> None:
-        for node_rank in self._muster.pids.keys() - self._lost:
+        for node_rank in self._joined.pids.keys() - self._lost:
             self._tell(node_rank, order)
 
     def _restart_after(self, end: AttemptEnd, *, all_gone: bool) -> Restart:

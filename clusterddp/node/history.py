@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.note import note
-from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, write_json
+from clusterddp.node.log import log_line
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import ProcessIdentity, drop_secrets, log_event
 from clusterddp.run.spool import spool_end
+from clusterddp.system.files import write_json
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
-    from clusterddp.node.link import Message
     from clusterddp.node.rendezvous import Rendezvous
+    from clusterddp.rendezvous.connection import Message
     from clusterddp.run.gang import Gang
 
 _RETRY_S = 0.5
@@ -88,7 +89,7 @@ class EndRecord:
         self.error = error
         reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
         self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
-        note(f"the end could not be recorded: {error}; it was {self.end.outcome}: {self.end.reason}")
+        log_line(f"the end could not be recorded: {error}; it was {self.end.outcome}: {self.end.reason}")
         self.is_first = spool_end(self._token, self._attempt.number, self.end)
         drop_secrets(RunDir(self._attempt.path.parents[1]))
 
@@ -111,5 +112,5 @@ def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
 
 def log(run: RunDir, event: str, **facts: Any) -> None:
     """Log an event, here and in the run's history."""
-    note(f"{event} {facts}")
+    log_line(f"{event} {facts}")
     log_event(run, event, **facts)

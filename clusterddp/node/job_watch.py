@@ -11,7 +11,7 @@ from typing import Literal
 
 from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.run.supervisors import SlurmOrder
 
 _ASK_AGAIN_S = 10.0
@@ -81,7 +81,7 @@ class JobWatch:
     def _hear(self, answer: Answer, now: float) -> Intent | None:
         if answer.job is None:
             if answer.error != self._complaint:
-                note(f"the controller could not be asked: {answer.error}")
+                log_line(f"the controller could not be asked: {answer.error}")
             self._complaint = answer.error
             self._ask_at = now + _RETRY_S
             if answer.time_left_s is not None:
@@ -153,7 +153,7 @@ class JobWatch:
 
 def bring_home(intent: Intent, attempt: Attempt) -> bool:
     """Note in the attempt what Slurm is about to do; True when its ranks have yet to be asked to stop."""
-    note(f"Slurm: {intent.words}")
+    log_line(f"Slurm: {intent.words}")
     if intent.kind == "cancelled":
         attempt.cancel_reason = attempt.cancel_reason or intent.words
         return False

@@ -15,26 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
+from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.connection_watch import ConnectionWatch
 from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
-from clusterddp.node.footing import Footing, find_footing
 from clusterddp.node.history import record_end
-from clusterddp.node.link import Message
+from clusterddp.node.log import log_line
 from clusterddp.node.nccl_watch import NcclWatch
-from clusterddp.node.note import note
 from clusterddp.node.rank import ENDING
+from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
 from clusterddp.node.stopped import StoppedRanks
 from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Sweep
-from clusterddp.run.directory import AttemptDir, RunDir, is_file, make_attempt_dirs, read_json
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
 from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.run.stop import request_stop, stop_reason
+from clusterddp.system.files import is_file, read_json
 from clusterddp.system.gpu_cores import cores_for_ranks
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
@@ -57,7 +58,7 @@ class _Attempt:
     """The node's part of the attempt that runs now."""
 
     dir: AttemptDir
-    footing: Footing
+    network: RankNetwork
     master_port: int
     oom_kills: int | None
     watch: ConnectionWatch
@@ -185,7 +186,9 @@ class Member:
             return
         for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
             attempt.records[record.rank] = self._unwritten[attempt.dir, record.rank] = record
-            note(f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}")
+            log_line(
+                f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}"
+            )
 
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -214,12 +217,12 @@ class Member:
         self.attempt_number = int(order["attempt"])
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
-            footing = find_footing(self._gang, self._node, order)
+            network = find_rank_network(self._gang, self._node, order)
             port = int(order["master_port"])
-            watch = ConnectionWatch(footing.gang.master_addr, port, now)
-            self.interface = footing.interface
+            watch = ConnectionWatch(network.gang.master_addr, port, now)
+            self.interface = network.interface
             attempt = _Attempt(
-                dir=directory, footing=footing, master_port=port, oom_kills=count_oom_kills(), watch=watch
+                dir=directory, network=network, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
             self._attempt = attempt
             make_attempt_dirs(directory)
@@ -241,11 +244,13 @@ class Member:
         chosen = cores_for_ranks(node.gpus, frozenset(os.sched_getaffinity(0)))
         cores = {rank: each for rank, each in zip(node.ranks, chosen, strict=True) if each is not None}
         for each in dict.fromkeys(cores.values()):
-            note(f"{spell_ranks([rank for rank in cores if cores[rank] == each])} keep to cores {each}, near the GPU")
+            log_line(
+                f"{spell_ranks([rank for rank in cores if cores[rank] == each])} keep to cores {each}, near the GPU"
+            )
         return cores
 
     def _launch_of(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
-        variables = attempt.footing.gang.variables_of(
+        variables = attempt.network.gang.variables_of(
             rank,
             run_dir=str(self._run.path),
             attempt=order["attempt"],
@@ -269,7 +274,7 @@ class Member:
         )
 
     def _rank_started(self, attempt: _Attempt, news: Started) -> None:
-        node, footing = self._node, attempt.footing
+        node, network = self._node, attempt.network
         attempt.running.add(news.rank)
         attempt.records[news.rank] = RankRecord(
             rank=news.rank,
@@ -277,8 +282,8 @@ class Member:
             local_rank=node.ranks.index(news.rank),
             host=node.host,
             pid=news.pid,
-            interface=footing.interface,
-            master_addr=footing.gang.master_addr,
+            interface=network.interface,
+            master_addr=network.gang.master_addr,
             master_port=attempt.master_port,
             started=time.time(),
         )
@@ -303,7 +308,7 @@ class Member:
         self._write_by = float("inf")
         if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
             attempt.started = True
-            self._report({"kind": "started", **attempt.footing.facts(), **self._starter.facts()})
+            self._report({"kind": "started", **attempt.network.facts(), **self._starter.facts()})
             if self._gang.backend == "nccl":
                 attempt.nccl = NcclWatch([attempt.dir.nccl(rank) for rank in self._node.ranks], now)
 

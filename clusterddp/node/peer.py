@@ -1,8 +1,9 @@
 """The other end of a link: messages reach it once and in order, over as many connections as that takes.
 
 A network that is away for a while costs connections, not the run. So every message has a number and is kept until the
-other end has acknowledged it (heartbeats say how many have come); over the next connection what was not acknowledged is
-sent again, and what had come already is dropped by its number. Node 0 listens and the others connect again.
+other end has acknowledged it (heartbeats carry how many have arrived); over the next connection what was not
+acknowledged is sent again, and what had arrived already is dropped by its number. Node 0 listens and the others connect
+again.
 
 Three things end a link, each in its own time:
 
@@ -18,13 +19,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import selectors
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from clusterddp.node.connecting import Connecting, Found
-from clusterddp.node.link import BEAT_S, GONE, HOST_SILENT, Channel, Message, watch_host
-from clusterddp.node.note import note
+from clusterddp.node.link import HEARTBEAT_S, PROCESS_ENDED, watch_host
+from clusterddp.node.log import log_line
+from clusterddp.rendezvous.client import Attempt, Found
+from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
 
 QUIET_S = 5.0
 """After so long without a heartbeat another connection is tried: TCP itself tries at growing intervals only."""
@@ -47,43 +48,37 @@ class _Break:
     """A connection that broke, and was not replaced yet."""
 
     since: float
-    why: str
+    why: Loss
 
 
 class Peer:
     """The other end of one link."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        selector: selectors.BaseSelector,
-        attempt: Callable[[float], Connecting],
-        *,
-        when_quiet: bool,
-    ) -> None:
+    def __init__(self, limits: Limits, attempt: Callable[[float], Attempt], *, when_quiet: bool) -> None:
         """`attempt` begins an attempt to connect; `when_quiet`: one that replaces a connection which is only quiet."""
-        self.lost: str | None = None
+        self.lost: Loss | None = None
         """Why the link is lost for good."""
-        self.heard = 0
-        """How many messages of the other end have come."""
+        self.received = 0
+        """How many messages of the other end have arrived."""
         self._limits = limits
-        self._selector = selector
         self._begin_attempt = attempt
         self._when_quiet = when_quiet
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
         self._break: _Break | None = None
-        self._attempt: Connecting | None = None
+        self._attempt: Attempt | None = None
         self._attempt_at = 0.0
         self._sent = self._acknowledged = 0
         self._unacknowledged: collections.deque[Message] = collections.deque()
-        self._told_heard = 0
+        self._acknowledged_to_other = 0
+        """How many messages the last heartbeat has acknowledged."""
+        self._heartbeat_at = 0.0
         self._now = self._sent_at = 0.0
         self._answered = False
         """True when the other host has answered since the connection broke."""
 
     @property
     def connected(self) -> bool:
-        return self._channel is not None
+        return self._connection is not None
 
     @property
     def broken(self) -> bool:
@@ -97,24 +92,24 @@ class Peer:
 
     def is_quiet(self, now: float) -> bool:
         """Say whether heartbeats are overdue, which may be nothing."""
-        if self._channel is None:
+        if self._connection is None:
             return self.broken
-        return now - self._channel.last_heard > min(QUIET_S, self._limits.host_silence_s / 4)
+        return now - self._connection.last_received > min(QUIET_S, self._limits.host_silence_s / 4)
 
-    def connect(self, channel: Channel, heard: int, now: float) -> None:
-        """Go on over this connection, which the selector knows; the other end has received `heard` messages."""
+    def connect(self, connection: Connection, received: int, now: float) -> None:
+        """Go on over this connection; the other end has received `received` messages."""
         if self._break is not None:
-            note(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
-        self._close_channel()
+            log_line(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
+        self._close_connection()
         self._end_attempt()
         self._break = None
-        self._channel = channel
-        channel.last_heard = now
+        self._connection = connection
+        connection.last_received = now
         if self._limits.spans_hosts:
-            watch_host(channel.sock, self._limits.host_silence_s)
-        self._acknowledge(heard)
+            watch_host(connection.sock, self._limits.host_silence_s)
+        self._acknowledge(received)
         for message in self._unacknowledged:
-            channel.send(message)
+            connection.send(message)
 
     def send(self, message: Message) -> None:
         """Send a message, now or over the next connection."""
@@ -122,53 +117,59 @@ class Peer:
         self._sent += 1
         self._sent_at = self._now
         self._unacknowledged.append(numbered)
-        if self._channel is not None:
-            self._channel.send(numbered)
+        if self._connection is not None:
+            self._connection.send(numbered)
 
     def receive(self, now: float) -> list[Message]:
         """Return the messages that have come."""
         self._now = now
-        return self.take(self._channel.receive(now)) if self._channel is not None else []
+        return self.take(self._connection.receive(now)) if self._connection is not None else []
 
     def take(self, messages: list[Message]) -> list[Message]:
         """Return what is new of these, without the numbers."""
         new = []
         for message in messages:
             if message["kind"] == "heartbeat":
-                self._acknowledge(message["heard"])
-            elif message.get("number") == self.heard:
-                self.heard += 1
+                self._acknowledge(message["received"])
+            elif message.get("number") == self.received:
+                self.received += 1
                 new.append({key: value for key, value in message.items() if key != "number"})
         return new
 
     def keep_up(self, now: float) -> Found | None:
         """Send heartbeats, notice losses, connect again; return a connection that is authenticated, for `connect`."""
-        channel = self._channel
-        if channel is not None:
-            every_s = min(BEAT_S, self._limits.heartbeat_timeout_s / 3)
-            heartbeat: Message = {"kind": "heartbeat", "heard": self.heard}
-            channel.keep_alive(now, heartbeat, every_s=every_s, at_once=self.heard != self._told_heard)
-            self._told_heard = self.heard
-            if channel.lost is not None:
-                self._on_break(channel.lost, now)
-            elif now - channel.last_heard > self._limits.heartbeat_timeout_s:
-                self.give_up(f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s")
+        connection = self._connection
+        if connection is not None:
+            self._send_heartbeat(connection, now)
+            if connection.lost is not None:
+                self._on_break(connection.lost, now)
+            elif now - connection.last_received > self._limits.heartbeat_timeout_s:
+                self.give_up(Loss("process_silent", f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s"))
         return self._try_again(now) if self.lost is None else None
 
-    def give_up(self, why: str) -> None:
-        """End the link; the other end is told why, should it be able to listen."""
-        self.send({"kind": "gave_up", "why": why})
+    def _send_heartbeat(self, connection: Connection, now: float) -> None:
+        """Send a heartbeat when one is due, or when it acknowledges a message; else go on with what is unsent."""
+        if now >= self._heartbeat_at or self.received != self._acknowledged_to_other:
+            self._heartbeat_at = now + min(HEARTBEAT_S, self._limits.heartbeat_timeout_s / 3)
+            self._acknowledged_to_other = self.received
+            connection.send({"kind": "heartbeat", "received": self.received})
+        else:
+            connection.flush()
+
+    def give_up(self, why: Loss) -> None:
+        """End the link; the other end receives why, if it still reads."""
+        self.send({"kind": "gave_up", "why": str(why)})
         self.lose(why)
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: Loss) -> None:
         """Note that the link is lost for good."""
         self.lost = why
-        self._close_channel()
+        self._close_connection()
         self._end_attempt()
 
-    def _on_break(self, why: str, now: float) -> None:
-        self._close_channel()
-        if why == HOST_SILENT and not (self._attempt is not None and self._attempt.connected):
+    def _on_break(self, why: Loss, now: float) -> None:
+        self._close_connection()
+        if why.kind == "host_silent" and not (self._attempt is not None and self._attempt.connected):
             self.lose(HOST_SILENT)
         else:
             self._break, self._answered = _Break(since=now, why=why), False
@@ -196,13 +197,13 @@ class Peer:
 
     def _judge_break(self, broken: _Break, *, refused: bool, now: float) -> None:
         if refused:
-            self.lose(GONE)
+            self.lose(PROCESS_ENDED)
         elif now - broken.since > self._limits.host_silence_s:
             within = f"and no other one came within {self._limits.host_silence_s:g} s"
-            self.lose(f"{broken.why}, {within}" if self._answered else HOST_SILENT)
+            self.lose(Loss("broken", f"{broken.why}, {within}") if self._answered else HOST_SILENT)
 
-    def _acknowledge(self, heard: int) -> None:
-        while self._acknowledged < heard and self._unacknowledged:
+    def _acknowledge(self, received: int) -> None:
+        while self._acknowledged < received and self._unacknowledged:
             self._unacknowledged.popleft()
             self._acknowledged += 1
 
@@ -211,8 +212,7 @@ class Peer:
             self._attempt.close()
             self._attempt = None
 
-    def _close_channel(self) -> None:
-        if self._channel is not None:
-            self._selector.unregister(self._channel.sock)
-            self._channel.close()
-            self._channel = None
+    def _close_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -99,8 +99,8 @@ def _stop_on_signal() -> None:
     path = os.environ.get("CLUSTERDDP_STOP_FILE")
     if path is None:
         return
-    from clusterddp.run.directory import is_file
     from clusterddp.run.stop import request_stop
+    from clusterddp.system.files import is_file
 
     stop_file = Path(path)
     rank = os.environ.get("RANK", "?")

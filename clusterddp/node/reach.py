@@ -6,23 +6,25 @@ import json
 import os
 import selectors
 import socket
+from collections.abc import Sequence
 
-from clusterddp.network.interface import LOOPBACK_ADDRESS, read_links
+from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback, read_links
+from clusterddp.network.own_host import addresses_of
 from clusterddp.network.port import walk_ports
 from clusterddp.network.socket_links import tell_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
 from clusterddp.node.job_watch import JobWatch
-from clusterddp.node.link import Message, listen, listen_on_walk
+from clusterddp.node.link import SUPERVISORS, listen, listen_on_walk
+from clusterddp.node.log import log_line
 from clusterddp.node.peer import Limits
-from clusterddp.node.search import Finder, KnownHead, SearchedHead
 from clusterddp.node.tasks import Tasks
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
+from clusterddp.rendezvous.client import Search
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.supervisors import SupervisorOrder
 
-CONNECT_S = 8.0
-"""How long the head's host may take to answer at first: the head listens before anybody is told of it."""
 LINK_PORTS = 16
 """How many ports the link's walk has: as many jobs whose walks begin at the same port can run on one host."""
 
@@ -66,26 +68,44 @@ def reach_head(
             print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
         return here
     listener = listen_on_walk([0]) if order.spans_hosts else listen(LOOPBACK_ADDRESS)
-    finder = _finder(order, selector, join | {"port": listener.getsockname()[1]})
     return HeadElsewhere(
         order.gang,
         order.node.node_rank,
-        finder,
+        _search_of_head(order, selector, join | {"port": listener.getsockname()[1]}),
         selector,
         limits,
         listener=listener,
+        known=order.link,
         on_slurm=order.slurm is not None,
         now=now,
     )
 
 
-def _finder(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Finder:
-    if order.link is not None:
-        timeout_s = min(CONNECT_S, order.gang.start_timeout_s)
-        return KnownHead((order.link["host"], order.link["port"]), order.gang.token, join, timeout_s=timeout_s)
-    assert order.slurm is not None
-    ports = _link_ports(order.slurm.job_id)
-    return SearchedHead(order.slurm.heads, ports, order.gang.token, join, selector=selector)
+def _search_of_head(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Search:
+    """Look for the head where it is known to listen; on Slurm on the ports of the job, on its possible hosts."""
+    hosts, ports = ([order.link["host"]], [order.link["port"]]) if order.link is not None else ([], [])
+    if order.link is None:
+        assert order.slurm is not None
+        hosts, ports = list(order.slurm.heads), _link_ports(order.slurm.job_id)
+    return Search(
+        lambda: resolve(hosts) if order.link is None else hosts,
+        ports,
+        protocol=SUPERVISORS,
+        key=order.gang.token,
+        introduce=lambda connection: join,
+        selector=selector,
+    )
+
+
+def resolve(hosts: Sequence[str]) -> list[str]:
+    """Return the addresses of these hosts, in order, without those that would only lead back to this very host."""
+    addresses: list[str] = []
+    for host in hosts:
+        found = addresses_of(host)
+        if not found:
+            log_line(f"{host} is not resolved by {socket.gethostname()}")
+        addresses += found
+    return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
 
 
 def _listen_as_head(order: SupervisorOrder) -> socket.socket:

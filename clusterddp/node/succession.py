@@ -18,15 +18,16 @@ from clusterddp.errors import SlurmError
 from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation, Answer
 from clusterddp.node.history import log_end, record_end
-from clusterddp.node.link import GIVEN_UP, HOST_SILENT
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, is_file
+from clusterddp.rendezvous.connection import Loss
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
 from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import tag_of
+from clusterddp.system.files import is_file
 
 PROCESS_PATIENCE_S = 10.0
 """How long the guard of a head that was killed has for its work, its host being alive."""
@@ -39,10 +40,10 @@ _ASK_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
+class LossOfHead:
     """The loss of the head, as one node sees it."""
 
-    why: str
+    why: Loss
     interface: str | None
     """The one that carries the gang's traffic on this node's host."""
 
@@ -61,11 +62,11 @@ class Succession:
         self._turn_at: float | None = None
         self._ask_at = 0.0
 
-    def step(self, attempt: AttemptDir, loss: Loss, *, idle: bool, now: float) -> bool:
+    def step(self, attempt: AttemptDir, loss: LossOfHead, *, idle: bool, now: float) -> bool:
         """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
         if self._began is None or self._turn_at is None:
             self._began = now
-            patience_s = 0.0 if loss.why == HOST_SILENT else PROCESS_PATIENCE_S
+            patience_s = 0.0 if loss.why.kind == "host_silent" else PROCESS_PATIENCE_S
             self._turn_at = now + patience_s + _TURN_S * (self._order.node.node_rank - 1)
         if not idle or now < self._turn_at:
             return idle and _has_end(attempt)
@@ -74,7 +75,7 @@ class Succession:
         answer = self._allocation.take()
         if answer is None or answer.job is None:
             if answer is not None:
-                note(f"the controller could not be asked: {answer.error}")
+                log_line(f"the controller could not be asked: {answer.error}")
                 self._ask_at = now + _ASK_AGAIN_S
             if now >= self._ask_at:
                 self._allocation.ask()
@@ -82,11 +83,11 @@ class Succession:
         self._succeed(attempt, loss, answer)
         return True
 
-    def _succeed(self, attempt: AttemptDir, loss: Loss, answer: Answer) -> None:
+    def _succeed(self, attempt: AttemptDir, loss: LossOfHead, answer: Answer) -> None:
         job, slurm = answer.job, self._slurm
         assert job is not None
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
-            note("Slurm has started the job again already, or it is not ours: its next start puts things in order")
+            log_line("Slurm has started the job again already, or it is not ours: its next start puts things in order")
             return
         goes_on = self._order.restarts_left_after(attempt.number) and not is_file(self._order.run.cancel_file)
         end = _end_without_head(self._order, attempt, loss, goes_on=goes_on)
@@ -112,7 +113,7 @@ class Succession:
                 start_new_session=True,
             )
         except OSError as error:
-            note(f"the job cannot be started again: {error}")
+            log_line(f"the job cannot be started again: {error}")
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             again.wait(_GIVE_UP_S)
@@ -132,11 +133,11 @@ class Witness:
         self._order = order
         self._speak_at: float | None = None
 
-    def step(self, attempt: AttemptDir, loss: Loss, *, idle: bool, now: float) -> bool:
+    def step(self, attempt: AttemptDir, loss: LossOfHead, *, idle: bool, now: float) -> bool:
         """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
         if self._speak_at is None:
             # Hosts may share the directory: a guard that is at work there comes first.
-            self._speak_at = now + (0.0 if loss.why == HOST_SILENT else GUARD_PATIENCE_S)
+            self._speak_at = now + (0.0 if loss.why.kind == "host_silent" else GUARD_PATIENCE_S)
         if not idle or (now < self._speak_at and not _has_end(attempt)):
             return False
         end = _end_without_head(self._order, attempt, loss, goes_on=False)
@@ -152,11 +153,11 @@ def _has_end(attempt: AttemptDir) -> bool:
         return False
 
 
-def _end_without_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, *, goes_on: bool) -> AttemptEnd:
+def _end_without_head(order: SupervisorOrder, attempt: AttemptDir, loss: LossOfHead, *, goes_on: bool) -> AttemptEnd:
     lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss.why}"
-    if loss.why.startswith(GIVEN_UP):
+    if loss.why.kind == "given_up":
         lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss.why}"
-    elif loss.why == HOST_SILENT and is_cut_off(loss.interface):
+    elif loss.why.kind == "host_silent" and is_cut_off(loss.interface):
         lost, what = order.node, f"{order.node.host} is cut off, its {loss.interface} is down"
     started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
     cause = loss_of_node(

@@ -36,12 +36,12 @@ from clusterddp.node.clock import Clock
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
+from clusterddp.node.log import log_line, open_log
 from clusterddp.node.member import Member
-from clusterddp.node.note import note, open_log
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import Loss, Succession, Witness
+from clusterddp.node.succession import LossOfHead, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
@@ -169,7 +169,7 @@ class Supervisor:
             self._hear_parent(now)
             exits = reap()
             if self._guard.on_exits(exits):
-                note("the guard was killed; another one was started")
+                log_line("the guard was killed; another one was started")
             if self._children is not None:
                 self._children.on_exits(exits)
             if self._allocation is not None:
@@ -189,7 +189,7 @@ class Supervisor:
         if self._succession is None or self.uplink.head_lost is None:
             return idle
         attempt = self._order.run.attempt(self._member.attempt_number)
-        loss = Loss(why=self.uplink.head_lost, interface=self._member.interface)
+        loss = LossOfHead(why=self.uplink.head_lost, interface=self._member.interface)
         return self._succession.step(attempt, loss, idle=idle, now=now)
 
     def _watch_successors(self, now: float) -> None:
@@ -197,7 +197,7 @@ class Supervisor:
         if self._fence is None or (later := self._fence.look(now)) is None:
             return
         error = f"attempt {later} of the run has begun elsewhere"
-        note(error)
+        log_line(error)
         self.uplink.report({"kind": "failed", "error": error, "weight": CERTAIN})
         self._member.begin_end(now)
 
@@ -243,7 +243,7 @@ class Supervisor:
         self._stdin_open = False
         self._selector.unregister(sys.stdin.fileno())
         if self._parent_bound:
-            note(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
+            log_line(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
             over_ssh = self._order.over_ssh
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
             self._member.begin_end(now)
@@ -256,7 +256,7 @@ class Supervisor:
                 return
             report = {"kind": "supervisor_ended", "node_rank": words["ended"], "exit_code": words["exit_code"]}
         except (ValueError, KeyError, TypeError, AttributeError):
-            note(f"not understood on standard input: {line[:200]!r}")
+            log_line(f"not understood on standard input: {line[:200]!r}")
             return
         self.uplink.report(report)
 
@@ -294,7 +294,7 @@ def main() -> int:
         exit_code = supervisor.run()
     except Exception as error:
         # Whatever it is, our own mistake or the machine's: no rank outlives it, and it is the recorded cause.
-        note(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
+        log_line(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
         exit_code = 1
         _give_up(order, guard, supervisor, error)
     if supervisor is not None:
@@ -310,11 +310,11 @@ def _give_up(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None
     what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
     if supervisor is not None:
         with contextlib.suppress(Exception):
-            supervisor.uplink.confess(what)
+            supervisor.uplink.report_fatal_error(what)
     try:
         bury(facts, what)
     except Exception:
-        note(traceback.format_exc())
+        log_line(traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.node.gpus import TaskGpus, choose_gpus
-from clusterddp.node.note import note
+from clusterddp.node.log import log_line
 from clusterddp.node.starter import Ended, Launch, Lost, News, Started
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
 from clusterddp.ranks.environment import GPU, USERS
@@ -51,7 +51,7 @@ class Tasks:
         self._what = what
         self._selector = selector
         self._acceptor = Acceptor(listener, selector)
-        self._refusals = Refusals(note)
+        self._refusals = Refusals(log_line)
         self._strangers: list[socket.socket] = []
         """Connections that have not said yet which task they are."""
         self._tasks: dict[int, _Task] = {}
@@ -174,7 +174,7 @@ class Tasks:
         try:
             socket.send_fds(task.sock, [json.dumps(words).encode()], [] if descriptor is None else [descriptor])
         except BlockingIOError:
-            note(f"the task of rank {task.rank} (pid {task.pid}) does not listen")
+            log_line(f"the task of rank {task.rank} (pid {task.pid}) does not listen")
         except OSError:
             self._lose(task)
 

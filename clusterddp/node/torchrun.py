@@ -28,9 +28,9 @@ from clusterddp.ranks.environment import COOKIE, USERS, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.ranks.torchrun import torchrun_words
 from clusterddp.run.cleanup import sweep
-from clusterddp.run.directory import read_tail
 from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.system.files import read_tail
 
 START_TIMEOUT_S = 180.0
 """How long torchrun may take to start the ranks: it imports torch, and waits for the other nodes' agents."""

@@ -11,19 +11,20 @@ from collections import deque
 from typing import Protocol
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.interface import plain_address
-from clusterddp.node.connecting import Authenticating, Connecting, Found
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
-from clusterddp.node.link import GIVEN_UP, HOST_SILENT, JOIN_TIMEOUT_S, Channel, Message
-from clusterddp.node.note import note
+from clusterddp.node.link import SUPERVISORS, given_up
+from clusterddp.node.log import log_line
 from clusterddp.node.peer import Limits, Peer
-from clusterddp.node.search import Finder
-from clusterddp.rendezvous.acceptor import Acceptor, Refusals
+from clusterddp.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
+from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
+from clusterddp.rendezvous.server import Arrival, Server
 from clusterddp.run.gang import Gang
+from clusterddp.run.supervisors import Link
 
-_MAX_STRANGERS = 32
-_CONFESSION_S = 1.0
+_REPORT_FATAL_S = 1.0
+_CONNECT_S = 8.0
+"""How long the host of a head that is known to listen may take to accept a connection at first."""
 _MAX_PROBES = 16
 """How many connections of the head, which only asks whether we are there, are taken off the queue at a time."""
 
@@ -36,25 +37,25 @@ class Uplink(Protocol):
         """Not None when the supervisor is to leave as soon as nothing of its node is left."""
 
     @property
-    def head_lost(self) -> str | None:
+    def head_lost(self) -> Loss | None:
         """Why the head is lost, when it is."""
 
     @property
     def joined(self) -> bool:
-        """True once the head has taken this node in."""
+        """True once the head has accepted this node."""
 
     @property
     def hurried(self) -> bool:
         """True while there is something to do at once, or things change within milliseconds."""
 
     def report(self, message: Message) -> None:
-        """Tell the head something."""
+        """Send the head a message."""
 
     def pump(self, now: float) -> list[Message]:
-        """Hear and say what there is; return the head's orders for this node."""
+        """Receive and send what there is; return the head's orders for this node."""
 
-    def confess(self, error: str) -> None:
-        """Tell the head that this supervisor is broken, or, when this is the head, let the others see it."""
+    def report_fatal_error(self, error: str) -> None:
+        """Report that this supervisor is broken: to the head, or, when this is the head, by closing all links."""
 
 
 class HeadHere:
@@ -69,20 +70,16 @@ class HeadHere:
         self.head: Head | None = None
         """Set once; the head needs `tell`, and this needs the head."""
         self.exit_code: int | None = None
-        self._token = gang.token
         self._limits = limits
-        self._selector = selector
         self._listener = listener
         self._session = os.urandom(8).hex()
         """Sent to each node that joins. A node that connects again names it, so it is of this start of the run."""
-        self._max_strangers = _MAX_STRANGERS + 4 * len(gang.nodes)
-        self._acceptor = Acceptor(listener, selector)
-        self._refusals = Refusals(note)
-        self._strangers: list[Channel] = []
-        """Connections that have not proven yet that they belong to the run."""
+        self._server = Server(
+            listener, selector, protocol=SUPERVISORS, key=gang.token, num_expected=len(gang.nodes), report=log_line
+        )
         self._members: dict[int, Peer] = {}
         self._pids: dict[int, int] = {}
-        self._given_up: dict[int, str] = {}
+        self._given_up: dict[int, Loss] = {}
         """Why, by node rank."""
         self._reports: deque[Message] = deque([join])
         self._orders: list[Message] = []
@@ -109,10 +106,8 @@ class HeadHere:
 
     def pump(self, now: float) -> list[Message]:
         assert self.head is not None
-        self._accept(now)
-        for channel in list(self._strangers):
-            self._hear_stranger(channel, now)
-        self._refusals.tick(now)
+        for arrival in self._server.accept(now):
+            self._meet(arrival, now)
         for node_rank, peer in list(self._members.items()):
             for message in peer.receive(now):
                 self.head.hear(node_rank, message, now)
@@ -131,74 +126,54 @@ class HeadHere:
         orders, self._orders = self._orders, []
         return orders
 
-    def confess(self, error: str) -> None:
-        self._acceptor.close()
+    def report_fatal_error(self, error: str) -> None:
+        self._server.close()
         for peer in self._members.values():
-            peer.lose(error)
+            peer.lose(Loss("failed", error))
 
-    def _accept(self, now: float) -> None:
-        for connection, peer in self._acceptor.accept(now):
-            if len(self._strangers) >= self._max_strangers:
-                self._refuse(self._strangers.pop(0), "too many at once have not proven themselves", now)
-            channel = Channel(connection, token=self._token, side="head", now=now)
-            self._strangers.append(channel)
-            self._selector.register(connection, selectors.EVENT_READ, data=peer)
+    def _meet(self, arrival: Arrival, now: float) -> None:
+        connection, message = arrival
+        if message["kind"] == "join":
+            self._join(connection, message, now)
+        elif message["kind"] == "join_again":
+            self._join_again(connection, message, now)
+        else:
+            self._server.refuse(connection, "it did not join", now)
 
-    def _hear_stranger(self, channel: Channel, now: float) -> None:
-        messages = channel.receive(now)
-        if messages and messages[0]["kind"] in {"join", "join_again"}:
-            self._strangers.remove(channel)
-            if messages[0]["kind"] == "join":
-                self._take_in(channel, messages[0], now)
-            else:
-                self._take_back(channel, messages[0], now)
-        elif messages or channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
-            self._strangers.remove(channel)
-            self._refuse(channel, channel.lost or "it did not join", now)
-
-    def _refuse(self, channel: Channel, why: str, now: float) -> None:
-        self._refusals.add(why, now)
-        self._drop(channel)
-
-    def _take_in(self, channel: Channel, join: Message, now: float) -> None:
+    def _join(self, connection: Connection, join: Message, now: float) -> None:
         assert self.head is not None
         node_rank = int(join["node_rank"])
         if self.head.may_join(node_rank):
-            host, _, *rest = channel.sock.getpeername()
+            host, _, *rest = connection.sock.getpeername()
             address = (host, int(join["port"]), *rest)
-            peer = Peer(self._limits, self._selector, lambda now: Connecting(address, now), when_quiet=False)
+            peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)
             self._members[node_rank] = peer
             self._pids[node_rank] = int(join["pid"])
-            reached = plain_address(str(channel.sock.getsockname()[0]))
-            self.head.hear(node_rank, join | {"reached": reached}, now)
+            self.head.hear(node_rank, join | {"reached": connection.own_address}, now)
         if node_rank in self._members and join["pid"] == self._pids[node_rank]:
-            self._welcome(node_rank, channel, 0, now)  # or again: it has missed the first welcome
+            self._welcome(node_rank, connection, 0, now)  # or again: it has missed the first welcome
         else:
-            note(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
-            self._drop(channel)
+            log_line(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
+            connection.close()
 
-    def _take_back(self, channel: Channel, again: Message, now: float) -> None:
-        """Go on with a node whose connection broke, or tell it that it counts as lost."""
+    def _join_again(self, connection: Connection, again: Message, now: float) -> None:
+        """Go on with a node whose connection broke, or send it that it counts as lost."""
         node_rank = int(again["node_rank"])
         if node_rank in self._members and again["session"] == self._session:
-            self._welcome(node_rank, channel, int(again["heard"]), now)
+            self._welcome(node_rank, connection, int(again["received"]), now)
             return
-        why = self._given_up.get(node_rank, "it is of another start of the run")
-        note(f"node {node_rank} has connected again, too late: {why}")
-        channel.send({"kind": "gave_up", "why": why})
-        self._drop(channel)
+        why = str(self._given_up.get(node_rank, "it is of another start of the run"))
+        log_line(f"node {node_rank} has connected again, too late: {why}")
+        connection.send({"kind": "gave_up", "why": why})
+        connection.close()
 
-    def _welcome(self, node_rank: int, channel: Channel, heard: int, now: float) -> None:
+    def _welcome(self, node_rank: int, connection: Connection, received: int, now: float) -> None:
         assert self.head is not None
         peer = self._members[node_rank]
         for message in peer.receive(now):  # over the connection that this one replaces: its last word may be there
             self.head.hear(node_rank, message, now)
-        channel.send({"kind": "welcome", "session": self._session, "heard": peer.heard})
-        peer.connect(channel, heard, now)
-
-    def _drop(self, channel: Channel) -> None:
-        self._selector.unregister(channel.sock)
-        channel.close()
+        connection.send({"kind": "welcome", "session": self._session, "received": peer.received})
+        peer.connect(connection, received, now)
 
 
 class HeadElsewhere:
@@ -208,34 +183,37 @@ class HeadElsewhere:
         self,
         gang: Gang,
         node_rank: int,
-        finder: Finder,
+        search: Search,
         selector: selectors.BaseSelector,
         limits: Limits,
         *,
         listener: socket.socket,
+        known: Link | None,
         on_slurm: bool,
         now: float,
     ) -> None:
-        """`listener`: the head connects to it after a connection broke, to see whether this process lives."""
+        """`listener`: the head connects to it after a connection broke, to see whether this process lives.
+
+        `known`: where the head listens already; None: it may start to listen later at one of the candidates.
+        """
         self.exit_code: int | None = None
-        self.head_lost: str | None = None
+        self.head_lost: Loss | None = None
         """Why the head is lost, when it is."""
         self.joined = False
         self._token = gang.token
         self._node_rank = node_rank
         self._selector = selector
         self._listener = listener
-        self._finder = finder
+        self._search = search
+        self._known = known
         self._on_slurm = on_slurm
         self._start_timeout_s = gang.start_timeout_s
         self._join_until = now + gang.start_timeout_s
+        self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
         self._session = ""
         self._now = now
         self._address: tuple[object, ...] = ()
-        self._peer = Peer(limits, selector, self._connect_again, when_quiet=True)
-        self._found: Found | None = None
-        """The head before it has welcomed this node."""
-        self._find_head(now)
+        self._peer = Peer(limits, self._connect_again, when_quiet=True)
 
     @property
     def hurried(self) -> bool:
@@ -254,20 +232,19 @@ class HeadElsewhere:
         self._take_probes()
         messages = self._peer.receive(now) if self.joined else self._join(now)
         if self.joined and (found := self._peer.keep_up(now)) is not None:
-            self._selector.register(found.channel.sock, selectors.EVENT_READ)
             messages += self._welcomed(found, now)
         orders = [self._obey(message) for message in messages]
         if self._peer.lost is not None and self.exit_code is None:
-            note(f"the head is lost: {self._peer.lost}")
+            log_line(f"the head is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
             self.exit_code = 1
             orders.append({"kind": "kill", "whole_gang": True})
         return orders
 
-    def confess(self, error: str) -> None:
+    def report_fatal_error(self, error: str) -> None:
         self.report({"kind": "failed", "error": error, "weight": CERTAIN})
         behind = time.monotonic() - self._now  # as the supervisor's clock is, which does not tick any more
-        until = self._now + _CONFESSION_S
+        until = self._now + _REPORT_FATAL_S
         while self.head_lost is None and (now := time.monotonic() - behind) < until:
             self.pump(now)
             if self.joined and not self._peer.owes_acknowledgement(now):
@@ -278,52 +255,64 @@ class HeadElsewhere:
         if message["kind"] == "finish":
             self.exit_code = int(message["exit_code"])
         elif message["kind"] == "gave_up":
-            self._peer.lose(f"{GIVEN_UP}: {message['why']}")
+            self._peer.lose(given_up(str(message["why"])))
         return message
 
     def _join(self, now: float) -> list[Message]:
-        """Find the head, and wait for its welcome."""
-        if self._found is None:
-            self._find_head(now)
-        if self._found is None:
-            return []
-        channel = self._found.channel
-        heard = self._found.heard + channel.receive(now)
-        channel.flush()
-        if heard:
+        """Find the head, and wait for its welcome.
+
+        Raises: ClusterddpError: it is not there, or was not found in time.
+        """
+        found = self._search.find(now)
+        if found is not None:
             self.joined = True
-            return self._welcomed(Found(channel, heard), now)
-        if channel.lost is not None or now - channel.opened > JOIN_TIMEOUT_S:
-            if now >= self._join_until:
-                self._peer.lose(channel.lost or "it does not answer")
-            # The head may have been pestered by strangers and have taken us for one.
-            self._selector.unregister(channel.sock)
-            channel.close()
-            self._found = None
-        return []
-
-    def _welcomed(self, found: Found, now: float) -> list[Message]:
-        """Take in a connection to the head, and the first message that came with it."""
-        first, *others = found.heard
-        if first["kind"] != "welcome":
-            self._selector.unregister(found.channel.sock)
-            found.channel.close()
-            return [first]
-        self._session = str(first["session"])
-        self._address = found.channel.sock.getpeername()
-        self._peer.connect(found.channel, int(first["heard"]), now)
-        return self._peer.take(others)
-
-    def _connect_again(self, now: float) -> Connecting:
-        again = {"node_rank": self._node_rank, "session": self._session, "heard": self._peer.heard}
-        return Authenticating(self._address, self._token, {"kind": "join_again", **again}, now)
-
-    def _find_head(self, now: float) -> None:
-        self._found = self._finder.find(now)
-        if self._found is not None:
-            self._selector.register(self._found.channel.sock, selectors.EVENT_READ)
+            self._search.close()
+            log_line(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
+            return self._welcomed(found, now)
+        if self._known is not None:
+            self._await_known_head(self._known, now)
         elif now >= self._join_until:
             raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
+        return []
+
+    def _await_known_head(self, known: Link, now: float) -> None:
+        """Give up a head that is known to listen, once it refuses, or does not answer in time.
+
+        Raises: ClusterddpError: it cannot be reached.
+        """
+        loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
+        late = not self._search.answered and now >= self._connect_until
+        if loss.kind == "refused" or late:
+            raise ClusterddpError(f"the head at {known['host']}:{known['port']} cannot be reached: {loss}")
+        if now >= self._join_until:
+            self._peer.lose(loss)
+
+    def _welcomed(self, found: Found, now: float) -> list[Message]:
+        """Go on over a connection to the head, whose first message is its welcome, or gives this node up."""
+        first, *others = found.messages
+        if first["kind"] != "welcome":
+            found.connection.close()
+            return [first]
+        self._session = str(first["session"])
+        self._address = found.connection.sock.getpeername()
+        self._peer.connect(found.connection, int(first["received"]), now)
+        return self._peer.take(others)
+
+    def _connect_again(self, now: float) -> Attempt:
+        again = {
+            "kind": "join_again",
+            "node_rank": self._node_rank,
+            "session": self._session,
+            "received": self._peer.received,
+        }
+        return AuthenticatedAttempt(
+            self._address,
+            now,
+            self._selector,
+            protocol=SUPERVISORS,
+            key=self._token,
+            introduce=lambda connection: again,
+        )
 
     def _take_probes(self) -> None:
         """Empty the queue of the listener: that it accepts is all that the head wants to know."""

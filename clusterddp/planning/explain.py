@@ -31,7 +31,7 @@ _OF_TORCHRUN = frozenset(
     | {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"}
 )
 """What torchrun itself sets for its workers. Source: torch 2.13, local_elastic_agent.py, _start_workers."""
-_MUSTER = "counted at the muster"
+_COUNTED = "counted when all ranks have met"
 _WALK = "the first free port of a walk from"
 _MASTER: dict[str, tuple[str, str]] = {
     "srun": ("the first host of SLURM_STEP_NODELIST", f"{_WALK} job and step"),
@@ -116,7 +116,7 @@ def _origin(name: str, planned: str, title: str, launcher: Launcher | None) -> s
     if name not in _PLACE:
         return _planned_here(name, planned)
     names = NAMES[launcher].get(_PLACE[name], ())
-    counted = () if _PLACE[name] in {"rank", "world_size"} or launcher in {"torchrun", "srun"} else (_MUSTER,)
+    counted = () if _PLACE[name] in {"rank", "world_size"} or launcher in {"torchrun", "srun"} else (_COUNTED,)
     return ", else ".join((*names, *counted))
 
 

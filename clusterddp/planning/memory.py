@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.facts.memory import free_bytes, in_gib
+from clusterddp.facts.memory import free_bytes
 from clusterddp.facts.training_memory import split_batch, training_memory
 from clusterddp.planning.placement import Placement
 from clusterddp.spec.image_sets import BUILT_IN, IMAGE_SETS
+from clusterddp.system.byte_sizes import format_bytes
 
 
 def fit_memory(
@@ -36,8 +37,8 @@ def fit_memory(
     if need is None:
         return spec, placement
     notes = [
-        f"about {in_gib(num_ranks * need.resident)} of memory for {num_ranks} rank{'s' * (num_ranks > 1)}, and "
-        f"{in_gib(need.step)} for each that computes; {in_gib(free)} are free"
+        f"about {format_bytes(num_ranks * need.resident)} of memory for {num_ranks} rank{'s' * (num_ranks > 1)}, and "
+        f"{format_bytes(need.step)} for each that computes; {format_bytes(free)} are free"
     ]
     if parts > 1:
         notes.append(

@@ -25,8 +25,9 @@ from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
 from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang
+from clusterddp.system.files import read_json
 from clusterddp.wire import build
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What has to be there before a run is made, and can be told from here: secrets, the trainer's packages, its data."""
+"""What must be there before a run is made and can be seen from here: secrets, the trainer's packages, its data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.facts.torch import INSTALL_CUDA
+from clusterddp.facts.checks import Needs
+from clusterddp.facts.judge_torch import judge_torch
+from clusterddp.facts.torch import read_torch
 from clusterddp.planning.environment import is_secret
 from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang
 from clusterddp.spec.image_sets import is_there
 from clusterddp.system.storage import find_mount
-from clusterddp.system.torch_files import find_package, read_torch_values
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -46,23 +47,19 @@ def secret_notes(resolved: ResolvedSpec) -> tuple[str, ...]:
 
 
 def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
-    """Say before the start, not in sixteen tracebacks after it, that the trainer lacks torch, or one for GPUs.
+    """Raise a PreflightError where the trainer lacks torch, or a torch for GPUs: one error in place of one per rank.
 
-    On Slurm ranks have the Python that submits. `elsewhere`: the ranks run where that cannot be told from here.
+    On Slurm ranks have the Python that submits. `elsewhere`: the ranks run where that cannot be seen from here.
     """
     if elsewhere or gang.entry.target != TRAINER:
         return
-    torch = find_package("torch")
-    if torch is None:
-        raise PreflightError(
-            "the built-in trainer needs torch, which is not installed here", hint='pip install "clusterddp[train]"'
-        )
-    values = read_torch_values(torch)
-    if not gang.on_cpu and values and not values.keys() & {"cuda", "hip"}:
-        raise PreflightError(
-            f"torch {values.get('__version__', '')} in {torch.parent} is built for the CPU, and GPUs are asked for",
-            hint=f"{INSTALL_CUDA}; --cpu runs the same ranks on the CPU",
-        )
+    torch, on_gpus = read_torch(), not gang.on_cpu
+    result = judge_torch(torch, Needs(trainer=True, num_gpus=int(on_gpus)), has_gpus=on_gpus)
+    if result.level != "red":
+        return
+    if torch.version is None:
+        raise PreflightError(f"torch: {result.found}", hint='pip install "clusterddp[train]"')
+    raise PreflightError(f"torch {result.found}", hint=f"{result.fix}; --cpu runs the same ranks on the CPU")
 
 
 def storage_notes() -> tuple[str, ...]:

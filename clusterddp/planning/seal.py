@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import write_bytes
+from clusterddp.system.files import write_bytes
 
 _KEY_BYTES = 32
 HINT = "where you submitted it from another machine, copy {key} from there; otherwise somebody else wrote it"

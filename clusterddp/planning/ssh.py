@@ -1,4 +1,4 @@
-"""The plan of a run over SSH: its hosts with the Python of each, what is sent, what comes home."""
+"""The plan of a run over SSH: its hosts with the Python of each, what is uploaded, what is downloaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SshPlan:
     """Directory of everything that is ours on a host, from / or ~/."""
     send: tuple[Send, ...] = ()
     fetch: tuple[str, ...] = ()
-    """What comes home at the end, of logs, metrics and checkpoints."""
+    """What is downloaded at the end, of logs, metrics and checkpoints."""
     when_busy: Literal["refuse", "wait"] = "refuse"
     attached: bool = False
     """True: the run ends with the process that started it."""

@@ -1,11 +1,11 @@
-"""What an agent's answer to each request holds: a host that says anything else has said nonsense, and is left."""
+"""What an agent's answer to each request holds: the connection to a host that answers anything else is closed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from clusterddp.facts.host import HostFacts
+from clusterddp.facts.machine import Machine
 from clusterddp.network.interface import Link
 from clusterddp.network.paths import Outcome
 from clusterddp.run.leftovers import Ended, RunHere
@@ -13,7 +13,7 @@ from clusterddp.run.stored import Removed, Storage
 
 
 class Part(TypedDict):
-    """A piece of a file (agent/mirror.py)."""
+    """A piece of a file (agent/results.py)."""
 
     length: int
     gone: bool
@@ -23,7 +23,7 @@ class Part(TypedDict):
 
 
 class Look(TypedDict):
-    """A run on a host (agent/mirror.py)."""
+    """A run on a host (agent/results.py)."""
 
     boot: str
     alive: list[str]
@@ -34,7 +34,7 @@ class Look(TypedDict):
     files: dict[str, tuple[int, int]] | None
 
 
-class WayTold(TypedDict):
+class ProbeResult(TypedDict):
     """A try to connect (agent/ways.py)."""
 
     target: int
@@ -54,7 +54,7 @@ class LinkTried(TypedDict):
     latency_ms: float
 
 
-class TrialWords(TypedDict, total=False):
+class TrialReport(TypedDict, total=False):
     """A line of a trial (train/trial.py)."""
 
     port: int
@@ -84,15 +84,15 @@ HELLO: Mapping[str, Any] = {
     "pid": int,
     "have": bool,
 }
-"""What the boot says of the host (agent/boot.py)."""
+"""What the boot reports of the host (agent/boot.py)."""
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
-    "facts.machine": {"facts": HostFacts},
+    "facts.machine": {"facts": Machine},
     "facts.clock": {"time": float},
     "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
     "gpus.lease": {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str], "ahead": list[str]},
     "login.lay_out": {"place": str, "directory": str},
-    "mirror.changes": {"runs": dict[str, Look]},
-    "mirror.read": {"parts": list[Part]},
+    "results.list": {"runs": dict[str, Look]},
+    "results.read": {"parts": list[Part]},
     "net.listen": {
         "machine": str,
         "links": tuple[Link, ...],
@@ -101,7 +101,7 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
         "master_port": int | None,
         "firewall": str | None,
     },
-    "net.probe": {"ways": list[WayTold], "slow_names": list[str]},
+    "net.probe": {"probes": list[ProbeResult], "slow_names": list[str]},
     "run.ask": {"found": bool},
     "run.end": {"ended": int, "left": list[int]},
     "run.prepare": {"run_dir": str},
@@ -113,6 +113,6 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "table.end": {"ended": list[Ended]},
     "table.stored": {"stored": Storage},
     "table.remove": {"removed": list[Removed]},
-    "trial.read": {"said": list[TrialWords], "ended": str | None},
+    "trial.read": {"reports": list[TrialReport], "ended": str | None},
 }
-"""Operation -> key -> type, for `wire.build`; the other operations answer only that all went well."""
+"""Operation -> key -> type, for `wire.build`; the other operations answer only that they succeeded."""

@@ -18,7 +18,7 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 @functools.cache
 def package() -> Package:
-    """Return what is sent; the same sources give the same sum."""
+    """Return what is uploaded; the same sources give the same sum."""
     home = Path(clusterddp.__file__).parent
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -31,7 +31,7 @@ def package() -> Package:
     data = buffer.getvalue()
     return Package(
         command=constant_command(),
-        boot=(home / "host" / "boot.py").read_bytes(),
+        boot=(home / "agent" / "boot.py").read_bytes(),
         sha256=hashlib.sha256(data).hexdigest(),
         data=data,
         hello=HELLO,

@@ -1,169 +1,189 @@
-"""Files on their way to several hosts at once: who gets them, how far they are, who shares them."""
+"""Uploads what a run needs on its hosts: its code, once for each content and disk, and the data that it names.
+
+Data is compared first, by size and time; sums are read only where these do not decide.
+"""
 
 from __future__ import annotations
 
-import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import json
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from clusterddp.errors import ClusterddpError, SshError
-from clusterddp.ssh.fan import Fan
-from clusterddp.ssh.session import Session, Upload, ask_all, raise_for
-from clusterddp.system.tree_stream import Sending
+from clusterddp.errors import ClusterddpError, NonsenseError, SshError
+from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Groups, Uploader, Watch, find_groups, results_of
+from clusterddp.ssh.session import Session, ask_all
+from clusterddp.system.file_set import FileSet, choose_files, leads_out, list_files, show, to_json
+from clusterddp.wire import build, read_object
 
-_AT_ONCE = 8
-"""To so many hosts files go at the same time."""
-_BEAT_S = 60.0
-SEND_TIMEOUT_S = 120.0
-"""How long a host may take to look at what it has, or to put away what it got."""
-_STEP_BYTES = 1_000_000
-_Result = TypeVar("_Result")
-Groups = tuple[tuple[str, ...], ...]
-"""Hosts that see the same files, together."""
+_COMPARE_TIMEOUT_S = 120.0
+_SLOW_BYTES_PER_S = 50e6
+"""At least so fast a host reads its own files to sum them up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far the sending is."""
+class Uploaded:
+    """What is on the hosts now."""
 
+    groups: Groups
+    """Hosts that share the directory of what is ours."""
     sent_bytes: int
-    total_bytes: int
-    hosts: int
-    """How many something is sent to; hosts that share their files count once."""
-
-    def __str__(self) -> str:
-        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return f"sending {self.total_bytes / 1e6:.1f} MB to {hosts}"
+    notes: tuple[str, ...] = ()
 
 
-Watch = Callable[[Progress], object]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a host has of it: numbers of entries."""
+
+    place: str
+    absent: frozenset[int]
+    unsure: frozenset[int]
+    changed: frozenset[int]
+    other: frozenset[int]
+    in_the_way: tuple[str, ...]
+    stale: tuple[str, ...]
+    stale_count: int
+
+    @property
+    def complete(self) -> bool:
+        return not (self.absent or self.unsure or self.changed or self.other)
 
 
-@dataclass(kw_only=True)
-class Cargo:
-    """What is sent to whom; counts the bytes as they go."""
+def upload_run(
+    sessions: Mapping[str, Session],
+    *,
+    code: Path | None,
+    run_name: str,
+    send: Iterable[tuple[str, str]],
+    watch: Watch | None = None,
+) -> Uploaded:
+    """Have on every host what a run needs there; what is there already is not sent.
 
-    sessions: Mapping[str, Session]
-    watch: Watch | None = None
-    sent_bytes: int = 0
-    total_bytes: int = 0
-    receivers: set[str] = field(default_factory=set)
-    _told: int = -1
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    `code`: the snapshot, a directory named by its digest; on the hosts the directory `run_name` then has a copy of it.
+    `send`: (path here, path on the hosts) of data. `watch` is called now and then, by any thread.
+    Raises: ClusterddpError: something cannot be read here, or changes. SshError, PreflightError: hosts refuse it.
+    """
+    uploader = Uploader(sessions=sessions, watch=watch)
+    groups = find_groups(sessions)
+    if code is not None:
+        first = {group[0]: sessions[group[0]] for group in groups}
+        upload_code(uploader, code.name, lambda: list_files(code), list(first))
+        facts = {"sum": code.name, "name": run_name}
+        results_of(ask_all(first, "store.checkout", facts, timeout_s=UPLOAD_TIMEOUT_S))
+    notes = [note for source, target in send for note in upload_data(source, target, uploader)]
+    return Uploaded(groups=groups, sent_bytes=uploader.sent_bytes, notes=tuple(notes))
 
-    def send(self, sendings: Mapping[str, Sending], facts: Mapping[str, Any]) -> None:
-        """Send files to hosts, several at a time.
 
-        Raises: ClusterddpError: what is to be sent changed, or cannot be read. SshError, PreflightError: of the hosts.
-        """
-        with self._lock:
-            self.total_bytes += sum(sending.size for sending in sendings.values())
-            self.receivers |= set(sendings)
+def upload_code(uploader: Uploader, digest: str, list_code: Callable[[], FileSet], hosts: Iterable[str]) -> None:
+    """Have a snapshot in the stores of hosts; `list_code` is called when one of them lacks it.
 
-        def put(host: str) -> None:
-            sending = sendings[host]
-            upload = Upload(size=sending.size, chunks=self._counted(sending))
-            try:
-                self.sessions[host].ask("store.put", facts, body=upload, timeout_s=SEND_TIMEOUT_S)
-            except SshError as error:
-                if sending.spoiled:
-                    raise ClusterddpError(sending.spoiled[0], hint="submit again when nobody writes to it") from error
-                raise
+    Raises: ClusterddpError: it cannot be read, or changes. SshError, PreflightError: of the hosts.
+    """
+    asked = {host: uploader.sessions[host] for host in hosts}
+    replies = results_of(ask_all(asked, "store.missing", {"sums": [digest]}, timeout_s=UPLOAD_TIMEOUT_S))
+    missing = [host for host, reply in replies.items() if reply.facts["missing"]]
+    if missing:
+        uploader.upload(dict.fromkeys(missing, list_code()), {"kind": "code", "sum": digest})
 
-        self.at_all(sendings, put)
 
-    def at_all(
-        self, hosts: Sequence[str] | Mapping[str, Any], function: Callable[[str], _Result]
-    ) -> dict[str, _Result]:
-        """Call a function for hosts, several at a time, and keep the agents of those that wait from leaving.
+def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:
+    """Have a file or directory at `target` on every host; return what people should know.
 
-        Raises: ClusterddpError, SshError, PreflightError: of the hosts for which it failed.
-        """
-        slots = threading.Semaphore(_AT_ONCE)
-        finished = threading.Event()
-        left = set(hosts)
+    Raises: ClusterddpError: it cannot be read. SshError, PreflightError: a host has something else there, or refuses.
+    """
+    target, files = read_data(Path(path), target)
+    found = _compare(files, target, uploader, list(uploader.sessions))
+    if not all(one.complete for one in found.values()):
+        leaders = _choose_leaders(find_groups(uploader.sessions, target), found)
+        unsure = frozenset[int]().union(*(found[host].unsure for host in leaders))
+        if unsure:
+            files = files.with_sums(unsure)
+            found |= _compare(files, target, uploader, [host for host in leaders if found[host].unsure])
+        _refuse_other(found, leaders)
+        needed = {host: found[host].absent | found[host].changed for host in leaders}
+        chosen = {host: files.subset(numbers) for host, numbers in needed.items() if numbers}
+        if chosen:
+            uploader.upload(chosen, {"kind": "data", "target": target})
+    return [*note_left_out(files), *(note for host in found for note in _notes(host, found[host], files))]
 
-        def call(host: str) -> _Result | ClusterddpError:
-            try:
-                while not slots.acquire(timeout=_BEAT_S):
-                    self.sessions[host].ask("beat")
-                try:
-                    result = function(host)
-                finally:
-                    slots.release()
-                    left.discard(host)
-                    if not left:
-                        finished.set()
-                while not finished.wait(_BEAT_S):
-                    self.sessions[host].ask("beat")
-                return result
-            except ClusterddpError as error:
-                return error
 
+def read_data(path: Path, target: str) -> tuple[str, FileSet]:
+    """Look at data that is to be sent; return the directory on the hosts that it goes into, and the files.
+
+    Raises: ClusterddpError: it cannot be read, or has links that would point nowhere on a host.
+    """
+    path = path.resolve()
+    if path.is_file():
+        target, name = posixpath.split(target)
+        files = choose_files(path.parent, [path.name])
+        renamed = replace(files.entries[0], name=os.fsencode(name or path.name))
+        files = FileSet(root=path, entries=(renamed,), single=True)
+    elif path.is_dir():
+        files = list_files(path)
+    else:
+        raise ClusterddpError(f"{show(os.fsencode(path))}: no such file or directory, it was to be sent to the hosts")
+    for entry in files.entries:
+        here = files.path_of(entry)
+        if entry.kind == "link" and leads_out(entry):
+            raise ClusterddpError(
+                f"{show(here)}: a link to {show(entry.link)}, outside of what is sent: it would lead nowhere on a host",
+                hint="send what it leads to by a line of its own in ssh.send, or put a copy in its place",
+            )
+        if entry.is_file and not os.access(here, os.R_OK):
+            raise ClusterddpError(f"{show(here)}: you may not read it, it was to be sent to the hosts")
+    return target or "/", files
+
+
+def _compare(files: FileSet, target: str, uploader: Uploader, hosts: list[str]) -> dict[str, Found]:
+    listing = json.dumps(to_json(files.entries)).encode("ascii")
+    known_bytes = sum(entry.size for entry in files.entries if entry.sum)
+    timeout_s = _COMPARE_TIMEOUT_S + known_bytes / _SLOW_BYTES_PER_S
+
+    def compare(host: str) -> Found:
+        session = uploader.sessions[host]
+        reply = session.ask("store.compare", {"target": target}, body=listing, timeout_s=timeout_s)
         try:
-            results = Fan(hosts, call, lambda result: None).results(max(1, len(hosts)))
-        except BaseException:
-            for host in left:  # a put in its middle ends only with its connection; the host then forgets what it has
-                self.sessions[host].channel.close()
-            raise
-        return results_of(results)
+            found: Found = build(Found, read_object(reply.data) | reply.facts, "answer")
+        except ValueError as error:
+            raise NonsenseError(host, str(error)) from error
+        numbers = found.absent | found.unsure | found.changed | found.other
+        if not numbers <= frozenset(range(len(files.entries))) or (found.other and not found.in_the_way):
+            raise NonsenseError(host, "it names files that it was not asked about")
+        return found
 
-    def _counted(self, sending: Sending) -> Iterator[bytes]:
-        for chunk in sending.chunks():
-            yield chunk
-            with self._lock:
-                self.sent_bytes += len(chunk)
-                done = self.sent_bytes >= self.total_bytes
-                if self.watch is None or not (done or self.sent_bytes - self._told >= _STEP_BYTES):
-                    continue
-                self._told = self.sent_bytes
-                self.watch(
-                    Progress(sent_bytes=self.sent_bytes, total_bytes=self.total_bytes, hosts=len(self.receivers))
-                )
+    return uploader.at_all(hosts, compare)
 
 
-def find_groups(sessions: Mapping[str, Session], target: str | None = None) -> Groups:
-    """Find out which hosts see the same files where a target is or will be; without one: where everything of ours is.
-
-    Raises: SshError, PreflightError: a host does not answer.
-    """
-    if len(sessions) == 1:
-        return (tuple(sessions),)
-    nonces = {host: secrets.token_hex(16) for host in sessions}
-    try:
-        results_of(ask_all(sessions, "store.mark", lambda host: {"target": target, "nonce": nonces[host]}))
-        replies = results_of(ask_all(sessions, "store.seen", {"target": target, "nonces": list(nonces.values())}))
-    finally:
-        ask_all(sessions, "store.unmark")
-    owner = {nonce: host for host, nonce in nonces.items()}
-    return _join({host: {owner[nonce] for nonce in reply.facts["seen"]} for host, reply in replies.items()})
+def _choose_leaders(groups: Iterable[tuple[str, ...]], found: Mapping[str, Found]) -> list[str]:
+    """Of hosts that see the same files take the one that knows most about them; none where one says: all is there."""
+    needy = [group for group in groups if not any(found[host].complete for host in group)]
+    return [min(group, key=lambda host: (len(found[host].other), len(found[host].unsure))) for group in needy]
 
 
-def results_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of hosts, if they are all there.
+def _refuse_other(found: Mapping[str, Found], hosts: Iterable[str]) -> None:
+    """Raise what is in the way, before anything is sent to any host."""
+    for host in hosts:
+        if found[host].other:
+            first, more = found[host].in_the_way[0], len(found[host].other) - 1
+            also = f", and {more} more" if more else ""
+            hint = "nothing was sent; remove it there, or send to another place (ssh.send)"
+            raise SshError(host, "ask", f"{first}{also}; it is left as it is", hint=hint)
 
-    Raises: ClusterddpError: one error for all of them.
-    """
-    errors = [result for result in results.values() if isinstance(result, ClusterddpError)]
-    raise_for(errors, "cannot be sent what the run needs")
-    return dict(results)
+
+def note_left_out(files: FileSet) -> list[str]:
+    if not files.left_out:
+        return []
+    return [f"{files.root}: not sent, being neither files nor links: {', '.join(files.left_out[:3])}"]
 
 
-def _join(sees: Mapping[str, set[str]]) -> Groups:
-    """Put together who sees whom, in the order of the hosts."""
-    leader = {host: host for host in sees}
-
-    def find(host: str) -> str:
-        while leader[host] != host:
-            host = leader[host]
-        return host
-
-    order = {host: number for number, host in enumerate(sees)}
-    for host, others in sees.items():
-        for other in others:
-            first, second = sorted((find(host), find(other)), key=order.__getitem__)
-            leader[second] = first
-    heads = dict.fromkeys(find(host) for host in sees)
-    return tuple(tuple(host for host in sees if find(host) == head) for head in heads)
+def _notes(host: str, found: Found, files: FileSet) -> list[str]:
+    notes = []
+    if found.changed:
+        count = f"{len(found.changed)} file{'s' * (len(found.changed) != 1)}"
+        notes.append(f"{host}:{found.place}: {count} sent earlier brought up to date")
+    if found.stale_count and not files.single:
+        names = ", ".join(found.stale) + (", ..." if found.stale_count > len(found.stale) else "")
+        notes.append(f"{host}:{found.place}: sent earlier, no longer in {files.root}, left there: {names}")
+    return notes

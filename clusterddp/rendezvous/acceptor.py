@@ -1,7 +1,7 @@
 """Accepts the connections of a listener in a selector: a few in each turn, and none for a moment where it cannot.
 
-Anybody who reaches a port may connect as often as he likes. What that costs in one turn is bounded, so that heartbeats
-go on, and refused connections are counted instead of being logged one by one.
+Every process that reaches a port may connect as often as it likes. What that costs in one turn is bounded, so that
+heartbeats go on, and refused connections are counted instead of being logged one by one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Acceptor:
         return accepted
 
     def close(self) -> None:
-        """Close the listener: who connects is refused."""
+        """Close the listener, whose port refuses connections then."""
         if self._rests_until is None:
             self._selector.unregister(self._listener)
         self._listener.close()

@@ -1,32 +1,21 @@
-"""The run directory: where each file of a run lies, and how a file is written so that no crash leaves half of it."""
+"""The run directory: where each file of a run lies, and how a run is found by its name."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import re
-import stat
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, TypeVar
+from typing import TypedDict
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
-from clusterddp.system.exclusive import name_new
-from clusterddp.wire import build, read_object, read_value
+from clusterddp.system.files import is_file, read_record
 
-_T = TypeVar("_T")
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
-_HALVES = re.compile("[\ud800-\udfff]")
-_TAIL_BYTES = 8_192
 MAX_ATTEMPTS = 1_000_000
 """More than any run has."""
-MAX_RECORD_BYTES = 1 << 26
-"""Of a record: the plan of a thousand nodes takes one MiB."""
 STAGING_PREFIX = ".staging-"
 SWEEP_RECORD = "sweep.json"
 """What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
@@ -56,7 +45,7 @@ class AttemptDir:
 
     @property
     def stop_file(self) -> Path:
-        """Whoever creates this file asks the ranks to checkpoint and end (the stop contract)."""
+        """A process that creates this file asks the ranks to checkpoint and end (the stop contract)."""
         return self.path / "STOP"
 
     @property
@@ -175,7 +164,7 @@ class RunDir:
 
     @property
     def cancel_file(self) -> Path:
-        """Whoever creates this file asks the supervisors to end the run at once."""
+        """A process that creates this file asks the supervisors to end the run at once."""
         return self.path / "CANCEL"
 
     def attempt(self, number: int) -> AttemptDir:
@@ -237,14 +226,6 @@ def list_places(runs_dir: Path) -> list[Path]:
     return [path for path in paths if is_file(RunDir(path).record) or is_file(path / SWEEP_RECORD)]
 
 
-def is_file(path: Path) -> bool:
-    """Say whether a file is there and can be seen; False while its storage does not answer."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def make_attempt_dirs(attempt: AttemptDir) -> None:
     """Make what is missing of an attempt's directories.
 
@@ -277,140 +258,6 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
-def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False) -> bool:
-    """Write `data` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
-
-    With `exclusive`, an existing file is left as it is and False is returned: of several writers the first one wins.
-    Files are created with mode 0600.
-    Raises: ClusterddpError: the file system refuses (full, read-only, quota); nothing is left behind.
-    """
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if exclusive:
-            if not name_new(temporary, path):
-                return False
-        else:
-            os.replace(temporary, path)
-            temporary = None
-        sync_directory(path.parent)
-        return True
-    except OSError as error:
-        raise ClusterddpError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-
-
-def write_text(path: Path, text: str, *, exclusive: bool = False) -> bool:
-    """Write `text` as UTF-8; see `write_bytes`."""
-    return write_bytes(path, text.encode("utf-8"), exclusive=exclusive)
-
-
-def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
-    """Write `value` as JSON; see `write_text`."""
-    return write_text(path, _dump(value, indent=1) + "\n", exclusive=exclusive)
-
-
-def read_json(path: Path) -> Any | None:
-    """Read a JSON file; None when there is none.
-
-    Raises: ClusterddpError: it is there and is not JSON, is `null`, is no file, or is larger than any of ours.
-    """
-    try:
-        value = read_value(read_regular(path, MAX_RECORD_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise ClusterddpError(f"{path}: not JSON: {error}") from error
-    if value is None:
-        raise ClusterddpError(f"{path}: holds null, which no record is")
-    return value
-
-
-def read_record(kind: type[_T], path: Path) -> _T | None:
-    """Read a record; None when there is none.
-
-    Raises: ClusterddpError: what is there is none; see `read_json` and `build`.
-    """
-    value = read_json(path)
-    return None if value is None else build_record(kind, value, str(path))
-
-
-def build_record(kind: type[_T], value: Any, where: str) -> _T:
-    """Make a record of JSON.
-
-    Raises: ClusterddpError: it holds something else, `where`.
-    """
-    try:
-        return build(kind, value)
-    except ValueError as error:
-        what = str(error).removeprefix("it.")
-        raise ClusterddpError(f"{where}: not a {kind.__name__}: {what}") from error
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file that others may have put there: a pipe or a device is not waited for, and not read.
-
-    Raises: ClusterddpError: it is no file. OSError: it cannot be opened.
-    """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ClusterddpError(f"{path}: is no file")
-    return file
-
-
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a file that others may have put there, whole.
-
-    Raises: ClusterddpError: it is no file, or has more than `max_bytes`. OSError: it cannot be opened.
-    """
-    with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ClusterddpError(f"{path}: has more than {max_bytes:,} bytes")
-    return data
-
-
-def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Append one row in a single write, so that rows of several writers never mix.
-
-    A disk that runs full may take a part of it; the next row begins on a line of its own.
-    Raises: OSError: the row is not there, or not whole.
-    """
-    line = (_dump(row) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        while line:
-            line = line[os.write(descriptor, line) :]
-    finally:
-        os.close(descriptor)
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read rows; a last line that is still being written, or was cut by a crash, is left out.
-
-    Raises: ClusterddpError: it is no file.
-    """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return
-    with file:
-        while line := file.readline(MAX_RECORD_BYTES):
-            with contextlib.suppress(ValueError):
-                yield read_object(line)
-
-
 def created_ns(run: RunDir) -> int:
     """Read when a run was made; one whose record is damaged must not hide all the others: it counts as the oldest."""
     try:
@@ -418,28 +265,3 @@ def created_ns(run: RunDir) -> int:
     except (ClusterddpError, OSError):
         return 0
     return found["created_ns"] if found else 0
-
-
-def _dump(value: Any, *, indent: int | None = None) -> str:
-    """Write JSON; halves of a character, which a host may send and UTF-8 does not have, are escaped."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
-    return _HALVES.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def read_tail(path: Path) -> str:
-    """Read the end of a log, without the blank lines that follow it."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return file.read(_TAIL_BYTES).decode("utf-8", errors="replace").rstrip()
-    except (OSError, ClusterddpError):
-        return ""
-
-
-def sync_directory(path: Path) -> None:
-    """Make a rename in `path` survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

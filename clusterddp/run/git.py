@@ -25,7 +25,7 @@ def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
     return Path(os.fsdecode(answer)).resolve() if answer else None
 
 
-def list_files(root: Path, environ: Mapping[str, str]) -> list[str]:
+def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
     """List tracked files, and files that are neither tracked nor ignored; sorted, relative to `root`."""
     listing = run_git(["ls-files", "-z", "--cached", "--others", "--exclude-standard"], root, environ)
     # Of a file in conflict git lists every stage: the set makes the names unique.

@@ -1,4 +1,4 @@
-"""What the hosts of an ssh run last said of it: `launcher/hosts.json`, written by whoever asks them, read by all."""
+"""Reports of the hosts of an ssh run: `launcher/hosts.json`, written by the command that asks them, read by all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, parse_end
 from clusterddp.run.record import RunRecord
+from clusterddp.system.files import read_json, write_json
 from clusterddp.wire import build
 
 
@@ -38,7 +39,7 @@ class HostReport:
     checkpoints: tuple[str, ...] = ()
     """Names of the checkpoints there, oldest first."""
     start: str = ""
-    """Which start of the run it was asked about (`start_of`): before a resume it tells nothing of what follows."""
+    """Which start of the run it was asked about (`start_of`): before a resume it says nothing of what follows."""
     complete: int | None = None
     """The attempt with whose end everything that the spec wants from this host was fetched."""
 
@@ -64,7 +65,7 @@ def reports_path(run: RunDir) -> Path:
 def read_reports(run: RunDir) -> dict[str, HostReport]:
     """Read what is known of the hosts that were ever asked, by their SSH names; keys of newer versions are dropped.
 
-    A file that is damaged counts as none: the hosts tell it all again.
+    A file that is damaged counts as none: the hosts report it all again.
     """
     try:
         data = read_json(reports_path(run)) or {}

@@ -1,8 +1,9 @@
-"""The state of a run on SSH hosts: from its files as they were brought home, and from what its hosts last said of it.
+"""The state of a run on SSH hosts: from the copy of its files, and from the last reports of its hosts.
 
-Nobody is asked here: whoever wants news brings them home first (results/mirror.py). Node 0's host holds the truth,
-and its `end.json` comes home. Without one the question is who is left to write it. Somebody on any host: the run goes
-on. Nobody on any: LOST. A head that does not answer leaves it open, unless another node has recorded that it was lost.
+No host is asked here: a command that wants news synchronises the copy first (results/sync.py). Node 0's host holds the
+truth, and its `end.json` is downloaded. Without one, processes of the run that can still write it decide. One on any
+host: the run goes on. None on any: LOST. A head that does not answer leaves it open, unless another node has recorded
+that it was lost.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clusterddp.run.directory import AttemptDir, RunDir, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.host_reports import HostReport, read_reports, start_of
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_gang, read_start
 from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.system.files import read_tail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class _Known:
 
     @property
     def goes_on_as(self) -> RunState:
-        """What it is while somebody answers for it."""
+        """What it is while a process answers for it."""
         if self.end:
             return RunState.REQUEUED
         return RunState.PENDING if self.start is None else RunState.RUNNING
@@ -59,7 +61,7 @@ class _Known:
 
 
 def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None) -> RunView:
-    """Tell the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
+    """Judge the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
     known = _Known(
         run=run,
         record=record,
@@ -87,7 +89,7 @@ def read_hosts(run: RunDir) -> tuple[str, ...]:
 
 
 def is_foreign(run: RunDir) -> bool:
-    """Say whether root looks at a run of somebody else, whose hosts know that user and not root."""
+    """Say whether root looks at a run of another user, whose hosts know that user and not root."""
     return os.geteuid() == 0 and os.stat(run.path).st_uid != 0
 
 
@@ -98,10 +100,10 @@ def read_silence(run: RunDir) -> dict[str, str]:
 
 
 def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
-    """Tell the state of a run that nobody answers for on the hosts that have been heard, or whose head is not heard."""
-    told = _told_by_a_host(known)
-    if told:
-        return told
+    """Judge the state of a run that no process answers for on the hosts that were reached, or whose head was not."""
+    ended = _ended_on_a_host(known)
+    if ended:
+        return ended
     if known.hosts[0] in known.silent:
         others = [host for host, report in known.reports.items() if report.answers and report.error is None]
         words = [f"it is answered for on {', '.join(others)}"] if others else []
@@ -116,7 +118,7 @@ def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
     return known.view(RunState.LOST, _why_lost(known))
 
 
-def _told_by_a_host(known: _Known) -> RunView | None:
+def _ended_on_a_host(known: _Known) -> RunView | None:
     """Return how the run ended as a host has recorded it whose record is not here; None when none has.
 
     That of the head comes first. Another node records what it saw when it lost the head, or when the head's own storage

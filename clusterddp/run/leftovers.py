@@ -19,7 +19,8 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.cleanup import answers_for_its_run
-from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.system.files import read_json
 from clusterddp.system.processes import (
     Process,
     find_carriers,

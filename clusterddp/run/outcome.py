@@ -17,8 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clusterddp.run.directory import AttemptDir, RunDir, build_record, read_json, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import drop_secrets
+from clusterddp.system.files import build_record, read_json, write_json
 
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 _LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from clusterddp.run.directory import AttemptDir, RunDir, append_jsonl, build_record, read_record, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.slurm.identity import is_tag
+from clusterddp.system.files import append_jsonl, build_record, read_record, write_json
 from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import read_json
+from clusterddp.system.files import read_json
 
 FOLDER = "trees"
 TREE = "tree"

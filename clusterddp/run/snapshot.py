@@ -7,24 +7,24 @@ The store is addressed by content, so that a hundred runs of one state of the co
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STAGING_PREFIX, list_places, sync_directory
-from clusterddp.run.git import find_root, list_files
+from clusterddp.run.directory import STAGING_PREFIX, list_places
+from clusterddp.run.git import find_root, list_git_files
 from clusterddp.run.sent import find_sent
+from clusterddp.system.file_set import has_digest, list_files
+from clusterddp.system.files import sync_directory
 
 STORE_NAME = ".code"
 MAX_BYTES = 200 * 1000 * 1000
 _MAX_WALKED = 10_000
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) ->
     if root is None:
         return None
     left_out = _left_out(root, runs_dir.resolve())
-    names = [name for name in list_files(root, environ) if not _below(root / name, left_out)]
+    names = [name for name in list_git_files(root, environ) if not _below(root / name, left_out)]
     return _measure("git", root, names)
 
 
@@ -67,7 +67,7 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
     for folder, folders, files in os.walk(root):
         walked += len(folders) + len(files)
         if walked > _MAX_WALKED:
-            # A script in a home directory: nobody wants all that.
+            # A script in a home directory: its snapshot must not take all of that.
             beside = {name for name in os.listdir(root) if name.endswith(".py")}
             note = (
                 f"{root}: too much lies below it, only {script.name} and the *.py files beside it are in the snapshot"
@@ -91,9 +91,9 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
         staging.mkdir(mode=0o700)
         for name in plan.files:
             _copy(plan.root / name, staging / name)
-        digest = tree_sum(staging)
+        digest = list_files(staging).digest()
         store.mkdir(mode=0o700, exist_ok=True)
-        if not _holds(store / digest, digest):
+        if not has_digest(store / digest, digest):
             _install(staging, store / digest)
         link.symlink_to(os.path.relpath(store / digest, link.parent))
         return digest
@@ -115,20 +115,6 @@ def store_of(runs_dir: Path) -> Path:
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             return runs_dir / f"{STORE_NAME}-{os.geteuid()}"
     return store
-
-
-def tree_sum(root: Path) -> str:
-    """Sum up a directory: sha256 over the sorted names, modes and contents of what is below."""
-    return files_sum(root, _names_below(root))
-
-
-def files_sum(root: Path, names: Iterable[str]) -> str:
-    """Sum up files of a directory, as `tree_sum` sums up a directory that has no others."""
-    total = hashlib.sha256()
-    for name in sorted(names):
-        kind, content = _content_sum(root / name)
-        total.update(os.fsencode(name) + f"\0{kind}\0{content}\n".encode())
-    return total.hexdigest()
 
 
 def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
@@ -185,24 +171,6 @@ def _copy(source: Path, target: Path) -> None:
                 os.fsync(copy.fileno())
 
 
-def _content_sum(path: Path) -> tuple[str, str]:
-    if path.is_symlink():
-        return "link", hashlib.sha256(os.fsencode(path.readlink())).hexdigest()
-    content = hashlib.sha256()
-    with open(path, "rb") as file:
-        executable = os.fstat(file.fileno()).st_mode & stat.S_IXUSR
-        while chunk := file.read(_CHUNK_BYTES):
-            content.update(chunk)
-    return "exec" if executable else "file", content.hexdigest()
-
-
-def _holds(target: Path, digest: str) -> bool:
-    """Say whether the store has this content, and has it unharmed."""
-    with contextlib.suppress(OSError):
-        return target.is_dir() and tree_sum(target) == digest
-    return False
-
-
 def _install(staging: Path, target: Path) -> None:
     """Put a complete copy into the store; of several writers of one content any may win."""
     if target.exists():
@@ -215,15 +183,8 @@ def _install(staging: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def _names_below(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        for name in files + links:
-            yield os.path.relpath(os.path.join(folder, name), root)
-
-
 def _may_hold_code(folder: Path) -> bool:
-    """Tell folders of code from those that tools keep beside it: environments, caches."""
+    """Say whether a folder may hold code, and is none that tools keep beside it: environments, caches."""
     return not folder.name.startswith(".") and folder.name != "__pycache__" and not (folder / "pyvenv.cfg").exists()
 
 

@@ -13,8 +13,9 @@ import os
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, read_json, write_json
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.outcome import AttemptEnd, parse_end, write_end
+from clusterddp.system.files import read_json, write_json
 
 
 def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, is_file, read_regular, write_json
+from clusterddp.run.directory import AttemptDir
+from clusterddp.system.files import is_file, read_regular, write_json
 from clusterddp.wire import read_object
 
 LOOK_EVERY_S = 0.25

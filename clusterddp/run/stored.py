@@ -87,7 +87,7 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
 def remove_stored(
     root: Path, places: Collection[str], *, older_than_s: float, in_use: Collection[str] = ()
 ) -> list[Removed]:
-    """Remove what can still go of these places; each is renamed first, so that nobody finds half of one."""
+    """Remove what can still go of these places; each is renamed first, so that no process finds half of one."""
     removable = {each.place: each for each in find_stored(root, older_than_s=older_than_s, in_use=in_use).removable}
     removed = []
     for place in places:

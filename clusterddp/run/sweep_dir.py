@@ -17,17 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import (
-    MAX_RECORD_BYTES,
-    SWEEP_RECORD,
-    RunDir,
-    is_run_name,
-    list_places,
-    list_runs,
-    read_record,
-    read_regular,
-    write_json,
-)
+from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name, list_places, list_runs
+from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clusterddp.run.directory import AttemptDir, RunDir, read_record, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep_dir import SweepDir
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import read_record, write_json
 
 QueueState = Literal["RUNNING", "ENDED", "GONE", "UNKNOWN"]
 

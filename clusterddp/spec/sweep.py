@@ -38,7 +38,7 @@ _REASONS = dict.fromkeys(
     ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
     "it is part of what is asked of machines, which all runs of a sweep share",
 ) | {
-    **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "sweep"), _OF_THE_SWEEP),
+    **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "stop", "sweep"), _OF_THE_SWEEP),
     "restarts": f"{_OF_THE_SWEEP}, for Slurm starts all tasks of a job array again or none",
 }
 """Why the other keys cannot be swept."""

@@ -18,7 +18,7 @@ from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.results.fresh import ALL_HERE, Home, kept_fresh
+from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.attempts import (
     Closeable,
     Tell,
@@ -31,7 +31,7 @@ from clusterddp.run.attempts import (
     refuse_to_end,
     silence,
 )
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.stop import request_stop
@@ -39,6 +39,7 @@ from clusterddp.run.sweep_queue import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
@@ -85,8 +86,8 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
     record = read_run(run)
-    with kept_fresh([run], environ) as home:
-        home.look(timeout_s=_RESUME_LOOK_S)
+    with Synchroniser([run], environ) as sync:
+        sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
     refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
     refuse_foreign(run)
@@ -160,9 +161,9 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
     """
     run = RunDir(run.path.absolute())
     refuse_to_end(run.path)
-    with kept_fresh([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as home:
-        home.look()
-        return _end(run, home, save=save, timeout_s=timeout_s)
+    with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
+        sync.update()
+        return _end(run, sync, save=save, timeout_s=timeout_s)
 
 
 def wait(
@@ -171,17 +172,17 @@ def wait(
     poll: float = 0.2,
     *,
     slurm: Slurm | None = None,
-    home: Home = ALL_HERE,
+    sync: Synchroniser = NO_HOSTS,
 ) -> RunView:
     """Wait until the run has ended, or the time is up; return what is known of it then.
 
-    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`. `home`: what keeps
+    `poll` is the first interval in seconds; it grows to one second. `slurm`: as for `read_state`. `sync`: what keeps
     the files of the run fresh.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     interval = poll
     while True:
-        home.look()
+        sync.update()
         view = read_state(run, slurm)
         if view.finished:
             return view
@@ -213,7 +214,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
     return now
 
 
-def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
+def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> str:
     if end_queued(run, CANCELLED_IN_QUEUE):
         return CANCELLED_IN_QUEUE
     view = read_state(run)
@@ -227,19 +228,19 @@ def _end(run: RunDir, home: Home, *, save: bool, timeout_s: float) -> str:
         return f"has already ended: {view.state.value} ({view.reason})"
     waits = view.job is not None and view.job.phase is Phase.WAITING
     if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
-        return _stop(run, record, view.attempt, home)
-    return _cancel(run, record, timeout_s, home)
+        return _stop(run, record, view.attempt, sync)
+    return _cancel(run, record, timeout_s, sync)
 
 
-def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
+def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser) -> str:
     """Ask for a checkpoint and the end, and wait for both."""
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
     gang = read_gang(run)
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, environ, home)
-    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), home=home)
+    launcher.request_stop(run, record, environ, sync)
+    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), sync=sync)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
@@ -248,7 +249,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, home: Home) -> str:
     return _became(view)
 
 
-def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str:
+def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
     by = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -256,15 +257,15 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, home: Home) -> str
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
-    answers = launcher.request_end(run, record, environ, home)
+    answers = launcher.request_end(run, record, environ, sync)
     slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, home=home)
+    view = wait(run, min(_ANSWER_S, timeout_s) if answers else 0.0, slurm=slurm, sync=sync)
     # Nobody answers, or nobody is there who could: it is ended from here.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
         record_end(run, cancelled(launcher.killed))
         view = read_state(run, slurm)
     if not view.finished:
-        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, home=home)
+        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, sync=sync)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",

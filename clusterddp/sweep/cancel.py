@@ -13,7 +13,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_run, refuse_to_end
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.stop import request_stop
@@ -24,6 +24,7 @@ from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.queue_control import cancel_queued, spell_states
+from clusterddp.system.files import write_json
 
 _ANSWER_S = 60.0
 """How long running tasks have to end: Slurm's KillWait, 30 s by default, and some more."""

@@ -22,8 +22,8 @@ from clusterddp.launchers.state import read_state
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.results.fresh import Home, kept_fresh
-from clusterddp.run.directory import RunDir, is_file
+from clusterddp.results.sync import Synchroniser
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import ProcessIdentity, read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
@@ -31,6 +31,7 @@ from clusterddp.run.sweep_queue import QueueRecord, write_queue
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.plan import queue_width
 from clusterddp.sweep.queued_run import start_queued
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import retry_outage
 
 _POLL_S = 0.5
@@ -47,15 +48,15 @@ class _Going:
     def __init__(self, run: RunDir, environ: Mapping[str, str]) -> None:
         self.run = run
         self._stack = contextlib.ExitStack()
-        self._home: Home = self._stack.enter_context(kept_fresh([run], environ, interval_s=_POLL_S))
+        self._sync: Synchroniser = self._stack.enter_context(Synchroniser([run], environ, interval_s=_POLL_S))
 
     def has_ended(self) -> bool:
-        self._home.look()
+        self._sync.update()
         return read_state(self.run).finished
 
     def leave(self) -> None:
         """Fetch what its spec wants here, now that it has ended."""
-        self._home.fetch()
+        self._sync.download()
         self._stack.close()
 
 

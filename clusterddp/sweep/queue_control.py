@@ -23,9 +23,9 @@ from clusterddp.planning.environment import process_environment
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import COOKIE, inherited_environment
-from clusterddp.results.fresh import kept_fresh
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import end_queued
-from clusterddp.run.directory import RunDir, read_tail, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
 from clusterddp.run.sweep_queue import QueueRecord, read_queue, write_queue
@@ -33,6 +33,7 @@ from clusterddp.run.view import RunView
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
+from clusterddp.system.files import read_tail, write_json
 from clusterddp.system.processes import read_process
 
 _START_TIMEOUT_S = 60.0
@@ -77,8 +78,8 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     sweep = SweepDir(sweep.path.absolute())
     environ = inherited_environment()
     runs = sweep.runs()
-    with kept_fresh(runs, environ) as home:
-        home.look()
+    with Synchroniser(runs, environ) as sync:
+        sync.update()
     views = {run: read_state(run) for run in runs}
     _refuse_resume(sweep, views.values())
     left = [run for run, view in views.items() if is_left(run, view)]
@@ -103,8 +104,8 @@ def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
     runs = sweep.runs()
     waited = [run for run in runs if end_queued(run, "cancelled with its sweep before it was started")]
     _end_queue(sweep)
-    with kept_fresh(runs, environ) as home:
-        home.look()
+    with Synchroniser(runs, environ) as sync:
+        sync.update()
     going = [run for run in runs if not read_state(run).finished]
     troubles: list[ClusterddpError] = []
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.planning.program import choose_snapshot
-from clusterddp.run.directory import STAGING_PREFIX, RunDir, write_json
+from clusterddp.run.directory import STAGING_PREFIX, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
 from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, sweep_staging
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan

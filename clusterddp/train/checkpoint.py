@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir, write_bytes
+from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.system.files import write_bytes
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.host_copy import cut_apart
 from clusterddp.wire import read_object

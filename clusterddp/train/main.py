@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs, read_json
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
+from clusterddp.system.files import read_json
 from clusterddp.system.processes import read_age_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.torch import INSTALL_CUDA, driver_trouble
+from clusterddp.facts.torch import INSTALL_CUDA, explain_old_driver
 from clusterddp.ranks.entry_environment import INIT_METHOD
 from clusterddp.ranks.environment import DEVICE, GPU
 from clusterddp.system.devices import read_driver, visible_gpus
@@ -87,7 +87,7 @@ def _no_gpu(place: Place) -> ClusterddpError:
     driver = read_driver(os.environ)
     if driver is None:
         return ClusterddpError(f"{wants} finds none: nvidia-smi shows no driver on this host", hint=cpu)
-    trouble = driver_trouble(str(torch.version.cuda), driver)
+    trouble = explain_old_driver(str(torch.version.cuda), driver)
     if trouble is None:
         return ClusterddpError(f"{wants} finds none: {build}, driver {driver}", hint=f"nvidia-smi -L there; {cpu}")
     found, fix = trouble

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import read_json
+from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from clusterddp.facts.limits import read_cpu_limit
-from clusterddp.facts.memory import free_bytes, in_gib
+from clusterddp.facts.memory import free_bytes, read_cpu_limit
 from clusterddp.facts.training_memory import plan_turns, training_memory
+from clusterddp.system.byte_sizes import format_bytes
 from clusterddp.train.host import Host
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int, cores
     if lock is None:
         return Turns(is_first=is_first)
     words = (
-        f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {in_gib(free)} of free memory: "
+        f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {format_bytes(free)} of free memory: "
         f"{at_once} of them compute{'s' * (at_once == 1)} at a time"
     )
     return Turns(lock=lock, slot=host.index % at_once, is_first=is_first, words=words)

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal
 
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event
+from clusterddp.system.files import write_json
 from clusterddp.wire import read_value
 from tests.fuzz.mutations import TOKEN, Example, Target, mutate
 from tests.support.handmade_runs import make_gang, make_run, start_attempt, train
@@ -98,14 +99,13 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 
 def mirrored(root: Path) -> Target:
-    """Bring a run home from a host whose real answers are mutated on their way."""
+    """Download a run from a host whose real answers are mutated on their way."""
     from clusterddp.agent.types import Host
     from clusterddp.look.status import read_status
-    from clusterddp.results.fetch import fetch
-    from clusterddp.results.pull import pull
-    from clusterddp.results.target import Target as OfHost
-    from clusterddp.results.target import Wants, newest_attempt
-    from clusterddp.results.told import record, report_of
+    from clusterddp.results.checkpoints import download_large
+    from clusterddp.results.download import download_records
+    from clusterddp.results.host_run import HostRun, Wants, newest_attempt
+    from clusterddp.results.reports import report_of, write_news
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -140,22 +140,22 @@ def mirrored(root: Path) -> Target:
 
         session = _session(answer)
         logs = frozenset({0, 1})
-        target = OfHost(
+        host_run = HostRun(
             run=run, name="hosts.01234567", token=TOKEN, host="gpu01", nodes=frozenset({0}), ranks=logs,
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
-        asks = [{"name": target.name, "token": TOKEN, "seen": ""}]
-        told = session.ask("mirror.changes", {"runs": asks}).facts["runs"].get(target.name)
+        asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
+        told = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
         if told is None:
             return
-        target = target.wanting_from(newest_attempt(run, told["files"] or {}))
-        pulled = pull(session, target, told["files"] or {})
-        if pulled.problem is None:
-            record(run, [report_of(target, told, told["files"] or {})])
-            fetch(session, target, told["files"] or {}, lambda text: None)
+        host_run = host_run.wanting_from(newest_attempt(run, told["files"] or {}))
+        records = download_records(session, host_run, told["files"] or {})
+        if records.problem is None:
+            write_news(run, [report_of(host_run, told, told["files"] or {})])
+            download_large(session, host_run, told["files"] or {}, lambda text: None)
         read_status(run)
 
-    return Target(name="a run that is brought home", examples=[Example(value=b"", what=None)], read=read)
+    return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
 
 
 def _mutated(rng: random.Random, said: bytes) -> bytes:
@@ -189,8 +189,8 @@ def requests(root: Path) -> Target:
         {"do": "beat"},
         {"do": "facts.clock"},
         {"do": "login.lay_out", "at": ".", "files": {"spec.yaml": "name: a"}, "sum": None, "within": ".", "git": None},
-        {"do": "mirror.changes", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
-        {"do": "mirror.read", "name": name, "parts": [part, part]},
+        {"do": "results.list", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
+        {"do": "results.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
@@ -228,15 +228,15 @@ def requests(root: Path) -> Target:
 
 
 def trees(root: Path) -> Target:
-    from clusterddp.system.tree import from_json, list_tree, to_json
-    from clusterddp.system.tree_stream import Sending, receive_tree
+    from clusterddp.system.file_set import from_json, list_files, to_json
+    from clusterddp.system.file_stream import FileStream, receive_files
 
     source, target = root / "tree", root / "work" / "tree"
     (source / "a").mkdir(parents=True)
     (source / "a" / "b.py").write_text("x" * 40)
     (source / "c").symlink_to("a/b.py")
-    entries, _ = list_tree(source)
-    stream = b"".join(Sending(root=source, entries=entries).chunks())
+    files = list_files(source)
+    stream = b"".join(FileStream(files=files).chunks())
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
         if what == "list":
@@ -245,7 +245,7 @@ def trees(root: Path) -> Target:
             return
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        receive_tree(io.BytesIO(data).read, target, read_only=False)
+        receive_files(io.BytesIO(data).read, target, read_only=False)
 
-    examples = [Example(value=stream, what="stream"), Example(value=to_json(entries), what="list")]
+    examples = [Example(value=stream, what="stream"), Example(value=to_json(files.entries), what="list")]
     return Target(name="files on their way", examples=examples, read=read)

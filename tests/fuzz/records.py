@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterddp.run.directory import read_json, write_json
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
+from clusterddp.system.files import read_json, write_json
 from tests.fuzz.hosts import value_of
 from tests.fuzz.mutations import TOKEN, Example, Target, rows
 from tests.support.handmade_runs import complete, fail, make_gang, make_run, start_attempt, train
@@ -186,7 +186,7 @@ def nodes_reports(root: Path) -> Target:
     from clusterddp.check.job import JobAnswer, _all_done, _collect
     from clusterddp.check.nodes import judge_nodes
     from clusterddp.check.probe import print_lines
-    from clusterddp.facts.judge import Needs
+    from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build
 
@@ -214,7 +214,7 @@ def nodes_reports(root: Path) -> Target:
         _all_done(SimpleNamespace(num_nodes=1), folder)  # type: ignore[arg-type]
         reports, words = _collect(folder)
         answer = JobAnswer(
-            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, words=words
+            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, output=words
         )
         judge_nodes(answer, here, Needs())
 

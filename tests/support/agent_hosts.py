@@ -21,11 +21,12 @@ from clusterddp.errors import SshError
 from clusterddp.planning.plan import sealed
 from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
 from clusterddp.remote.answers import ANSWERS
-from clusterddp.results.mirror import Mirror
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.cleanup import find_processes
-from clusterddp.run.directory import AttemptDir, RunDir, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
 from clusterddp.ssh.session import HostAccess, Reply, Session
+from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang, rank_record
 from tests.support.paths import ROOT as PACKAGE
 
@@ -82,7 +83,7 @@ class AgentSession(Session):
 
 @dataclasses.dataclass(kw_only=True)
 class Hosts:
-    """Some hosts, one run on them, and its record at home."""
+    """Some hosts, one run on them, and its copy here."""
 
     directory: Path
     names: tuple[str, ...]
@@ -117,26 +118,28 @@ class Hosts:
         self.sessions.append(session)
         return session
 
-    def mirror(self, *runs: RunDir) -> Mirror:
-        return Mirror(runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open)
+    def sync(self, *runs: RunDir) -> Synchroniser:
+        return Synchroniser(
+            runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open
+        )
 
     def look(self) -> None:
         """Ask once, as a command does that is not going to watch."""
-        mirror = self.mirror()
-        mirror.look()
-        mirror.close()
+        sync = self.sync()
+        sync.update()
+        sync.close()
 
     def fetch(self) -> bool:
-        mirror = self.mirror()
-        done = mirror.fetch()
-        mirror.close()
+        sync = self.sync()
+        done = sync.download()
+        sync.close()
         return done
 
     def logs(self, *ranks: int, first_attempt: int | None = None) -> None:
-        mirror = self.mirror()
-        mirror.want_logs(ranks, first_attempt)
-        mirror.catch_up()
-        mirror.close()
+        sync = self.sync()
+        sync.want_logs(ranks, first_attempt)
+        sync.update_logs()
+        sync.close()
 
     def break_links(self) -> None:
         for session in self.sessions:

@@ -10,9 +10,10 @@ from typing import Any
 
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.cleanup import find_processes, read_cookie
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from clusterddp.spec.load import load_spec
+from clusterddp.system.files import read_json
 from clusterddp.system.processes import Process
 from tests.support.waiting import wait_until
 

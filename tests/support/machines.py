@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from clusterddp.facts.machine import Directory, Interface, Machine
+from clusterddp.facts.machine import Directory, Machine
 from clusterddp.facts.torch import Torch
+from clusterddp.network.interface import Link, LinkAddress
 
 HERE = Machine(
     host="login",
@@ -16,10 +17,10 @@ HERE = Machine(
     open_files=65_536,
     gpus=(),
     own_addresses=("10.0.0.1",),
-    interfaces=(
-        Interface(name="lo", addresses=("127.0.0.1",), usable=False),
-        Interface(name="eth0", addresses=("10.0.0.1",), usable=True),
-        Interface(name="docker0", addresses=("172.17.0.1",), usable=False),
+    links=(
+        Link(name="lo", loopback=True, addresses=(LinkAddress(address="127.0.0.1", prefix=8),)),
+        Link(name="eth0", addresses=(LinkAddress(address="10.0.0.1", prefix=24),)),
+        Link(name="docker0", addresses=(LinkAddress(address="172.17.0.1", prefix=16),)),
     ),
     directory=Directory(path="/shared/runs", file_system="nfs4", mount_point="/shared", free_bytes=2**40),
     torch=Torch(version="2.10.0", torchvision="0.25.0"),

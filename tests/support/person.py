@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import RunDir, list_runs, read_jsonl
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
 from tests.testbed.plan import HEAD

@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import read_json, write_json
 from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
 from tests.support.waiting import wait_until

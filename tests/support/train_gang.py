@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.data.dataset import load_dataset

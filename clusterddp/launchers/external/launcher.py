@@ -18,7 +18,7 @@ from clusterddp.run.record import RunRecord, read_ranks
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir
     from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.view import RunView
@@ -50,7 +50,7 @@ class ExternalLauncher:
         """Return what tells the state of a run that is being ended: its files and processes do."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Say that nobody answers a CANCEL file: there is no supervisor.
 
         Raises: UsageError: none of the ranks is on this host.
@@ -65,7 +65,7 @@ class ExternalLauncher:
             )
         return False
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Leave it to the ranks, which look for the STOP file."""
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:

@@ -10,10 +10,11 @@ import dataclasses
 import socket
 
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import AttemptDir, RunDir, read_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.system.files import read_json
 
 _TRACEBACK = 8_000
 

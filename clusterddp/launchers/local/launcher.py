@@ -21,12 +21,13 @@ from clusterddp.planning.local import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Started, Tell, silence
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, read_run
+from clusterddp.system.files import read_tail
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.results.fresh import Home
+    from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir
     from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.view import RunView
@@ -89,11 +90,11 @@ class LocalLauncher:
         """Return what tells the state of a run that is being ended: files and processes do, nobody has to be asked."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Leave it to the supervisors, which look for the CANCEL file four times a second and do answer."""
         return True
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Leave it to the supervisors, which look for the STOP file likewise."""
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:

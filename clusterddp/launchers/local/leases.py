@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 
 from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import Plan, move_plan, read_plan
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus
+from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import Lease, take_leases
 
 _TRIES = 5

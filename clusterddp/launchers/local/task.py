@@ -25,12 +25,13 @@ from clusterddp.ranks.environment import inherited_environment, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import sweep
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
 from clusterddp.run.record import read_gang
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
+from clusterddp.system.files import read_tail
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5

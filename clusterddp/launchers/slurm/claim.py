@@ -10,10 +10,11 @@ from typing import Any
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.slurm.carried import Carried, JobStart
 from clusterddp.run.attempts import end_run, make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, is_file, read_json, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, write_end
 from clusterddp.run.record import log_event
 from clusterddp.slurm.commands import run_slurm
+from clusterddp.system.files import is_file, read_json, write_json
 from clusterddp.system.storage import retry_outage
 
 _ACCOUNTING_TIMEOUT_S = 5.0

@@ -19,9 +19,9 @@ from clusterddp.planning.program import TRAINER
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.container import IMPORT_PATH
 from clusterddp.planning.slurm.options import without_waiting
-from clusterddp.results.fresh import Home
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
     JobAnswer,
     RunRecord,
@@ -37,6 +37,7 @@ from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
 from clusterddp.spec.image_sets import can_download, is_there
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
@@ -94,7 +95,7 @@ class SlurmLauncher:
         """Return what tells the state of a run that is being ended: Slurm, asked often."""
         return Slurm(environ, max_age_s=0.5)
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Have Slurm cancel the run's job; True when it may be running, so that it records the end itself.
 
         Raises: SlurmError: Slurm refuses.
@@ -110,7 +111,7 @@ class SlurmLauncher:
             return True  # supervisors look for the CANCEL file, whatever has become of the controller
         return job.phase is not Phase.WAITING
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Tell the job's batch process of the stop file, which it may see late over a slow file system.
 
         Raises: SlurmError: Slurm could not be asked.

@@ -10,11 +10,12 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.slurm.carried import Carried, JobStart
 from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.run.attempts import end_run
-from clusterddp.run.directory import AttemptDir, RunDir, is_file, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled, failed
 from clusterddp.run.record import JobAnswer, log_event, read_run, write_job_answer
 from clusterddp.slurm.control import requeue_job, show_job
 from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import is_file, write_json
 from clusterddp.system.storage import retry_outage
 
 _OTHERS_S = 30.0

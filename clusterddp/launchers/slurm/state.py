@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, read_tail
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.explain import explain_end, explain_waiting
 from clusterddp.slurm.jobs import Job, Phase
 from clusterddp.slurm.queue import Slurm, Wanted
+from clusterddp.system.files import read_tail
 
 RECORD_GRACE_S = 5.0
 """How long after the end of its job the end of a run may still be on its way through a shared file system."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from clusterddp.errors import SshError
-from clusterddp.launchers.ssh.sessions import Crew
+from clusterddp.launchers.ssh.sessions import HostSessions
 from clusterddp.ssh.session import Session
 
 BEAT_S = 2.0
@@ -21,11 +21,11 @@ _ANSWER_S = 60.0
 class Tie:
     """Holds the run's supervisors by our connections, until it is closed or this process ends, however it does."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, sessions: HostSessions) -> None:
+        self._sessions = sessions
         self._over = threading.Event()
-        for number, session in enumerate(crew.sessions.values()):
-            first_s = BEAT_S * (number + 1) / len(crew.sessions)
+        for number, session in enumerate(sessions.by_host.values()):
+            first_s = BEAT_S * (number + 1) / len(sessions.by_host)
             threading.Thread(target=self._beat, args=(session, first_s), daemon=True).start()
 
     def release(self) -> None:
@@ -35,7 +35,7 @@ class Tie:
     def close(self) -> None:
         """Let the run end, if it has not ended already."""
         self.release()
-        self._crew.close()
+        self._sessions.close()
 
     def _beat(self, session: Session, first_s: float) -> None:
         """Give signs of life to one host, in its own thread: one that hangs keeps them from no other."""
@@ -48,9 +48,9 @@ class Tie:
 
 
 @contextlib.contextmanager
-def tied(crew: Crew) -> Iterator[None]:
+def tied(sessions: HostSessions) -> Iterator[None]:
     """Tie what is started meanwhile to this process."""
-    tie = Tie(crew)
+    tie = Tie(sessions)
     try:
         yield
     finally:

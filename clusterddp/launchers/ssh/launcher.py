@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.heartbeat import Tie, tied
-from clusterddp.launchers.ssh.interfaces import settle_network
+from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
-from clusterddp.launchers.ssh.sessions import Crew, each, open_crew
-from clusterddp.launchers.ssh.ship import ship
+from clusterddp.launchers.ssh.sessions import HostSessions, each, open_host_sessions
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh import directory_name
-from clusterddp.remote.upload import Progress
-from clusterddp.results.fresh import Home
+from clusterddp.remote.upload import upload_run
+from clusterddp.remote.uploader import Progress
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
 from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
@@ -62,19 +63,19 @@ class SshLauncher:
         answer; on one that does not, it ends by itself when our connection to it ends.
         """
         plan = read_plan(run)
-        crew = open_crew(plan, environ)
+        sessions = open_host_sessions(plan, environ)
         try:
-            with tied(crew):
-                job_id = _start(run, attempt, crew, environ, tell)
+            with tied(sessions):
+                job_id = _start(run, attempt, sessions, environ, tell)
             if plan.ssh is not None and plan.ssh.attached:
-                return Started(job_id, tie=Tie(crew))
-            crew.ask_all("run.release", {"token": plan.token})
+                return Started(job_id, tie=Tie(sessions))
+            sessions.ask_all("run.release", {"token": plan.token})
         except BaseException as error:
             with contextlib.suppress(ClusterddpError):
-                _take_back(crew, interrupted=isinstance(error, KeyboardInterrupt))
-            crew.close()
+                _take_back(sessions, interrupted=isinstance(error, KeyboardInterrupt))
+            sessions.close()
             raise
-        crew.close()
+        sessions.close()
         return Started(job_id)
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
@@ -92,19 +93,19 @@ class SshLauncher:
         """Return what tells the state of a run that is being ended: its hosts do, Slurm is not asked."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Ask the run's supervisors, on all hosts that answer, to end it at once; True when a host knows the run.
 
         Raises: SshError: no host can be reached.
         """
-        return _ask(run, "cancel", environ, home)
+        return _ask(run, "cancel", environ, sync)
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], home: Home) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Ask the run, on all hosts that answer, to checkpoint and end.
 
         Raises: SshError: no host can be reached.
         """
-        _ask(run, "stop", environ, home)
+        _ask(run, "stop", environ, sync)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """End what is left of a run on the hosts that answer; False when there is nothing.
@@ -127,41 +128,48 @@ class SshLauncher:
         return read_host_state(run, record, attempt, end)
 
 
-def _start(run: RunDir, attempt: int, crew: Crew, environ: Mapping[str, str], tell: Tell) -> str:
-    preflight(crew.plan, crew)
-    shipped = ship(crew.plan, crew.sessions, run, watch=_Telling(tell))
-    plan, grants = _settle(crew, tell)
-    for note in (*shipped.notes, *plan.notes[len(crew.plan.notes) :]):
+def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], tell: Tell) -> str:
+    preflight(sessions.plan, sessions)
+    assert sessions.plan.ssh is not None
+    uploaded = upload_run(
+        sessions.by_host,
+        code=run.code.resolve() if run.code.is_symlink() else None,
+        run_name=directory_name(sessions.plan.run, sessions.plan.token),
+        send=[(each.source, each.target) for each in sessions.plan.ssh.send],
+        watch=_Telling(tell),
+    )
+    plan, grants = _settle(sessions, tell)
+    for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
         tell(f"note: {note}")
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
-    orders = _prepare(plan, crew, record, attempt, grants)
+    orders = _prepare(plan, sessions, record, attempt, grants)
     secrets = {name: environ[name] for name in plan.secrets}
     patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
 
     def supervise(node_rank: int) -> dict[str, Any]:
         facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
-        return crew.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
+        return sessions.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
 
     head = supervise(0)
     orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
     try:
         each(list(range(1, len(orders))), supervise)
     except PreflightError as error:
-        raise _name_the_cause(error, crew, attempt) from error
+        raise _name_the_cause(error, sessions, attempt) from error
     job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"
     write_run(run, dataclasses.replace(record, job_id=job_id))
     log_event(run, "submitted", attempt=attempt, job_id=job_id)
     return job_id
 
 
-def _name_the_cause(error: PreflightError, crew: Crew, attempt: int) -> PreflightError:
+def _name_the_cause(error: PreflightError, sessions: HostSessions, attempt: int) -> PreflightError:
     """Say why node 0 has ended the start, if it has: that it cannot be reached is all that the others know of it."""
-    plan, head = crew.plan, crew.plan.gang.nodes[0].host
+    plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
-        facts = crew.of_node(0).ask("mirror.changes", {"runs": [{"name": name, "token": plan.token}]}).facts
+        facts = sessions.of_node(0).ask("results.list", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
     told = facts["runs"].get(name)
@@ -186,22 +194,22 @@ class _Telling:
         self._tell(f"{progress}{done}")
 
 
-def _take_back(crew: Crew, *, interrupted: bool) -> None:
+def _take_back(sessions: HostSessions, *, interrupted: bool) -> None:
     """End what was started; when somebody has interrupted it, the hosts' own record says so, too."""
-    plan = crew.plan
+    plan = sessions.plan
     if interrupted:
         name = directory_name(plan.run, plan.token)
-        crew.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
-    crew.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
+        sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
+    sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
-def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
+def _settle(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
     """Fill in what only the hosts can tell: which GPUs are free, which interfaces and addresses carry the gang."""
-    plan = crew.plan
+    plan = sessions.plan
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
-    grants = lease_gpus(crew.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
-    settled = settle_network(plan.gang, crew.by_node)
+    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
+    settled = settle_network(plan.gang, sessions.by_host)
     nodes = []
     for node in plan.gang.nodes:
         interface, address, why = settled.nodes[node.node_rank]
@@ -212,10 +220,10 @@ def _settle(crew: Crew, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
 
 
 def _prepare(
-    plan: Plan, crew: Crew, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
+    plan: Plan, sessions: HostSessions, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
 ) -> list[SupervisorOrder]:
     """Make the run's directory on every host; return the order of each node's supervisor."""
-    there = {host: _at_host(plan, session.hello) for host, session in crew.sessions.items()}
+    there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
 
     def facts(host: str) -> dict[str, Any]:
         return {
@@ -226,7 +234,7 @@ def _prepare(
             "spec": plan.spec_text,
         }
 
-    prepared = crew.ask_all("run.prepare", facts)
+    prepared = sessions.ask_all("run.prepare", facts)
     return [
         SupervisorOrder(
             run_dir=Path(prepared[node.host].facts["run_dir"]),
@@ -247,22 +255,22 @@ def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
     return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
 
 
-def _ask(run: RunDir, what: str, environ: Mapping[str, str], home: Home) -> bool:
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser) -> bool:
     plan = read_plan(run)
     reason = f"clusterddp cancel{' --save' * (what == 'stop')}"
     facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
-    replies = [reply for reply in home.ask(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+    replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
     if replies:
         return any(reply["found"] for reply in replies)
-    with open_crew(plan, environ, all_needed=False) as crew:
-        return any(reply.facts["found"] for reply in crew.ask_willing("run.ask", facts).values())
+    with open_host_sessions(plan, environ, all_needed=False) as sessions:
+        return any(reply.facts["found"] for reply in sessions.ask_willing("run.ask", facts).values())
 
 
 def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_needed: bool) -> int:
     plan = read_plan(run)
-    with open_crew(plan, environ, all_needed=all_needed) as crew:
+    with open_host_sessions(plan, environ, all_needed=all_needed) as sessions:
         facts = {"token": plan.token, "patience_s": patience_s}
-        replies = crew.ask_willing("run.end", facts, timeout_s=patience_s + 30)
+        replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
     left = {host: reply.facts["left"] for host, reply in replies.items() if reply.facts["left"]}
     if left:
         words = "; ".join(f"{', '.join(map(str, pids))} on {host}" for host, pids in left.items())

@@ -1,48 +1,48 @@
-"""What a run over SSH asks its hosts before anything is sent: the questions that decide whether it can start."""
+"""What a run over SSH asks its hosts before anything is sent: the facts that decide whether it can start."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError
-from clusterddp.facts.checks import Result
-from clusterddp.facts.host import HostFacts
-from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts, reds_of
+from clusterddp.facts.checks import Needs, Result, reds_of
+from clusterddp.facts.judge import judge_hosts
+from clusterddp.facts.machine import Machine
 from clusterddp.planning.program import TRAINER
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.ssh.session import Reply, Session, ask_all
 
 if TYPE_CHECKING:
-    from clusterddp.launchers.ssh.sessions import Crew
+    from clusterddp.launchers.ssh.sessions import HostSessions
     from clusterddp.planning.plan import Plan
 
 _GPU_TIMEOUT_S = 60.0
 """nvidia-smi may have to wake every GPU first."""
 
 
-@dataclass(kw_only=True)
-class Told:
-    """What hosts have told; those that could not are in `failed`."""
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """The facts of hosts; a host that has failed to give some of them is in `failed`."""
 
-    facts: dict[str, HostFacts]
-    gpus: dict[str, HostGpus] = field(default_factory=dict)
+    machines: dict[str, Machine] = field(default_factory=dict)
     failed: dict[str, SshError] = field(default_factory=dict)
 
 
-def preflight(plan: Plan, crew: Crew) -> None:
+def preflight(plan: Plan, sessions: HostSessions) -> None:
     """Look whether the run can start on its hosts; nothing is imported or written there.
 
     Raises: PreflightError: it cannot, with everything that is in the way and what mends it. SshError: a host does not
     answer.
     """
-    told = ask_hosts(plan, crew.sessions)
-    for error in told.failed.values():
+    facts = ask_hosts(plan, sessions.by_host)
+    for error in facts.failed.values():
         raise error
     # Who has the GPUs is settled when they are leased: one that is just ending may be waited for.
-    gpus = {host: HostGpus(gpus=has.gpus, busy={}) for host, has in told.gpus.items()}
-    raise_reds(plan.name, list(reds_of(judge_hosts(told.facts, needs_of(plan), gpus))))
+    machines = {host: dataclasses.replace(machine, busy_gpus={}) for host, machine in facts.machines.items()}
+    raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
 
 
 def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
@@ -55,31 +55,33 @@ def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
         raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
 
 
-def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> Told:
-    """Ask hosts for their facts, all at once; `thorough`: with what tells something and decides nothing."""
+def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> HostFacts:
+    """Ask hosts for their facts, all at once; `thorough`: also for those that never keep a run from starting."""
     needs = needs_of(plan)
     data_dir = data_dir_of(plan)
 
     def question(host: str) -> dict[str, object]:
-        with_driver = thorough and needs[host].gpus > 0
+        with_driver = thorough and needs[host].num_gpus > 0
         return {"variables": plan.gang.env, "data_dir": data_dir, "with_driver": with_driver}
 
-    told = Told(facts={})
+    facts = HostFacts()
     for host, reply in ask_all(sessions, "facts.machine", question).items():
         if isinstance(reply, Reply):
-            told.facts[host] = reply.facts["facts"]
+            facts.machines[host] = reply.facts["facts"]
         else:
-            told.failed[host] = reply
-    with_gpus = {host: sessions[host] for host in told.facts if needs[host].gpus or thorough}
+            facts.failed[host] = reply
+    with_gpus = {host: sessions[host] for host in facts.machines if needs[host].num_gpus or thorough}
     for host, reply in ask_all(with_gpus, "gpus.look", timeout_s=_GPU_TIMEOUT_S).items():
         if isinstance(reply, Reply):
-            told.gpus[host] = HostGpus(gpus=tuple(reply.facts["gpus"]), busy=reply.facts["busy"])
+            facts.machines[host] = dataclasses.replace(
+                facts.machines[host], gpus=tuple(reply.facts["gpus"]), busy_gpus=reply.facts["busy"]
+            )
         else:
-            told.failed[host] = reply
-    return told
+            facts.failed[host] = reply
+    return facts
 
 
-def needs_of(plan: Plan) -> dict[str, HostNeeds]:
+def needs_of(plan: Plan) -> dict[str, Needs]:
     """Return what the run asks of each of its hosts."""
     assert plan.ssh is not None
     train = plan.spec.get("train") or {}
@@ -87,9 +89,10 @@ def needs_of(plan: Plan) -> dict[str, HostNeeds]:
     for node in plan.ssh.hosts:
         counts[node.host] = counts.get(node.host, 0) + node.gpus
     return {
-        host: HostNeeds(
+        host: Needs(
             trainer=plan.gang.entry.target == TRAINER,
-            gpus=count,
+            use_gpus=count > 0,
+            num_gpus=count,
             nccl=plan.gang.backend == "nccl",
             download=bool(train.get("download", True)),
             sent_bytes=sum(send.bytes for send in plan.ssh.send),

@@ -1,4 +1,4 @@
-"""The hosts of a run while somebody speaks to them: a session with each, and what is asked of all of them."""
+"""Sessions with all hosts of a run: opened together, asked together, closed together."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 
 
 @dataclass(kw_only=True)
-class Crew:
-    """The hosts of one run, in the order of the nodes; closed by whoever opened it."""
+class HostSessions:
+    """A session with each host of one run, in the order of the nodes; the caller that opened them closes them."""
 
     plan: Plan
-    sessions: dict[str, Session]
+    by_host: dict[str, Session]
     """By the host's name in the spec; a host that carries several nodes is there once."""
     failed: dict[str, SshError] = field(default_factory=dict)
     """Hosts that could not be asked."""
 
     def of_node(self, node_rank: int) -> Session:
-        return self.sessions[self.plan.gang.nodes[node_rank].host]
+        return self.by_host[self.plan.gang.nodes[node_rank].host]
 
     @property
     def by_node(self) -> dict[int, Session]:
-        return {node.node_rank: self.sessions[node.host] for node in self.plan.gang.nodes}
+        return {node.node_rank: self.by_host[node.host] for node in self.plan.gang.nodes}
 
     def ask_all(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host.
 
-        Raises: SshError, PreflightError: what the hosts say that refuse, or cannot be asked any more.
+        Raises: SshError, PreflightError: the answers of hosts that refuse, or why they cannot be asked any more.
         """
         replies = self._ask(do, facts, timeout_s)
         raise_for(errors_of(replies).values())
@@ -48,38 +48,38 @@ class Crew:
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def _ask(self, do: str, facts: Facts, timeout_s: float) -> dict[str, Reply | SshError]:
-        return ask_all(self.sessions, do, facts, timeout_s=timeout_s + EACH_S * len(self.sessions))
+        return ask_all(self.by_host, do, facts, timeout_s=timeout_s + EACH_S * len(self.by_host))
 
     def close(self) -> None:
-        for session in self.sessions.values():
+        for session in self.by_host.values():
             session.close()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> HostSessions:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def open_crew(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> Crew:
-    """Speak to the hosts of a run.
+def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> HostSessions:
+    """Open a session with every host of a run.
 
     Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False only when none can.
     """
-    crew = try_crew(plan, environ)
-    if crew.failed and (all_needed or not crew.sessions):
-        crew.close()
-        raise_for(crew.failed.values())
-    return crew
+    sessions = try_host_sessions(plan, environ)
+    if sessions.failed and (all_needed or not sessions.by_host):
+        sessions.close()
+        raise_for(sessions.failed.values())
+    return sessions
 
 
-def try_crew(plan: Plan, environ: Mapping[str, str]) -> Crew:
-    """Speak to those hosts of a run that can be used; the others are then in `failed`."""
+def try_host_sessions(plan: Plan, environ: Mapping[str, str]) -> HostSessions:
+    """Open a session with every host of a run that can be used; the others are then in `failed`."""
     assert plan.ssh is not None
     results = open_sessions(plan.ssh.accesses(), environ=environ, package=package())
-    return Crew(
+    return HostSessions(
         plan=plan,
-        sessions={host: result for host, result in results.items() if isinstance(result, Session)},
+        by_host={host: result for host, result in results.items() if isinstance(result, Session)},
         failed=errors_of(results),
     )
 

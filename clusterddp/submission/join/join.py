@@ -18,22 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.join import JoinLauncher
-from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.own_host import find_own_index, look_up, read_own_host
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
-from clusterddp.rendezvous.signed import JOIN_KEY
+from clusterddp.rendezvous.connection import refusal
+from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.run.attempts import Tell, silence
-from clusterddp.run.directory import RunDir, read_tail
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
-from clusterddp.submission.join.head import Gathering
-from clusterddp.submission.join.member import Seat
-from clusterddp.submission.join.news import Joined
+from clusterddp.submission.join.client import JoinClient
+from clusterddp.submission.join.messages import read_facts
 from clusterddp.submission.join.plan import hosts_of, join_port, lease_own_gpus, plan_join, settle
 from clusterddp.submission.join.resuming import find_earlier, next_attempt, open_again, under_its_name
-from clusterddp.submission.join.words import read_facts
+from clusterddp.submission.join.server import JoinServer
+from clusterddp.submission.join.updates import Joined
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import read_tail
 from clusterddp.system.gpu_lease import Lease
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def join(
     with contextlib.closing(lease):
         interface = None if named == "auto" else named
         part = Part(plan=plan, node_rank=rank, lease=lease, interface=interface, environ=environ, earlier=earlier)
-        meeting = _Meeting(
+        rendezvous = _Rendezvous(
             hosts=hosts_of(plan),
             port=join_port(resolved),
             key=environ.get(JOIN_KEY, ""),
@@ -107,11 +108,11 @@ def join(
             timeout_s=timeout_s,
             tell=say,
         )
-        return _follow(part, meeting) if rank else _lead(part, meeting)
+        return _follow(part, rendezvous) if rank else _lead(part, rendezvous)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Meeting:
+class _Rendezvous:
     """Where and how the machines meet."""
 
     hosts: tuple[str, ...]
@@ -136,17 +137,21 @@ def _own_rank(hosts: tuple[str, ...], named: int | None) -> int:
     return named
 
 
-def _lead(part: Part, meeting: _Meeting) -> Joined:
-    """Wait for the others and start the head; then tell them where it is."""
-    hosts = meeting.hosts
-    gathering = Gathering(
-        hosts=hosts, spec=meeting.spec, facts=meeting.facts, key=meeting.key, port=meeting.port, tell=meeting.tell
+def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
+    """Wait for the others and start the head; then send them where it is."""
+    hosts = rendezvous.hosts
+    server = JoinServer(
+        hosts=hosts,
+        spec=rendezvous.spec,
+        facts=rendezvous.facts,
+        key=rendezvous.key,
+        port=rendezvous.port,
+        tell=rendezvous.tell,
     )
     try:
         if len(hosts) > 1:
-            gathering.gather(meeting.timeout_s)
-        master_addr = gathering.master_addr() if gathering.members else LOOPBACK_ADDRESS
-        plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=master_addr)
+            server.gather(rendezvous.timeout_s)
+        plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=server.master_addr())
         attempt = next_attempt(part.earlier) if part.earlier else 0
         if part.earlier:
             open_again(part.earlier, plan, attempt)
@@ -158,33 +163,35 @@ def _lead(part: Part, meeting: _Meeting) -> Joined:
         if link is None:
             supervisor.kill()
             raise ClusterddpError(f"{run.name}: the supervisor did not say where it listens: {_last_line(run)}")
-        gathering.begin(plan.run, plan.token, attempt, dict(link))
+        server.begin(plan.run, plan.token, attempt, dict(link))
     except BaseException:
-        gathering.say_all({"refused": f"node 0 ({hosts[0]}) could not start; its terminal says why", "hint": None})
-        gathering.close()
+        server.send_all(refusal(ClusterddpError(f"node 0 ({hosts[0]}) could not start; its terminal says why")))
+        server.close()
         raise
-    return Joined(run, 0, supervisor, gathering if gathering.members else None).watch()
+    return Joined(run, 0, supervisor, server if server.members else None).watch()
 
 
-def _follow(part: Part, meeting: _Meeting) -> Joined:
+def _follow(part: Part, rendezvous: _Rendezvous) -> Joined:
     """Find node 0, wait until all are there, and start this node's supervisor, which finds the head by itself."""
     rank = part.node_rank
-    seat = Seat(hosts=meeting.hosts, node_rank=rank, port=meeting.port, key=meeting.key, tell=meeting.tell)
+    client = JoinClient(
+        hosts=rendezvous.hosts, node_rank=rank, port=rendezvous.port, key=rendezvous.key, tell=rendezvous.tell
+    )
     try:
-        said = seat.take(meeting.spec, meeting.facts, meeting.timeout_s)
-        plan = part.settled(run=said.run, token=said.token, master_addr=said.master_addr)
-        run, attempt = RunDir(plan.run_dir), said.attempt
-        shared = run.attempt(attempt).path.exists() and read_run(run).token == said.token
+        begin = client.join(rendezvous.spec, rendezvous.facts, rendezvous.timeout_s)
+        plan = part.settled(run=begin.run, token=begin.token, master_addr=begin.master_addr)
+        run, attempt = RunDir(plan.run_dir), begin.attempt
+        shared = run.attempt(attempt).path.exists() and read_run(run).token == begin.token
         if part.earlier and not shared:
             open_again(run, plan, attempt)
         elif not shared:
             plan = make_run(plan, part.environ)
         run = run if shared else _own(plan)
-        supervisor = _start(part, plan, run, attempt, said.link)
+        supervisor = _start(part, plan, run, attempt, begin.link)
     except BaseException:
-        seat.close()
+        client.close()
         raise
-    return Joined(run, rank, supervisor, seat, shares_files=shared).watch()
+    return Joined(run, rank, supervisor, client, shares_files=shared).watch()
 
 
 def _own(plan: Plan) -> RunDir:

@@ -9,9 +9,10 @@ from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.planning.plan import Plan, move_plan
 from clusterddp.run.attempts import adopt, make_next_attempt, refuse_resume
-from clusterddp.run.directory import RunDir, find_run, write_json, write_text
+from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.record import log_event, read_run
 from clusterddp.submission.join.plan import LAUNCHER
+from clusterddp.system.files import write_json, write_text
 
 
 def find_earlier(runs_dir: Path, name: str) -> RunDir:

@@ -1,4 +1,4 @@
-"""What follows from the ranks that have come to a muster: nodes, devices, threads, the interface on this host."""
+"""What follows from the ranks that have met: nodes, devices, threads, the interface on this host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import PreflightError
 from clusterddp.network.interface import interface_towards, is_loopback, loopback, named_interface
 from clusterddp.network.socket_links import faster_networks
-from clusterddp.rendezvous.muster_words import Hello, Seen
+from clusterddp.rendezvous.rank_messages import RankHello, RanksMet
 from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
 from clusterddp.wire import build
 
@@ -64,9 +64,9 @@ class Decided:
         return decided
 
 
-def nodes_of(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def nodes_of(hellos: tuple[RankHello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Sort the ranks into nodes: by where they are, in the order of their first ranks."""
-    places: dict[tuple[str, str], list[Hello]] = {}
+    places: dict[tuple[str, str], list[RankHello]] = {}
     for hello in hellos:
         places.setdefault(hello.place, []).append(hello)
     return tuple(
@@ -75,7 +75,7 @@ def nodes_of(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]], ..
     )
 
 
-def decide_gpus(job: JobSpec, hellos: tuple[Hello, ...]) -> bool:
+def decide_gpus(job: JobSpec, hellos: tuple[RankHello, ...]) -> bool:
     """Decide whether the ranks compute on GPUs: when each has one, unless the spec says otherwise.
 
     Raises: PreflightError: the spec insists on GPUs, and a rank has none.
@@ -108,13 +108,13 @@ def count_threads(num_ranks: int) -> int:
     return max(1, mine if mine < (os.cpu_count() or 1) else mine // num_ranks)
 
 
-def decide_networks(job: JobSpec, seen: Seen) -> tuple[str, ...]:
+def decide_networks(job: JobSpec, met: RanksMet) -> tuple[str, ...]:
     """Decide what networks NCCL's sockets take; none: the one by which rank 0 is reached."""
-    hosts = {hello.place: hello.links for hello in reversed(seen.hellos)}
+    hosts = {hello.place: hello.links for hello in reversed(met.hellos)}
     if job.network.interface != "auto" or len(hosts) == 1:
         return ()
-    first = hosts.pop(seen.hellos[0].place)
-    return faster_networks([first, *hosts.values()], seen.reached)
+    first = hosts.pop(met.hellos[0].place)
+    return faster_networks([first, *hosts.values()], met.reached)
 
 
 def choose_interface(job: JobSpec, decided: Decided) -> str | None:

@@ -29,9 +29,9 @@ from clusterddp.planning.plan import Plan, move_plan
 from clusterddp.planning.program import TRAINER, plan_program
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
-from clusterddp.rendezvous.muster_words import Seen
+from clusterddp.rendezvous.rank_messages import RanksMet
 from clusterddp.run.attempts import make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, find_run, write_json
+from clusterddp.run.directory import AttemptDir, RunDir, find_run
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import (
     FOREIGN,
@@ -52,6 +52,7 @@ from clusterddp.submission.worker.place import (
     decide_networks,
     nodes_of,
 )
+from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -81,31 +82,31 @@ class Worker:
         entry = self.job.entry
         return entry is None or (entry.command is None and entry.counts == "processes")
 
-    def decide(self, seen: Seen) -> dict[str, Any]:
+    def decide(self, met: RanksMet) -> dict[str, Any]:
         """Decide on rank 0 for all, and make the run's directory here.
 
         Raises: ClusterddpError: the gang cannot be, whatever it is told.
         """
-        if seen.hellos[0].torch == "" and self.job.entry is None:
+        if met.hellos[0].torch == "" and self.job.entry is None:
             raise PreflightError(
-                f"{seen.hellos[0].name}: the built-in trainer needs torch, which is not installed there",
+                f"{met.hellos[0].name}: the built-in trainer needs torch, which is not installed there",
                 hint='pip install "clusterddp[train]"',
             )
-        gpus = decide_gpus(self.job, seen.hellos)
-        port = self.launched.master_port if self.launched.port_is_taken else seen.port
+        gpus = decide_gpus(self.job, met.hellos)
+        port = self.launched.master_port if self.launched.port_is_taken else met.port
         earlier = self._find_earlier()
         decided = Decided(
             run=earlier.name if earlier else self._choose_name(),
             token=read_run(earlier).token if earlier else secrets.token_hex(16),
             attempt=earlier.attempts()[-1].number + 1 if earlier else 0,
             identity=self.launched.identity or "hand",
-            nodes=nodes_of(seen.hellos),
+            nodes=nodes_of(met.hellos),
             gpus=gpus,
             backend="nccl" if gpus and self.job.network.backend != "gloo" else "gloo",
-            master_addr=self._master_addr(seen),
+            master_addr=self._master_addr(met),
             master_port=port or 0,
-            reached=seen.reached,
-            networks=decide_networks(self.job, seen),
+            reached=met.reached,
+            networks=decide_networks(self.job, met),
         )
         return dataclasses.asdict(dataclasses.replace(decided, run=self._make(decided).name))
 
@@ -193,12 +194,12 @@ class Worker:
             number += 1
         return name if number == 1 else f"{name}-{number}"
 
-    def _master_addr(self, seen: Seen) -> str:
+    def _master_addr(self, met: RanksMet) -> str:
         """Take the address as it was found, and where it was our guess the one that the others got through by."""
         told = self.launched.told.get("MASTER_ADDR")
         if told and told.origin.endswith("MASTER_ADDR"):
             return told.value
-        return seen.reached
+        return met.reached
 
     def _found(self, decided: Decided) -> RunDir | None:
         for name in (decided.run, f"{decided.run}.{decided.token[:8]}"):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.memory import in_gib
+from clusterddp.system.byte_sizes import format_bytes
 from clusterddp.train.data.download import default_data_dir, locked, log
 from clusterddp.train.data.memory import demand_memory
 from clusterddp.train.data.pictures import Half, Source
@@ -112,7 +112,7 @@ def _make(source: Source, directory: Path, side: int | None, device: torch.devic
         if directory.is_dir():  # another host was faster, where both share it without locks
             return
         raise ClusterddpError(
-            f"{directory.parent}: {source.title} takes {in_gib(num_bytes)} there, and cannot be written: {error}",
+            f"{directory.parent}: {source.title} takes {format_bytes(num_bytes)} there, and cannot be written: {error}",
             hint=_OTHER_PLACE,
         ) from error
     finally:

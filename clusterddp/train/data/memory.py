@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.memory import free_bytes, in_gib
+from clusterddp.facts.memory import free_bytes
+from clusterddp.system.byte_sizes import format_bytes
 
 
 def demand_memory(what: str, num_bytes: int, device: torch.device) -> None:
@@ -14,6 +15,7 @@ def demand_memory(what: str, num_bytes: int, device: torch.device) -> None:
     if free is not None and num_bytes > free:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this host"
         raise ClusterddpError(
-            f"{what} take {in_gib(num_bytes)} as a whole set on the device, and {where} has {in_gib(free)} left",
+            f"{what} take {format_bytes(num_bytes)} as a whole set on the device, and {where} has "
+            f"{format_bytes(free)} left",
             hint="lower train.image_size, or take fewer images",
         )

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from clusterddp.run.directory import RunDir, append_jsonl, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.record import log_event
+from clusterddp.system.files import append_jsonl, write_json
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.report.progress import Progress, open_progress

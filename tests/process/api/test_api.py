@@ -17,7 +17,8 @@ import pytest
 import clusterddp
 from clusterddp.api import Run
 from clusterddp.errors import RunNotFoundError, SpecError, UsageError
-from clusterddp.run.directory import RunDir, append_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import append_jsonl
 from tests.support.launch_runs import HELLO, STOPPABLE, wait_for_ranks
 
 SPEC = "name: job\nresources: {procs_per_node: 2}\nentry: {script: entry.py}\n"

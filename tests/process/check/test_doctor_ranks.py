@@ -87,7 +87,7 @@ def test_ranks_that_end_early_are_red_with_the_probe_that_they_came_to() -> None
     (_, ranks) = judge_ranks([told("environment", GPU)], world_size=2, state="FAILED", run="run-1")
     (result,) = ranks.results.values()
     assert ranks.level == "red"
-    assert "FAILED; last told of: environment; 1 of 2 told nothing" in result.found
+    assert "FAILED; last reported: environment; 1 of 2 reported nothing" in result.found
 
 
 def test_a_hang_that_takes_a_minute_to_end_is_noted() -> None:

@@ -16,8 +16,9 @@ import pexpect
 import pytest
 
 from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import RunDir, list_runs, read_json
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.record import read_run
+from clusterddp.system.files import read_json
 from tests.support.waiting import PATIENCE
 
 SCRIPT = """\

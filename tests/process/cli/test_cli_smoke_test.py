@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import list_runs, read_json
+from clusterddp.run.directory import list_runs
+from clusterddp.system.files import read_json
 from clusterddp.train.place import Place
 from clusterddp.train.smoke_test import check_program
 from tests.support.waiting import PATIENCE

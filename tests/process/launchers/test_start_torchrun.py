@@ -15,9 +15,10 @@ import clusterddp
 from clusterddp.cli.plan_text import plan_lines
 from clusterddp.look.status import read_log_tail
 from clusterddp.run.cleanup import find_processes, read_cookie
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
+from clusterddp.system.files import read_jsonl
 from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import STOPPABLE
 from tests.support.waiting import PATIENCE, wait_until

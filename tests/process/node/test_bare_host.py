@@ -14,8 +14,9 @@ import pytest
 
 import clusterddp
 from clusterddp.planning.program import TRAINER
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
+from clusterddp.system.files import read_json
 from tests.support.bare_python import make_bare_python
 from tests.support.gang_runs import GangRun, make_gang, start_gang
 from tests.support.train_gang import TINY

@@ -18,7 +18,8 @@ import json
 (run_dir / f"env-{rank}.json").write_text(json.dumps({"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd()}))
 print(f"out of {rank}"); print(f"err of {rank}", file=sys.stderr)
 """
-OTHERS_RUN = "up()\nwhile rank != 2: time.sleep(0.02)\n"
+OTHERS_RUN = "up()\nwhile rank != 2 or len(list(run_dir.glob('up-*'))) < 4: time.sleep(0.02)\n"
+"""Rank 2 goes on once all are up."""
 
 
 def read_dump(run_dir: Path, rank: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from clusterddp.node.attempt import Attempt
 from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
 from clusterddp.node.job_watch import Intent, JobWatch, bring_home
-from clusterddp.node.muster import Muster
+from clusterddp.node.joined import JoinedNodes
 from clusterddp.node.rendezvous import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
@@ -260,18 +260,18 @@ def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_go
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path):
-    muster = Muster(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
-    assert muster.overdue(119.0) is None
-    assert muster.overdue(120.0).cause.error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
+    joined = JoinedNodes(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
+    assert joined.overdue(119.0) is None
+    assert joined.overdue(120.0).cause.error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
 
 
 def test_a_task_that_does_not_come_is_named_with_its_host(tmp_path):
     gang = make_gang(tmp_path, "")
-    muster = Muster(gang, timeout_s=120, now=0.0)
-    muster.join(gang.nodes[0], {"pid": 1})
-    muster.join(gang.nodes[1], {"pid": 2, "missing": [3]})
-    assert not muster.complete
-    assert muster.overdue(120.0).cause.error == "the tasks of rank 3 on host1 did not start within 120 s"
+    joined = JoinedNodes(gang, timeout_s=120, now=0.0)
+    joined.join(gang.nodes[0], {"pid": 1})
+    joined.join(gang.nodes[1], {"pid": 2, "missing": [3]})
+    assert not joined.complete
+    assert joined.overdue(120.0).cause.error == "the tasks of rank 3 on host1 did not start within 120 s"
 
 
 def test_the_master_is_where_most_nodes_have_reached_the_head(tmp_path):

@@ -61,7 +61,8 @@ def test_little_is_imported_before_the_program(tmp_path):
     assert ours <= {"clusterddp", "clusterddp.errors", "clusterddp.run", "clusterddp.run.directory",
                     "clusterddp.run.stop", "clusterddp.node", "clusterddp.node.rank", "clusterddp.node.entry",
                     "clusterddp.ranks", "clusterddp.ranks.entry_environment", "clusterddp.ranks.placeholders",
-                    "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.wire"}  # fmt: skip
+                    "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.system.files",
+                    "clusterddp.wire"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

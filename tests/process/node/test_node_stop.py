@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from clusterddp.run.directory import write_json
+from clusterddp.system.files import write_json
 from tests.support.gang_runs import running
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -19,9 +19,9 @@ import pytest
 import clusterddp
 from clusterddp.errors import PreflightError
 from clusterddp.rendezvous.acceptor import PER_TURN, REST_S, Acceptor, Refusals
-from clusterddp.rendezvous.signed import Signer, UnprovenError
-from clusterddp.submission.join.head import Gathering
-from clusterddp.submission.join.member import Seat
+from clusterddp.rendezvous.handshake import Signer, UnprovenError, VersionError
+from clusterddp.submission.join.client import JoinClient
+from clusterddp.submission.join.server import JoinServer
 from clusterddp.submission.worker.place import Decided
 from tests.support.gang_runs import GangRun, running
 from tests.support.paths import ROOT
@@ -30,7 +30,7 @@ from tests.support.worker_ranks import Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}
 SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": 2}
-_NO_LISTENER = {"rendezvous/muster_host.py", "node/search.py"}
+_NO_LISTENER = {"rendezvous/rank_server.py"}
 """Files whose `bind` only tries whether an address is this host's, or whose `listen` is a method of ours."""
 DECIDED: dict[str, Any] = {
     "run": "brisk-otter-3",
@@ -53,10 +53,11 @@ class Stranger:
         sock.settimeout(PATIENCE * 10)
         self.got = b""
         """Everything that came."""
-        self._sock, self._of, self._signer = sock, of, Signer(key, side)
+        self._sock, self._signer = sock, Signer(of, key, side)
         self._unread = b""
-        sock.sendall(self._signer.greeting(of))
-        self._signer.meet(self._line(), of)
+        sock.sendall(self._signer.hello())
+        self._signer.meet(self._line())
+        self.send({})
 
     def send(self, words: dict[str, Any]) -> None:
         self._sock.sendall(self._signer.sign(words))
@@ -102,12 +103,12 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def gathering(key: str, said: list[str]) -> Gathering:
-    return Gathering(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), tell=said.append)
+def join_server(key: str, said: list[str]) -> JoinServer:
+    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), tell=said.append)
 
 
 @contextlib.contextmanager
-def waiting(node_0: Gathering, timeout_s: float) -> Iterator[None]:
+def waiting(node_0: JoinServer, timeout_s: float) -> Iterator[None]:
     """Let node 0 wait for the others meanwhile."""
 
     def gather() -> None:
@@ -131,18 +132,18 @@ def call(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def take_seat(port: int, key: str) -> None:
+def join_as_node_1(port: int, key: str) -> None:
     """Be node 1, and leave."""
-    seat = Seat(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
-    with contextlib.closing(seat):
-        seat.take(SPEC, FACTS, PATIENCE * 5)
+    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+    with contextlib.closing(client):
+        client.join(SPEC, FACTS, PATIENCE * 5)
 
 
 def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
     def pair(key: str, other: str) -> tuple[Signer, Signer]:
-        head, member = Signer(key, "head"), Signer(other, "member")
-        head.meet(member.greeting("x"), "x")
-        member.meet(head.greeting("x"), "x")
+        head, member = Signer("x", key, "server"), Signer("x", other, "client")
+        head.meet(member.hello())
+        member.meet(head.hello())
         return head, member
 
     head, member = pair("mum", "mum")
@@ -157,16 +158,42 @@ def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n", b"[" * 9000, b'{"nonce": 1}', b"\xff\xfe"])
-def test_what_is_no_greeting_is_refused(words: bytes) -> None:
+def test_what_is_no_hello_is_refused(words: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Signer("", "head").meet(words, "worker")
+        Signer("worker", "", "server").meet(words)
+
+
+@pytest.mark.parametrize("version", ['"version": 2, ', ""])
+def test_another_version_is_named(version: str) -> None:
+    hello = Signer("worker", "", "client").hello().replace(b'"version": 3, ', version.encode())
+    with pytest.raises(
+        VersionError, match=r"another version of clusterddp: its rendezvous is (2|an earlier one), here"
+    ):
+        Signer("worker", "", "server").meet(hello)
+
+
+def test_a_machine_and_a_node_0_of_other_versions_refuse_each_other_by_name() -> None:
+    said: list[str] = []
+    of_before = Signer("join", "", "client").hello().replace(b'"version": 3', b'"version": 2')
+    node_0 = join_server("", said)
+    with waiting(node_0, 2.0), call(node_0.port) as stranger:
+        stranger.sendall(of_before)
+        stranger.settimeout(PATIENCE * 5)
+        while stranger.recv(4096):
+            pass
+    assert any(
+        "127.0.0.1: it has another version of clusterddp: its rendezvous is 2, here it is 3" in each for each in said
+    )
+    refused = pytest.raises(PreflightError, match=r"node 0 at .*: it has another version of clusterddp")
+    with serving(lambda sock: (sock.sendall(of_before), sock.recv(4096))) as port, refused:
+        join_as_node_1(port, "")
 
 
 def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
     got: list[bytes] = []
     refused = pytest.raises(PreflightError, match="does not know the same CLUSTERDDP_JOIN_KEY")
     with serving(lambda sock: got.append(_false_node_0(sock))) as port, refused:
-        take_seat(port, "mum")
+        join_as_node_1(port, "mum")
     assert b"a-secret-value" not in got[0]
     assert b"API_KEY" not in got[0]
     assert b"torch" not in got[0]
@@ -175,7 +202,7 @@ def test_a_false_node_0_without_the_key_gets_nothing_of_the_spec() -> None:
 def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
     got: list[bytes] = []
     with serving(lambda sock: got.append(_false_node_0(sock))) as port, pytest.raises(PreflightError):
-        take_seat(port, "")
+        join_as_node_1(port, "")
     assert b"API_KEY" in got[0]
     assert b"a-secret-value" not in got[0]
 
@@ -196,36 +223,44 @@ def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
 )
 def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
     link = {"host": "127.0.0.1", "port": 4711}
-    begin = {"run": "brisk-otter-3", "token": "0" * 32, "attempt": 0, "master_addr": "127.0.0.1", "link": link}
+    begin = {
+        "kind": "begin",
+        "run": "brisk-otter-3",
+        "token": "0" * 32,
+        "attempt": 0,
+        "master_addr": "127.0.0.1",
+        "link": link,
+    }
 
     def answer(sock: socket.socket) -> None:
-        head = Stranger(sock, "join", "head")
-        head.send({"node_rank": 0})
-        head.read()
+        head = Stranger(sock, "join", "server")
+        head.read(), head.read()
         head.send(begin | change)
         head.read_all()
 
     refused = pytest.raises(PreflightError, match="what answers as node 0 is none")
     with serving(answer) as port, refused:
-        take_seat(port, "")
+        join_as_node_1(port, "")
 
 
 def test_node_0_with_a_key_sends_a_stranger_nothing_but_a_nonce_and_a_signature() -> None:
     said: list[str] = []
-    node_0 = gathering("mum", said)
+    node_0 = join_server("mum", said)
     with waiting(node_0, 2.0):
-        stranger = Stranger(call(node_0.port), "join", "member")
-        stranger.send({"node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "spec": {}})
+        stranger = Stranger(call(node_0.port), "join", "client")
+        stranger.send({"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "spec": {}})
         got = stranger.read_all()
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"2.13.0", b"refuse"))
     assert "a connection was refused: 127.0.0.1: it does not know the same CLUSTERDDP_JOIN_KEY" in said
 
 
 def test_node_0_without_a_key_tells_no_value_and_no_key_that_the_other_does_not_name() -> None:
-    node_0 = gathering("", [])
+    node_0 = join_server("", [])
     with waiting(node_0, 1.0):
-        stranger = Stranger(call(node_0.port), "join", "member")
-        stranger.send({"node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}})
+        stranger = Stranger(call(node_0.port), "join", "client")
+        stranger.send(
+            {"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}}
+        )
         got = stranger.read_all()
     assert b"its spec is another one: restarts differs; and 2 more" in got
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"lan"))
@@ -254,10 +289,9 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
     place = Place(tmp_path / "place", start_timeout="0:10").write()
 
     def answer(sock: socket.socket) -> None:
-        head = Stranger(sock, "worker", "head")
-        head.send({"rank": 0})
-        head.read()
-        head.send({"decided": DECIDED | {"run": "../../escaped/evil"}})
+        head = Stranger(sock, "worker", "server")
+        head.read(), head.read()
+        head.send({"kind": "decided", "decided": DECIDED | {"run": "../../escaped/evil"}})
         head.read_all()
 
     with serving(answer) as port:
@@ -381,11 +415,10 @@ def test_a_supervisor_without_descriptors_waits_and_does_not_turn(tmp_path: Path
 
 def _false_node_0(sock: socket.socket) -> bytes:
     """Be a node 0 that knows no key; return all that came."""
-    head = Stranger(sock, "join", "head")
-    head.send({"node_rank": 0})
+    head = Stranger(sock, "join", "server")
     with contextlib.suppress(AssertionError, ValueError, OSError):
-        head.read()
-        head.send({"refused": "no", "hint": None})
+        head.read(), head.read()
+        head.send({"kind": "refused", "reason": "no", "hint": None})
     return head.read_all()
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from clusterddp.errors import SshError
 from clusterddp.remote.answers import ANSWERS
-from clusterddp.run.directory import write_json
 from clusterddp.run.host_reports import read_reports
 from clusterddp.ssh import session as session_module
 from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.system.files import write_json
 from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
 
 Answer = Callable[[dict[str, Any]], bytes]
@@ -66,7 +66,7 @@ def say(data: bytes = b"", **words: Any) -> bytes:
 def test_nonsense_is_an_error_of_that_host_which_is_then_left(answer: bytes) -> None:
     session = hostile_session(lambda request: answer)
     with pytest.raises(SshError, match="gpu01: ask: its agent's answer makes no sense") as error:
-        session.ask("mirror.read", timeout_s=5)
+        session.ask("results.read", timeout_s=5)
     assert error.value.dropped
     with pytest.raises(SshError):
         session.ask("beat", timeout_s=5)
@@ -108,9 +108,9 @@ def answering(hosts: Hosts, files: dict[str, list[int]], read: Answer) -> Answer
     """Answer as a host does that has these files and sends of them what `read` makes."""
 
     def answer(request: dict[str, Any]) -> bytes:
-        if request["do"] == "mirror.changes":
+        if request["do"] == "results.list":
             return say(runs={run["name"]: look_told(files) for run in request["runs"]})
-        return read(request) if request["do"] == "mirror.read" else say()
+        return read(request) if request["do"] == "results.read" else say()
 
     return answer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.results.pull import PIECE_BYTES
+from clusterddp.remote.download import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts
@@ -42,7 +42,7 @@ def fetched(hosts: Hosts) -> list[str]:
     return sorted(path.name for path in hosts.run.checkpoints.iterdir())
 
 
-def test_what_the_spec_says_comes_home_when_the_run_has_ended(hosts: Hosts) -> None:
+def test_what_the_spec_says_is_downloaded_when_the_run_has_ended(hosts: Hosts) -> None:
     attempts = hosts.start()
     for rank in range(4):
         attempts[rank // 2].stderr(rank).write_bytes(b"of rank %d" % rank)
@@ -113,7 +113,7 @@ def test_a_checkpoint_whose_copy_was_cut_off_goes_on_where_it_was(hosts: Hosts) 
     partial = hosts.run.checkpoints / f".{name}.pt.{data.stat().st_mtime_ns}.part"
     partial.write_bytes(data.read_bytes()[: 3 * PIECE_BYTES])
     hosts.fetch()
-    reads = [session.asked.count("mirror.read") for session in hosts.sessions if session.host == "gpu01"]
+    reads = [session.asked.count("results.read") for session in hosts.sessions if session.host == "gpu01"]
     assert (hosts.run.checkpoints / data.name).read_bytes() == data.read_bytes()
     assert reads == [5]  # records, the end, the manifest, two pieces
 
@@ -138,7 +138,7 @@ def test_a_fetch_waits_for_those_who_may_still_write(hosts: Hosts) -> None:
     attempt = hosts.start()[0]
     guard = hosts.process("g0")
     write_end(attempt, END)
-    mirror = hosts.mirror()
+    sync = hosts.sync()
     leaving = subprocess.Popen(["sleep", "0.7"])
     attempt.stdout(0).write_bytes(b"first ")
 
@@ -150,8 +150,8 @@ def test_a_fetch_waits_for_those_who_may_still_write(hosts: Hosts) -> None:
 
     thread = threading.Thread(target=leave)
     thread.start()
-    mirror.fetch()
-    mirror.close()
+    sync.download()
+    sync.close()
     thread.join()
     assert hosts.run.attempt(0).stdout(0).read_bytes() == b"first last words"
 
@@ -161,11 +161,11 @@ def test_a_full_disk_is_said_once_and_costs_nothing_that_is_there(hosts: Hosts) 
     attempt = hosts.start()[0]
     attempt.stdout(0).write_bytes(os.urandom(16 << 20))
     with small_disk(hosts.run.path, "26m"):
-        mirror = hosts.mirror()
-        mirror.want_logs([0], 0)
+        sync = hosts.sync()
+        sync.want_logs([0], 0)
         for _ in range(2):
-            mirror.catch_up()
-        mirror.close()
+            sync.update_logs()
+        sync.close()
         ours = hosts.run.attempt(0).stdout(0).read_bytes()
         assert ours
         assert attempt.stdout(0).read_bytes().startswith(ours)
@@ -202,12 +202,12 @@ class small_disk:  # noqa: N801
 
 def test_when_the_network_is_back_the_hosts_that_follow_are_waited_for(hosts: Hosts) -> None:
     hosts.start()
-    mirror = hosts.mirror()
+    sync = hosts.sync()
     hosts.down.update(hosts.names)
-    mirror.look()
+    sync.update()
     write_end(hosts.head.attempt(0), END)
     hosts.down.discard(hosts.names[0])
-    wait_until(lambda: mirror.look() or any("answers again" in words for words in hosts.said), 20)
+    wait_until(lambda: sync.update() or any("answers again" in words for words in hosts.said), 20)
     threading.Timer(1.0, hosts.down.clear).start()
-    assert mirror.fetch()
-    mirror.close()
+    assert sync.download()
+    sync.close()

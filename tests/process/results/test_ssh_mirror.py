@@ -1,4 +1,4 @@
-"""Bringing home what hosts know of a run: real agents, real files; links break, hosts are down, disks are full."""
+"""Synchronising the copy of a run with its hosts: real agents, real files; connections break, hosts are down."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.agent import mirror as host_mirror
+from clusterddp.agent import results as host_results
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
-from clusterddp.run.directory import RunDir, append_jsonl, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end
 from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.view import RunState
+from clusterddp.system.files import append_jsonl, read_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.support.waiting import wait_until
 
@@ -52,7 +53,7 @@ def test_a_rank_that_is_not_of_that_host_is_not_believed(hosts: Hosts) -> None:
     assert read_ranks(hosts.run.attempt(0))[0].host == "gpu01"
 
 
-def test_only_the_logs_that_are_wanted_come_home(hosts: Hosts) -> None:
+def test_only_the_logs_that_are_wanted_are_downloaded(hosts: Hosts) -> None:
     attempts = hosts.start()
     for rank in range(4):
         attempts[rank // 2].stdout(rank).write_bytes(b"of rank %d" % rank)
@@ -60,7 +61,7 @@ def test_only_the_logs_that_are_wanted_come_home(hosts: Hosts) -> None:
     assert [path.name for path in sorted(hosts.run.attempt(0).logs.iterdir())] == ["rank-002.out"]
 
 
-def test_what_grows_comes_home_piece_by_piece(hosts: Hosts) -> None:
+def test_what_grows_is_downloaded_piece_by_piece(hosts: Hosts) -> None:
     log = hosts.start()[0].stdout(0)
     for number in range(3):
         add(log, b"line %d\n" % number)
@@ -68,7 +69,7 @@ def test_what_grows_comes_home_piece_by_piece(hosts: Hosts) -> None:
     assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
 
 
-def test_a_log_larger_than_any_answer_comes_home_whole(hosts: Hosts) -> None:
+def test_a_log_larger_than_any_answer_is_downloaded_whole(hosts: Hosts) -> None:
     log = hosts.start()[0].stdout(0)
     log.write_bytes(os.urandom(1 << 20) * 25)
     hosts.logs(0)
@@ -77,13 +78,13 @@ def test_a_log_larger_than_any_answer_comes_home_whole(hosts: Hosts) -> None:
 
 def test_a_link_that_breaks_while_somebody_follows_costs_no_byte_and_doubles_none(hosts: Hosts) -> None:
     log = hosts.start()[0].stdout(0)
-    mirror = hosts.mirror()
-    mirror.want_logs([0], 0)
+    sync = hosts.sync()
+    sync.want_logs([0], 0)
     for number in range(5):
         add(log, os.urandom(1000 + number))
-        mirror.catch_up()
+        sync.update_logs()
         hosts.break_links()
-    mirror.close()
+    sync.close()
     assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
 
 
@@ -142,12 +143,12 @@ def test_the_first_end_here_stays(hosts: Hosts) -> None:
 def test_what_has_not_changed_is_not_asked_for_again(hosts: Hosts) -> None:
     hosts.start()
     hosts.process("s0")
-    mirror = hosts.mirror()
+    sync = hosts.sync()
     for _ in range(2):
-        mirror.catch_up()
+        sync.update_logs()
     asked = [session.asked for session in hosts.sessions if session.host == "gpu01"]
-    mirror.close()
-    assert asked[0][-1] == "mirror.changes"
+    sync.close()
+    assert asked[0][-1] == "results.list"
 
 
 def test_a_host_that_is_down_hides_no_other(hosts: Hosts) -> None:
@@ -160,23 +161,23 @@ def test_a_host_that_is_down_hides_no_other(hosts: Hosts) -> None:
 def test_a_host_that_is_down_is_said_to_be_once(hosts: Hosts) -> None:
     hosts.start()
     hosts.down.add("gpu02")
-    mirror = hosts.mirror()
+    sync = hosts.sync()
     for _ in range(3):
-        mirror.look()
-    mirror.close()
+        sync.update()
+    sync.close()
     assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)"]
 
 
 def test_a_host_that_comes_back_is_said_to(hosts: Hosts) -> None:
     hosts.start()
-    mirror = hosts.mirror()
-    mirror.look()
+    sync = hosts.sync()
+    sync.update()
     hosts.down.add("gpu02")
     hosts.break_links()
-    mirror.look()
+    sync.update()
     hosts.down.clear()
-    wait_until(lambda: mirror.look() or len(hosts.said) > 1, 20)
-    mirror.close()
+    wait_until(lambda: sync.update() or len(hosts.said) > 1, 20)
+    sync.close()
     assert hosts.said == ["gpu02 cannot be reached: timed out (hint: is it up?)", "gpu02 answers again"]
 
 
@@ -185,17 +186,17 @@ def test_who_waits_asks_hosts_again_that_have_not_answered_yet(hosts: Hosts) -> 
     write_end(hosts.head.attempt(0), AttemptEnd(outcome="COMPLETED", reason="done"))
     hosts.down.update(hosts.names)
     threading.Timer(1.0, hosts.down.clear).start()
-    mirror = hosts.mirror()
-    assert watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=60).state is RunState.COMPLETED
-    mirror.close()
+    sync = hosts.sync()
+    assert watch_until_ended(hosts.run, Terminal({}), sync, timeout_s=60).state is RunState.COMPLETED
+    sync.close()
 
 
-def test_who_waited_in_vain_for_hosts_is_told_for_how_long(hosts: Hosts) -> None:
+def test_an_error_says_for_how_long_hosts_were_asked_in_vain(hosts: Hosts) -> None:
     hosts.down.update(hosts.names)
-    mirror = hosts.mirror()
+    sync = hosts.sync()
     with pytest.raises(PreflightError, match=r"gpu01 cannot be reached .*; its hosts were asked for 1 s"):
-        watch_until_ended(hosts.run, Terminal({}), mirror, timeout_s=1.0)
-    mirror.close()
+        watch_until_ended(hosts.run, Terminal({}), sync, timeout_s=1.0)
+    sync.close()
 
 
 def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> None:
@@ -210,15 +211,15 @@ def test_what_a_host_said_last_stays_known_while_it_is_down(hosts: Hosts) -> Non
 
 def test_a_hanging_host_holds_up_no_other(hosts: Hosts) -> None:
     hosts.start()
-    mirror = hosts.mirror()
-    mirror.look()
+    sync = hosts.sync()
+    sync.update()
     hang = next(session for session in hosts.sessions if session.host == "gpu02")
     hang.process.send_signal(signal.SIGSTOP)
     append_jsonl(hosts.head.metrics, {"step": 1})
-    mirror.look(timeout_s=0.5)
+    sync.update(timeout_s=0.5)
     assert hosts.run.metrics.exists()
     hang.process.send_signal(signal.SIGCONT)
-    mirror.close()
+    sync.close()
 
 
 def test_two_at_once_lose_nothing_and_double_nothing(hosts: Hosts) -> None:
@@ -226,12 +227,12 @@ def test_two_at_once_lose_nothing_and_double_nothing(hosts: Hosts) -> None:
     over = threading.Event()
 
     def follow() -> None:
-        mirror = hosts.mirror()
-        mirror.want_logs([0], 0)
+        sync = hosts.sync()
+        sync.want_logs([0], 0)
         while not over.is_set():
-            mirror.look()
-        mirror.catch_up()
-        mirror.close()
+            sync.update()
+        sync.update_logs()
+        sync.close()
 
     followers = [threading.Thread(target=follow) for _ in range(2)]
     for follower in followers:
@@ -251,10 +252,10 @@ def test_a_damaged_record_keeps_no_other_run_from_being_looked_at(hosts: Hosts, 
     hosts.start()
     damaged = RunDir(tmp_path / "damaged")
     shutil.copytree(hosts.run.path, damaged.path)
-    mirror = hosts.mirror(damaged, hosts.run)
+    sync = hosts.sync(damaged, hosts.run)
     damaged.record.write_text("{")
-    mirror.look()
-    mirror.close()
+    sync.update()
+    sync.close()
     assert len(read_ranks(hosts.run.attempt(0))) == 4
 
 
@@ -265,40 +266,40 @@ def test_a_directory_that_was_copied_elsewhere_goes_on_there(hosts: Hosts, tmp_p
     moved = tmp_path / "elsewhere" / hosts.run.name
     shutil.copytree(hosts.run.path, moved, copy_function=shutil.copyfile)
     add(log, b"two\n")
-    mirror = hosts.mirror(RunDir(moved))
-    mirror.want_logs([0], 0)
-    mirror.catch_up()
-    mirror.close()
+    sync = hosts.sync(RunDir(moved))
+    sync.want_logs([0], 0)
+    sync.update_logs()
+    sync.close()
     assert [path.read_bytes() for path in (moved / "attempts/0/logs").iterdir()] == [b"one\ntwo\n"]
 
 
 def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts: Hosts) -> None:
     hosts.start()
-    mirror = hosts.mirror()
-    mirror.look()
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
-    mirror.close()
+    sync = hosts.sync()
+    sync.update()
+    told = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    sync.close()
     assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
 
 
-def test_a_host_that_is_down_is_told_when_others_are_asked(hosts: Hosts) -> None:
+def test_a_host_that_is_down_is_named_when_others_are_asked(hosts: Hosts) -> None:
     hosts.down.add("gpu02")
-    mirror = hosts.mirror()
-    told = mirror.ask(hosts.run, "beat", {})
-    mirror.close()
+    sync = hosts.sync()
+    told = sync.ask_hosts(hosts.run, "beat", {})
+    sync.close()
     assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
 
 
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterddp.results.mirror.FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr("clusterddp.results.sync.FIRST_ANSWER_S", 0.2)
     hosts.start()
-    mirror = hosts.mirror()
-    mirror.look(timeout_s=20)
+    sync = hosts.sync()
+    sync.update(timeout_s=20)
     late = next(session for session in hosts.sessions if session.host == "gpu02").process
     late.send_signal(signal.SIGSTOP)
-    told = mirror.ask(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    told = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
     assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
 
     def answer_meanwhile(do: str) -> None:
@@ -307,17 +308,17 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
 
     for session in hosts.sessions:
         session.before_ask = answer_meanwhile
-    mirror.look(timeout_s=20)
-    mirror.look(timeout_s=20)
-    mirror.close()
+    sync.update(timeout_s=20)
+    sync.update(timeout_s=20)
+    sync.close()
     assert set(read_reports(hosts.run)) == {"gpu01", "gpu02"}
 
 
 def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[tuple[str, ...]] = []
-    monkeypatch.setattr(host_mirror, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
+    monkeypatch.setattr(host_results, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
     host = SimpleNamespace(run_dir=lambda name: tmp_path / name)
     runs = [{"name": f"run-{number}", "token": str(number) * 32, "seen": ""} for number in (1, 2, 1, 2)]
-    told = host_mirror.changes(host, {"runs": runs}, None)  # type: ignore[arg-type]
+    told = host_results.list_files(host, {"runs": runs}, None)  # type: ignore[arg-type]
     assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
     assert list(told["runs"]) == ["run-1", "run-2"]

@@ -12,13 +12,13 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
-from clusterddp.results.told import was_never_reached
-from clusterddp.run.directory import append_jsonl
+from clusterddp.results.reports import was_never_reached
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.view import RunState
+from clusterddp.system.files import append_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
 
 LOST_HEAD = AttemptEnd(

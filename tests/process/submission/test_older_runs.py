@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.directory import read_json
+from clusterddp.system.files import read_json
 from tests.support.waiting import PATIENCE
 
 ARCHIVE = Path(__file__).parents[2] / "golden/runs_0_1.tar.gz"

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import begin
 from clusterddp.train.comm import shared
 from clusterddp.train.comm.local import LocalSteps

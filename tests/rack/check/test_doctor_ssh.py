@@ -267,6 +267,12 @@ def test_all_ways_that_were_tried_are_told(doctor: Doctor) -> None:
     assert ways == {("node1", "node2", "eth0", "reached"), ("node2", "node1", "eth0", "reached")}
 
 
+def test_an_address_that_is_everywhere_is_named(doctor: Doctor) -> None:
+    checks = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)["checks"]
+    notes = [row["found"] for row in checks if (row["check"], row["level"]) == ("network", "note")]
+    assert any("docker0 172.17.0.1: the same on both hosts" in note for note in notes)
+
+
 def test_deep_is_for_ssh_only(doctor: Doctor) -> None:
     done = doctor.place.clusterddp("doctor", "--deep", check=False)
     assert (done.returncode, "--deep for a spec with launcher ssh" in done.stderr) == (2, True)

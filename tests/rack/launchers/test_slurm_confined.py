@@ -134,7 +134,7 @@ def test_a_rank_that_wants_more_memory_than_its_job_has_is_told_so(confined):
     say(place, "fill")
     cause = end(place, run)
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (3, "node2", 137)
-    assert "a process of this job, which has used up its 512.0 MiB of memory" in cause["error"]
+    assert "a process of this job, which has used up its 512 MiB of memory" in cause["error"]
 
 
 def test_a_killed_supervisor_takes_its_ranks_along(confined):

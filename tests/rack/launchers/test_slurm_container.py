@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
 from tests.support.slurm_runs import START, await_final_end, environment, make_slurm_run
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.run.cleanup import find_processes
-from clusterddp.run.directory import RunDir, read_json, read_jsonl
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
+from clusterddp.system.files import read_json, read_jsonl
 from tests.support.slurm_runs import await_final_end, claims, make_slurm_run, start_run
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.directory import RunDir, read_jsonl
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
 from tests.support.picture_files import write_cifar10
 from tests.support.slurm_person import ALL_REDUCE, SlurmPerson

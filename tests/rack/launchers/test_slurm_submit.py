@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.directory import read_json
 from clusterddp.run.record import write_run
 from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import read_json
 from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson
 from tests.support.waiting import wait_until

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import RunDir, list_runs, read_json, write_json
+from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.system.files import read_json, write_json
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.rack import Rack

@@ -30,7 +30,7 @@ NODES = ("node1", "node2", "node3")
 SETTLE = """
 import json, os, sys
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.ssh.interfaces import probe_network, settle, settle_network
+from clusterddp.launchers.ssh.network import choose, probe_network, settle_network
 from clusterddp.remote.package import package
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.ssh.session import HostAccess, open_sessions
@@ -44,14 +44,13 @@ for line in sys.stdin:
         backend="gloo", master_addr="", interface=order["interface"], master_port=order["master_port"],
     )
     try:
-        by_node = {node.node_rank: sessions[node.host] for node in nodes}
         if order["patient"]:
-            settled, rows = settle_network(gang, by_node), []
+            settled, rows = settle_network(gang, sessions), []
         else:
-            findings = probe_network(gang, by_node)
-            settled, rows = settle(gang, findings), findings.rows()
+            findings = probe_network(gang, sessions)
+            settled, rows = choose(gang, findings), findings.rows()
         found = {"master_addr": settled.master_addr, "nodes": [settled.nodes[node.node_rank] for node in nodes],
-            "notes": settled.notes, "oddities": settled.oddities, "rows": rows}
+            "notes": settled.notes, "rows": rows}
     except ClusterddpError as error:
         found = {"error": error.message, "hint": error.hint}
     print(json.dumps(found), flush=True)
@@ -75,10 +74,6 @@ class Answer:
     @property
     def notes(self) -> str:
         return "\n".join(self.found["notes"])
-
-    @property
-    def oddities(self) -> str:
-        return "\n".join(self.found["oddities"])
 
     @property
     def error(self) -> str:
@@ -160,14 +155,6 @@ def test_the_master_is_the_first_host(lan: Lan) -> None:
 def test_why_is_told(lan: Lan) -> None:
     why = lan.settle().found["nodes"][1][2]
     assert why == "the only network by which all 3 hosts reach each other; 10 Gb/s"
-
-
-def test_an_address_that_is_everywhere_is_named(lan: Lan) -> None:
-    assert "docker0 172.17.0.1: the same on all 3 hosts" in lan.settle().oddities
-
-
-def test_a_name_that_means_the_host_itself_is_named(lan: Lan) -> None:
-    assert "the own name of all 3 hosts means 127.0.1.1 there" in lan.settle().oddities
 
 
 def test_a_name_server_that_is_gone_is_named(lan: Lan) -> None:

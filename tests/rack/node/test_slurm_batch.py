@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import read_json
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import read_json
 from tests.support.slurm_runs import (
     COMPLETE_LATER,
     GO_ON,

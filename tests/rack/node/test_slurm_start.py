@@ -8,9 +8,10 @@ import pytest
 
 from clusterddp.network.port import walk_ports
 from clusterddp.node.reach import LINK_PORTS
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks
+from clusterddp.system.files import read_json, write_json
 from tests.support.port_thief import MEET, STEAL
 from tests.support.slurm_runs import await_final_end, environment, make_slurm_run, start_run
 from tests.testbed.plan import HEAD

@@ -1,4 +1,4 @@
-"""What comes home from hosts over real connections, while cables are pulled, hosts are off, and people look."""
+"""Downloads from hosts over real connections, while cables are pulled, hosts are off, and people look."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import list_runs, read_json
+from clusterddp.run.directory import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.system.files import read_json
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import SweepPerson, log_of
 from tests.support.waiting import wait_until

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from clusterddp.planning.ssh import SshNode, SshPlan
-from clusterddp.run.directory import RunDir, write_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, write_run
+from clusterddp.system.files import write_json
 from tests.support.gang_runs import processes_with
 from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import staging
 from clusterddp.agent.store import OPERATIONS
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.snapshot import tree_sum
-from clusterddp.system.tree import KINDS, Entry, list_tree, read_sum, to_json
-from clusterddp.system.tree_stream import _HEAD, Sending
+from clusterddp.system.file_set import KINDS, list_files, to_json
+from clusterddp.system.file_stream import _HEAD, FileStream
 
 STRANGE = os.fsdecode(b"caf\xe9 \n.py")
 
@@ -59,7 +58,7 @@ def ask(host: Host, do: str, body: bytes = b"", **facts: Any) -> dict[str, Any]:
 
 
 def stream(root: Path) -> bytes:
-    sending = Sending(root=root, entries=list_tree(root)[0])
+    sending = FileStream(files=list_files(root))
     data = b"".join(sending.chunks())
     assert len(data) == sending.size
     return data
@@ -76,7 +75,7 @@ def handmade(*entries: tuple[str, bytes, bytes]) -> bytes:
 
 
 def put_code(host: Host, root: Path) -> Path:
-    digest = tree_sum(root)
+    digest = list_files(root).digest()
     ask(host, "store.put", stream(root), kind="code", sum=digest)
     return host.root / "code" / digest
 
@@ -87,19 +86,10 @@ def put_data(host: Host, root: Path, target: Path) -> None:
 
 def compare(host: Host, root: Path, target: Path, *, sums: bool = False) -> dict[str, list[str]]:
     """Return the names for each verdict."""
-    entries = list(list_tree(root)[0])
+    files = list_files(root)
     if sums:
-        entries = [
-            Entry(
-                name=entry.name,
-                kind=entry.kind,
-                size=entry.size,
-                mtime_ns=entry.mtime_ns,
-                link=entry.link,
-                sum=read_sum(os.path.join(os.fsencode(root), entry.name)) if entry.is_file else b"",
-            )
-            for entry in entries
-        ]
+        files = files.with_sums(number for number, entry in enumerate(files.entries) if entry.is_file)
+    entries = files.entries
     answer = ask(host, "store.compare", json.dumps(to_json(entries)).encode(), target=str(target))
     verdicts = ("absent", "unsure", "changed", "other")
     found = {verdict: [os.fsdecode(entries[number].name) for number in answer[verdict]] for verdict in verdicts}
@@ -185,7 +175,7 @@ def test_what_is_no_stream_of_files_is_refused(host: Host, data: bytes) -> None:
 
 def test_a_stream_that_ends_early_is_refused(host: Host, source: Path) -> None:
     with pytest.raises(ClusterddpError, match="ended in the middle"):
-        ask(host, "store.put", stream(source)[:-1], kind="code", sum=tree_sum(source))
+        ask(host, "store.put", stream(source)[:-1], kind="code", sum=list_files(source).digest())
     assert what_lies_in(host.root / "code") == {}
 
 
@@ -193,14 +183,16 @@ def test_a_connection_that_ends_leaves_nothing(host: Host, source: Path) -> None
     data = stream(source)
     with pytest.raises(EOFError):
         OPERATIONS["store.put"](
-            host, {"kind": "code", "sum": tree_sum(source)}, Body(io.BytesIO(data[: len(data) // 2]), len(data))
+            host,
+            {"kind": "code", "sum": list_files(source).digest()},
+            Body(io.BytesIO(data[: len(data) // 2]), len(data)),
         )
     assert what_lies_in(host.root / "code") == {}
 
 
 def test_two_may_send_one_snapshot_at_once(host: Host, source: Path) -> None:
     errors = in_threads(4, lambda: put_code(host, source))
-    assert (errors, [path.name for path in (host.root / "code").iterdir()]) == ([], [tree_sum(source)])
+    assert (errors, [path.name for path in (host.root / "code").iterdir()]) == ([], [list_files(source).digest()])
 
 
 @pytest.mark.root
@@ -326,7 +318,7 @@ def test_a_conflict_touches_nothing_at_all(host: Host, source: Path, target: Pat
 def test_nothing_is_ever_deleted(host: Host, source: Path, target: Path) -> None:
     put_data(host, source, target)
     (source / "train.py").unlink()
-    listing = json.dumps(to_json(list_tree(source)[0])).encode()
+    listing = json.dumps(to_json(list_files(source).entries)).encode()
     assert ask(host, "store.compare", listing, target=str(target))["stale"] == ["train.py"]
     put_data(host, source, target)
     assert (target / "train.py").exists()
@@ -386,7 +378,7 @@ def test_two_may_send_the_same_data_at_once(host: Host, source: Path, target: Pa
 
 
 def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, target: Path) -> None:
-    sending = Sending(root=source, entries=list_tree(source)[0])
+    sending = FileStream(files=list_files(source))
     (source / "train.py").write_text("print('changed')\n")
     (source / "run.sh").unlink()
     data = b"".join(sending.chunks())
@@ -404,7 +396,7 @@ def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, tar
 WRITER = """
 import sys
 from pathlib import Path
-from clusterddp.agent.staging import staging
+from clusterddp.agent.storage import staging
 with staging(Path(sys.argv[1])) as tree:
     (tree / "half").write_text("half")
     print("up", flush=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import pytest
 
-from clusterddp.run.directory import append_jsonl, read_json, read_jsonl, write_json
+from clusterddp.system.files import append_jsonl, read_json, read_jsonl, write_json
 from clusterddp.wire import build, read_object, read_value
 
 

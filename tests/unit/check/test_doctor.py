@@ -17,8 +17,9 @@ from clusterddp.check.job import JobAnswer, JobRequest, sbatch_argv
 from clusterddp.check.nodes import judge_nodes
 from clusterddp.check.probe import join_lines, print_lines
 from clusterddp.cli.doctor import check_lines
-from clusterddp.facts.checks import Check, Result, is_healthy, note, ok, red, rows
-from clusterddp.facts.judge import Needs, judge_clock, judge_directory, judge_here, judge_machine, judge_torch
+from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, red, rows
+from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine
+from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.machine import (
     Machine,
     read_directory,
@@ -41,9 +42,9 @@ def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
     return data | {"way": way, "done": True} | changes
 
 
-def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), words: tuple[str, ...] = ()) -> JobAnswer:
+def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), output: tuple[str, ...] = ()) -> JobAnswer:
     by_node = {report["node"]: report for report in reports}
-    return JobAnswer(job_id="7", nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, words=words)
+    return JobAnswer(job_id="7", nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, output=output)
 
 
 def result_of(checks: list[Check], name: str, host: str) -> Result:
@@ -80,6 +81,20 @@ def test_another_python_on_a_node_is_red() -> None:
     assert result_of(checks, "Python", "n1").level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("changes", "level"), [({}, "ok"), ({"free_bytes": 2**20}, "red"), ({"in_memory": True}, "red")]
+)
+def test_the_runs_directory_of_a_node_is_judged_as_it_is_here(changes: dict[str, Any], level: str) -> None:
+    there = dataclasses.replace(HERE, directory=dataclasses.replace(HERE.directory, **changes))
+    found = result_of(judge_nodes(answer(report(0, there)), HERE, Needs()), "runs directory", "n1")
+    assert (found.level, found.found.endswith(", the same as here")) == (level, True)
+
+
+def test_a_runs_directory_that_is_another_one_on_a_node_is_red() -> None:
+    found = result_of(judge_nodes(answer(report(0, HERE, nonce="Not there")), HERE, Needs()), "runs directory", "n1")
+    assert (found.level, found.found) == ("red", "/shared/runs is not what it is here: Not there")
+
+
 def test_another_torch_on_a_node_is_red() -> None:
     other = dataclasses.replace(HERE, torch=Torch(version="2.11.0"))
     found = result_of(judge_nodes(answer(report(0, HERE), report(1, other)), HERE, Needs()), "torch", "n2")
@@ -106,14 +121,14 @@ def test_a_report_from_the_past_or_the_future_tells_of_a_wrong_clock(time: float
 
 def test_a_node_that_was_not_heard_of_is_red_in_the_words_of_srun() -> None:
     words = ("slurmstepd: error: execve(): /env/bin/python: No such file or directory",)
-    found = result_of(judge_nodes(answer(report(0, HERE), words=words), HERE, Needs()), "report", "n2")
+    found = result_of(judge_nodes(answer(report(0, HERE), output=words), HERE, Needs()), "report", "n2")
     assert (found.level, "No such file or directory" in found.found) == ("red", True)
 
 
 def test_too_few_visible_gpus_on_a_node_are_red() -> None:
     one = dataclasses.replace(HERE, gpus=("0",), torch=Torch(version="2.10.0", cuda="12.8", gpus=1))
-    found = result_of(judge_nodes(answer(report(0, one), nodes=("n1",)), HERE, Needs(gpus_per_node=2)), "GPUs", "n1")
-    assert (found.level, found.found) == ("red", "1: 0; the spec asks for 2 per node")
+    found = result_of(judge_nodes(answer(report(0, one), nodes=("n1",)), HERE, Needs(num_gpus=2)), "GPUs", "n1")
+    assert (found.level, found.found) == ("red", "2 are asked for, and there is 1")
 
 
 @pytest.mark.parametrize(
@@ -263,11 +278,11 @@ def test_the_job_takes_over_where_a_spec_may_run_and_not_what_it_takes() -> None
 
 def test_the_nodes_locked_memory_is_looked_at_with_the_spec_s_own_limits() -> None:
     little = dataclasses.replace(HERE, locked_memory=2**16, infiniband=True)
-    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(gpus_per_node=0))
+    checks = judge_nodes(answer(report(0, little), nodes=("n1",)), HERE, Needs(num_gpus=0))
     found = result_of(checks, "locked memory", "n1")
     assert (found.level, "slurm.propagate=NONE" in str(found.fix)) == ("note", True)
     with_gpus = dataclasses.replace(little, gpus=("0",))
-    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(gpus_per_node=1))
+    checks = judge_nodes(answer(report(0, with_gpus), nodes=("n1",)), HERE, Needs(num_gpus=1))
     assert result_of(checks, "locked memory", "n1").level == "red"
     argv = sbatch_argv(JobRequest(num_nodes=1, python="python", options={"propagate": "NONE"}), "doctor.tag")
     assert "--propagate=NONE" in argv

@@ -9,48 +9,41 @@ from pathlib import Path
 import pytest
 
 from clusterddp.check.hosts import judge_connection, judge_machine_size, judge_offset
-from clusterddp.check.links import first_round, judge_trials, second_round
-from clusterddp.facts.checks import Result
-from clusterddp.facts.host import Data, HostFacts, read_data, read_host
-from clusterddp.facts.judge import judge_locked_memory
-from clusterddp.facts.judge_hosts import HostGpus, HostNeeds, judge_hosts
-from clusterddp.facts.limits import read_cpu_limit, read_memory_limit
-from clusterddp.facts.login import Logout, read_logout
-from clusterddp.facts.packages import Packages
-from clusterddp.facts.pip import install_command
-from clusterddp.facts.trial import PairTrial, Trials
+from clusterddp.check.links import PairTrial, Trials, first_round, judge_trials, second_round
+from clusterddp.facts.checks import Needs, Result
+from clusterddp.facts.judge import judge_hosts, judge_locked_memory
+from clusterddp.facts.logind import Logout, read_logout
+from clusterddp.facts.machine import Data, Machine, read_data, read_host
+from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
+from clusterddp.facts.torch import Torch, install_command
 from clusterddp.wire import build
 from tests.support.machines import HERE
 from tests.support.paths import ROOT
 
-PACKAGES = Packages(python="3.11.7", executable="/env/bin/python", torch="2.10.0+cu128", cuda="12.8", nccl="2.27.5")
-FACTS = HostFacts(
-    machine=HERE,
-    packages=PACKAGES,
+TORCH = Torch(executable="/env/bin/python", version="2.10.0+cu128", cuda="12.8", nccl="2.27.5", driver="570.133.20")
+FACTS = dataclasses.replace(
+    HERE,
+    gpus=("0", "1"),
+    torch=TORCH,
     logout=Logout(user="ana", in_session=True, kills=False, lingers=False),
-    no_exec=False,
-    driver="570.133.20",
-    data=None,
 )
-TRAINER = HostNeeds(trainer=True, gpus=2, nccl=True)
-FREE = HostGpus(gpus=("0", "1"), busy={})
+TRAINER = Needs(trainer=True, num_gpus=2, nccl=True)
 CLAIMS = {"a": 1250.0, "b": 1250.0, "c": 1250.0, "d": 1250.0}
 
 
-def judge(facts: HostFacts, *others: HostFacts, needs: HostNeeds = TRAINER, gpus: HostGpus = FREE) -> dict[str, Result]:
+def judge(facts: Machine, *others: Machine, needs: Needs = TRAINER) -> dict[str, Result]:
     """Judge a host beside others that are as they should be; return what was found on it."""
-    all_facts = {"bad": facts, **{f"good{number}": other for number, other in enumerate(others)}}
-    checks = judge_hosts(all_facts, dict.fromkeys(all_facts, needs), dict.fromkeys(all_facts, gpus))
+    machines = {"bad": facts, **{f"good{number}": other for number, other in enumerate(others)}}
+    checks = judge_hosts(machines, dict.fromkeys(machines, needs))
     return {check.name: check.results["bad"] for check in checks if "bad" in check.results}
 
 
-def with_packages(**changes: str | bool | None) -> HostFacts:
-    return dataclasses.replace(FACTS, packages=dataclasses.replace(PACKAGES, **changes))
+def with_torch(**changes: str | bool | None) -> Machine:
+    return dataclasses.replace(FACTS, torch=dataclasses.replace(TORCH, **changes))
 
 
-def with_directory(**changes: int | str | bool) -> HostFacts:
-    directory = dataclasses.replace(HERE.directory, in_memory=False, **changes)
-    return dataclasses.replace(FACTS, machine=dataclasses.replace(HERE, directory=directory))
+def with_directory(**changes: int | str | bool) -> Machine:
+    return dataclasses.replace(FACTS, directory=dataclasses.replace(HERE.directory, in_memory=False, **changes))
 
 
 def slow(one: str, other: str) -> PairTrial:
@@ -83,18 +76,18 @@ def test_hosts_that_are_alike_are_fine() -> None:
 def test_facts_of_a_host_survive_json(tmp_path: Path) -> None:
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     facts = read_host(tmp_path, environ, executable="python3", data_dir=tmp_path, with_driver=False)
-    assert build(HostFacts, json.loads(json.dumps(facts.to_json()))) == facts
+    assert build(Machine, json.loads(json.dumps(facts.to_json()))) == facts
 
 
 @pytest.mark.parametrize(
     ("changes", "trainer", "level"),
     [
-        ({"torch": None}, True, "red"),
-        ({"torch": None}, False, "note"),
-        ({"torch": "2.9.1+cu128"}, True, "red"),
-        ({"torch": "2.9.1+cu128"}, False, "note"),
-        ({"torch": "2.10.1+cu128"}, True, "note"),
-        ({"torch": "2.10.0+cpu", "cuda": None, "nccl": None}, False, "red"),
+        ({"version": None}, True, "red"),
+        ({"version": None}, False, "note"),
+        ({"version": "2.9.1+cu128"}, True, "red"),
+        ({"version": "2.9.1+cu128"}, False, "note"),
+        ({"version": "2.10.1+cu128"}, True, "note"),
+        ({"version": "2.10.0+cpu", "cuda": None, "nccl": None}, False, "red"),
         ({"cuda": None, "nccl": None}, True, "red"),
         ({"nccl": "2.21.5"}, True, "red"),
     ],
@@ -103,25 +96,32 @@ def test_torch_is_judged_by_what_the_run_needs_and_what_most_hosts_have(
     changes: dict[str, str | None], trainer: bool, level: str
 ) -> None:
     needs = dataclasses.replace(TRAINER, trainer=trainer)
-    assert judge(with_packages(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
+    assert judge(with_torch(**changes), FACTS, FACTS, needs=needs)["torch"].level == level
+
+
+def test_a_torch_for_the_cpu_is_replaced_by_the_build_that_other_hosts_have() -> None:
+    found = judge(with_torch(version="2.10.0+cpu", cuda=None, nccl=None), FACTS, FACTS)["torch"]
+    assert (found.level, found.found) == ("red", "2.10.0+cpu is built for the CPU, and GPUs are asked for")
+    assert found.fix is not None
+    assert found.fix.startswith("/env/bin/python -m pip install --force-reinstall torch==2.10.0 --index-url")
 
 
 def test_a_host_without_a_compiler_is_noted() -> None:
-    assert judge(with_packages(compile_obstacle="no C compiler"))["compiler"].level == "note"
+    assert judge(with_torch(compile_obstacle="no C compiler"))["compiler"].level == "note"
 
 
 def test_another_nccl_does_not_matter_to_gloo() -> None:
-    needs = HostNeeds(trainer=True)
-    assert judge(with_packages(nccl="2.21.5"), FACTS, FACTS, needs=needs)["torch"].level == "ok"
+    needs = Needs(trainer=True, use_gpus=False)
+    assert judge(with_torch(nccl="2.21.5"), FACTS, FACTS, needs=needs)["torch"].level == "ok"
 
 
 def test_another_python_is_a_note() -> None:
-    found = judge(with_packages(python="3.12.1"), FACTS, FACTS)["Python"]
+    found = judge(dataclasses.replace(FACTS, python="3.12.1"), FACTS, FACTS)["Python"]
     assert (found.level, found.found) == ("note", "3.12.1, /env/bin/python; elsewhere 3.11.7")
 
 
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_red() -> None:
-    found = judge(dataclasses.replace(FACTS, driver="470.82.01"), FACTS)["driver"]
+    found = judge(with_torch(driver="470.82.01"), FACTS)["driver"]
     words = "torch for CUDA 12.8, which needs NVIDIA's driver 525 or newer; this host has 470.82.01"
     assert (found.level, found.found) == ("red", words)
     assert found.fix is not None
@@ -144,20 +144,35 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_red() -> None:
     ],
 )
 def test_the_command_that_mends_torch_is_for_that_very_python(torch: str | None, pip: bool, command: str) -> None:
-    assert install_command(dataclasses.replace(PACKAGES, pip=pip), torch) == command
+    assert install_command(Torch(executable="/env/bin/python", pip=pip), torch) == command
 
 
 @pytest.mark.parametrize(
-    ("gpus", "waits", "level"),
+    ("pip", "installer"),
     [
-        (HostGpus(gpus=("0",), busy={}), False, "red"),
-        (HostGpus(gpus=("0", "1"), busy={"1": "run calm-owl-1"}), False, "red"),
-        (HostGpus(gpus=("0", "1"), busy={"1": "run calm-owl-1"}), True, "note"),
-        (HostGpus(gpus=("0", "1", "2"), busy={"1": "run calm-owl-1"}), False, "ok"),
+        (True, "/env/python -m pip install --force-reinstall"),
+        (False, "uv pip install --python /env/python --reinstall"),
     ],
 )
-def test_gpus_that_are_too_few_are_red_unless_the_run_waits_for_them(gpus: HostGpus, waits: bool, level: str) -> None:
-    assert judge(FACTS, gpus=gpus, needs=dataclasses.replace(TRAINER, waits=waits))["GPUs"].level == level
+def test_another_build_of_the_version_that_is_there_is_installed_over_it(pip: bool, installer: str) -> None:
+    torch = Torch(executable="/env/python", version="2.10.0+cpu", pip=pip)
+    assert install_command(torch, "2.10.0+cu128").startswith(f"{installer} torch==2.10.0 --index-url")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "busy", "waits", "level"),
+    [
+        (("0",), {}, False, "red"),
+        (("0", "1"), {"1": "run calm-owl-1"}, False, "red"),
+        (("0", "1"), {"1": "run calm-owl-1"}, True, "note"),
+        (("0", "1", "2"), {"1": "run calm-owl-1"}, False, "ok"),
+    ],
+)
+def test_gpus_that_are_too_few_are_red_unless_the_run_waits_for_them(
+    gpus: tuple[str, ...], busy: dict[str, str], waits: bool, level: str
+) -> None:
+    facts = dataclasses.replace(FACTS, gpus=gpus, busy_gpus=busy)
+    assert judge(facts, needs=dataclasses.replace(TRAINER, waits=waits))["GPUs"].level == level
 
 
 @pytest.mark.parametrize(
@@ -180,7 +195,7 @@ def test_data_that_does_not_fit_is_told_before_it_is_sent() -> None:
 
 
 def test_a_directory_mounted_noexec_is_a_note() -> None:
-    found = judge(dataclasses.replace(FACTS, no_exec=True))["disk"]
+    found = judge(with_directory(no_exec=True))["disk"]
     assert (found.level, "noexec" in found.found) == ("note", True)
 
 
@@ -258,8 +273,7 @@ def test_the_limits_of_version_one_are_read(tmp_path: Path) -> None:
 
 
 def test_a_control_group_that_allows_less_than_the_machine_is_a_note() -> None:
-    facts = dataclasses.replace(FACTS, machine=dataclasses.replace(HERE, cpu_limit=1.5))
-    found = judge_machine_size(facts)
+    found = judge_machine_size(dataclasses.replace(HERE, cpu_limit=1.5))
     assert (found.level, "1.5 cores' worth" in found.found) == ("note", True)
 
 

@@ -9,8 +9,8 @@ import pytest
 from clusterddp.cli.demo import say_result
 from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, RunFailedError
-from clusterddp.run.directory import write_json
 from clusterddp.spec.load import load_spec
+from clusterddp.system.files import write_json
 from clusterddp.system.templates import read_template
 from tests.support.handmade_runs import make_run
 

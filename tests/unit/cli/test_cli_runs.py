@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.run.directory import write_json
 from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.system.files import write_json
 from tests.support.handmade_runs import HOST, complete, fail, make_run, start_attempt, train
 
 

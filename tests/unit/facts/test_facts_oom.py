@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.facts.oom import count_oom_kills, explain_oom_kill
+from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
 
 STEP = "slurm/uid_7/job_12/step_0/task_3"
 
@@ -35,7 +35,7 @@ def test_a_kill_in_the_job_is_explained_with_what_it_was_given(tmp_path, version
     files = make_groups(tmp_path, version, of_job=2, of_others=0, of_host=2)
     assert count_oom_kills(**files) == 2
     words = explain_oom_kill(1, own=files["own"], root=files["root"])
-    assert "a process of this job, which has used up its 512.0 MiB of memory" in words
+    assert "a process of this job, which has used up its 512 MiB of memory" in words
     assert explain_oom_kill(2, own=files["own"], root=files["root"]) is None
 
 

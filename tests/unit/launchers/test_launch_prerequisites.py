@@ -7,12 +7,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from clusterddp.cli.doctor import _plan
+from clusterddp.check.cluster import check_plan
 from clusterddp.errors import PreflightError
 from clusterddp.launchers.slurm.launcher import SlurmLauncher
 from clusterddp.planning import prerequisites
@@ -69,11 +68,11 @@ def test_the_doctor_names_data_that_are_absent(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     spec = tmp_path / "job.yaml"
     spec.write_text(f"{GPUS}train: {{dataset: cifar10, data_dir: {tmp_path}/sets}}\n")
-    terminal = SimpleNamespace(environ={"PATH": "/nowhere"})
-    found = dict(_plan(load_spec(spec, environ={}), tmp_path / "runs", terminal))
+    environ = {"PATH": "/nowhere"}
+    found = dict(check_plan(load_spec(spec, environ={}), tmp_path / "runs", environ))
     assert (found["data"].level, "clusterddp.train.data cifar10" in str(found["data"].fix)) == ("red", True)
     write_cifar10(tmp_path / "sets")
-    assert "data" not in dict(_plan(load_spec(spec, environ={}), tmp_path / "runs", terminal))
+    assert "data" not in dict(check_plan(load_spec(spec, environ={}), tmp_path / "runs", environ))
 
 
 def test_the_place_that_is_taken_without_data_dir_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

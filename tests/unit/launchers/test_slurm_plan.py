@@ -21,12 +21,13 @@ from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.slurm.container import _TASK
 from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
 from clusterddp.run.attempts import end_run
-from clusterddp.run.directory import RunDir, read_json
+from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag, tag_of
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.staging import make_run
+from clusterddp.system.files import read_json
 from clusterddp.system.templates import read_template
 from clusterddp.system.torch_files import find_package, read_torch_values
 from tests.support.launch_runs import plan_text

@@ -239,8 +239,8 @@ def test_the_dry_run_shows_hosts_what_is_sent_and_what_is_started(repository: Pa
     for words in (
         "gpu01  0      any 1  python3",
         "gpu02  1-4    any 4  ~/v/bin/python",
-        "the code and 2.0 MB of data to each host",
-        f"~/data  <- {repository}/data (1 file, 2.0 MB)",
+        "the code and 1.9 MiB of data to each host",
+        f"~/data  <- {repository}/data (1 file, 1.9 MiB)",
         "~/.clusterddp/code/<sha256 of the code>",
         "exec /bin/sh -c ",
         "gpu02: ~/v/bin/python -m clusterddp.node.supervisor",

@@ -10,10 +10,15 @@ from ipaddress import ip_interface
 import pytest
 
 from clusterddp.network.choice import Choice, choose_network
-from clusterddp.network.diagnosis import explain_trouble
-from clusterddp.network.explanation import say_notes, say_oddities, say_strange_names, say_why
+from clusterddp.network.diagnosis import diagnose
+from clusterddp.network.explanation import (
+    explain_choice,
+    warn_of_choice,
+    warn_of_shared_addresses,
+    warn_of_strange_names,
+)
 from clusterddp.network.interface import Link, LinkAddress
-from clusterddp.network.paths import Findings, HostNetwork, Outcome, Way, plan_probes, usable_addresses
+from clusterddp.network.paths import Findings, HostNetwork, Outcome, Probe, plan_probes, usable_addresses
 
 Links = Mapping[str, Link]
 
@@ -33,7 +38,7 @@ def find(
     machines: Mapping[str, str] = {},
     firewall: str | None = None,
 ) -> Findings:
-    """Try the ways between hosts of which each goes to a subnet by the first link that has it.
+    """Try the probes between hosts of which each goes to a subnet by the first link that has it.
 
     `closed`: (source, target, name of the target's link) -> what comes of it.
     """
@@ -49,19 +54,19 @@ def find(
         )
         for place, (name, links) in enumerate(hosts.items())
     )
-    findings = Findings(hosts=told, ways=())
-    ways = []
+    findings = Findings(hosts=told, probes=())
+    probes = []
     for source, targets in enumerate(plan_probes(findings, interface)):
         for target, address, port in targets:
-            way = Way(source=source, target=target, address=address, port=port, outcome="no way", detail="no route")
+            probe = Probe(source=source, target=target, address=address, port=port, outcome="no way", detail="no route")
             arrives, left_from = told[target].owner(address), route(told[source], told[target], address)
             assert arrives is not None
             if left_from:
                 outcome = closed.get((told[source].host, told[target].host, arrives.name), "reached")
                 outcome = "no answer" if port in closed_ports else outcome
-                way = dataclasses.replace(way, outcome=outcome, left_from=left_from, seen_from=left_from, detail="")
-            ways.append(way)
-    return Findings(hosts=told, ways=tuple(ways))
+                probe = dataclasses.replace(probe, outcome=outcome, left_from=left_from, seen_from=left_from, detail="")
+            probes.append(probe)
+    return Findings(hosts=told, probes=tuple(probes))
 
 
 def route(source: HostNetwork, target: HostNetwork, address: str) -> str | None:
@@ -86,7 +91,7 @@ def two_networks(number: int, *, fast: int | None = 100_000, slow: int | None = 
 
 def taken(choice: Choice) -> list[tuple[str, str]]:
     assert choice.taken is not None
-    return [(ground.link.name, ground.address.address) for _, ground in sorted(choice.taken.grounds.items())]
+    return [(endpoint.link.name, endpoint.address.address) for _, endpoint in sorted(choice.taken.endpoints.items())]
 
 
 def names(choice: Choice) -> list[str]:
@@ -94,13 +99,13 @@ def names(choice: Choice) -> list[str]:
 
 
 def notes(findings: Findings, interface: str | None = None) -> str:
-    return "\n".join(say_notes(findings, choose_network(findings, interface)))
+    return "\n".join(warn_of_choice(findings, choose_network(findings, interface)))
 
 
 def trouble(findings: Findings, interface: str | None = None, master_port: int | None = None) -> str:
     choice = choose_network(findings, interface)
     assert choice.taken is None
-    error = explain_trouble(findings, choice, master_port)
+    error = diagnose(findings, choice, master_port)
     return f"{error.message}\nhint: {error.hint}"
 
 
@@ -110,7 +115,7 @@ def test_the_fastest_network_is_taken() -> None:
 
 def test_why_the_fastest_is_taken_is_said() -> None:
     findings = find(two_networks(3))
-    why = say_why(findings, choose_network(findings))[0]
+    why = explain_choice(findings, choose_network(findings))[0]
     assert why == "the fastest of 2 networks by which all 3 hosts reach each other; 100 Gb/s"
 
 
@@ -174,7 +179,7 @@ def test_an_address_that_several_hosts_have_is_not_used() -> None:
     }
     findings = find(hosts)
     assert names(choose_network(findings)) == ["eth0"] * 2
-    assert next(say_oddities(findings)).startswith("lab0 192.168.7.1: the same on both hosts")
+    assert next(warn_of_shared_addresses(findings)).startswith("lab0 192.168.7.1: the same on both hosts")
 
 
 def test_interfaces_between_containers_are_not_tried() -> None:
@@ -251,8 +256,10 @@ def test_interfaces_that_differ_are_noted() -> None:
 
 def test_translated_addresses_are_noted() -> None:
     findings = find({"gpu1": {"eth0": link("10.0.0.1/24")}, "gpu2": {"eth0": link("10.0.0.2/24")}})
-    translated = [dataclasses.replace(way, seen_from="10.0.0.254") if way.source else way for way in findings.ways]
-    assert notes(dataclasses.replace(findings, ways=tuple(translated))) == (
+    translated = [
+        dataclasses.replace(probe, seen_from="10.0.0.254") if probe.source else probe for probe in findings.probes
+    ]
+    assert notes(dataclasses.replace(findings, probes=tuple(translated))) == (
         "gpu1 sees gpu2 as 10.0.0.254, not 10.0.0.2: addresses are translated on the way"
     )
 
@@ -317,7 +324,7 @@ def test_a_host_that_lacks_the_interface_that_is_named_says_what_it_has() -> Non
     ],
 )
 def test_variables_that_name_no_interface_are_noted(variable: str, value: str, missing: str) -> None:
-    said = "".join(say_strange_names(find(two_networks(2)), {variable: value}))
+    said = "".join(warn_of_strange_names(find(two_networks(2)), {variable: value}))
     assert (missing in said) if missing else not said
 
 
@@ -353,10 +360,10 @@ def test_what_is_taken_works_and_the_rest_is_explained() -> None:
         if choice.taken is None:
             assert trouble(findings)
             continue
-        reached = {(way.source, way.target, way.address) for way in findings.ways if way.reached}
+        reached = {(probe.source, probe.target, probe.address) for probe in findings.probes if probe.reached}
         addresses = [address for _, address in taken(choice)]
         last = len(hosts) - 1
         assert {(place, 0, addresses[0]) for place in range(1, last + 1)} <= reached
         assert {(0, place, addresses[place]) for place in range(1, last + 1)} <= reached
         assert {(place, place + 1, addresses[place + 1]) for place in range(1, last)} <= reached
-        assert list(say_notes(findings, choice)) is not None
+        assert list(warn_of_choice(findings, choice)) is not None

@@ -9,9 +9,9 @@ import pytest
 
 from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, tell_links
-from clusterddp.node.footing import find_footing
-from clusterddp.node.muster import Muster
-from clusterddp.rendezvous.muster_words import Seen, own_hello
+from clusterddp.node.joined import JoinedNodes
+from clusterddp.node.rank_network import find_rank_network
+from clusterddp.rendezvous.rank_messages import RanksMet, introduce_rank
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.worker.place import decide_networks
 from tests.support.launch_runs import plan_text
@@ -79,30 +79,30 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
         interface="eno1",
         nodes=tuple(dataclasses.replace(node, host=f"node{node.node_rank}") for node in gang.nodes),
     )
-    muster = Muster(gang, timeout_s=1.0, now=0.0)
+    joined = JoinedNodes(gang, timeout_s=1.0, now=0.0)
     hosts = [at(11, *first), at(12, *second)]
     for node, links in zip(gang.nodes, hosts, strict=True):
-        muster.join(node, {"pid": 1, "links": tell_links(links)})
-    order = {"master_addr": "10.0.0.11", "networks": muster.faster_networks("10.0.0.11")}
+        joined.join(node, {"pid": 1, "links": tell_links(links)})
+    order = {"master_addr": "10.0.0.11", "networks": joined.faster_networks("10.0.0.11")}
     for node, links in zip(gang.nodes, hosts, strict=True):
-        footing = find_footing(gang, node, order, links)
-        variables = footing.gang.variables_of(node.ranks[0], run_dir="/r", attempt=0, master_port=1)
+        network = find_rank_network(gang, node, order, links)
+        variables = network.gang.variables_of(node.ranks[0], run_dir="/r", attempt=0, master_port=1)
         found = (variables["NCCL_SOCKET_IFNAME"].value, variables["GLOO_SOCKET_IFNAME"].value)
         assert found == (expected, "eno1")
-        assert footing.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
+        assert network.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
 
 
-def seen(*hosts: tuple[Link, ...]) -> Seen:
-    """Return what rank 0 of `clusterddp worker` sees: two ranks on each host."""
+def seen(*hosts: tuple[Link, ...]) -> RanksMet:
+    """Return the ranks that rank 0 of `clusterddp worker` has met: two ranks on each host."""
     hellos = [
         dataclasses.replace(
-            own_hello(rank=rank, world_size=2 * len(hosts), world_size_from="x", spec=""),
+            introduce_rank(rank=rank, world_size=2 * len(hosts), world_size_from="x", spec=""),
             host=f"h{rank // 2}",
             links=tell_links(at(11 + rank // 2, *hosts[rank // 2])),
         )
         for rank in range(2 * len(hosts))
     ]
-    return Seen(hellos=tuple(hellos), reached="10.0.0.11", port=1)
+    return RanksMet(hellos=tuple(hellos), reached="10.0.0.11", port=1)
 
 
 def test_ranks_of_another_launcher_decide_for_the_same_network(tmp_path) -> None:
@@ -122,8 +122,8 @@ def test_what_is_no_address_is_left_out() -> None:
 def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:
     text = "name: a\nlauncher: slurm\nresources: {nodes: 2, gpus_per_node: 1}\nenv: {NCCL_SOCKET_IFNAME: eth7}\n"
     gang = dataclasses.replace(plan_text(text, tmp_path, environ={}).gang, master_addr="10.0.0.11", interface="eno1")
-    footing = find_footing(gang, gang.nodes[0], {"networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0))
-    variables = footing.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
+    network = find_rank_network(gang, gang.nodes[0], {"networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0))
+    variables = network.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
     assert variables["NCCL_SOCKET_IFNAME"].value == "eth7"
 
 

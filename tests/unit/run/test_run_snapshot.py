@@ -12,7 +12,8 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.git import describe_commit, find_root
-from clusterddp.run.snapshot import SnapshotPlan, plan_script_snapshot, plan_snapshot, tree_sum, write_snapshot
+from clusterddp.run.snapshot import SnapshotPlan, plan_script_snapshot, plan_snapshot, write_snapshot
+from clusterddp.system.file_set import list_files
 from tests.support.launch_runs import git
 
 
@@ -109,7 +110,7 @@ def test_a_kept_snapshot_that_was_changed_by_hand_is_replaced_and_set_aside(
     tracked.chmod(0o600)
     tracked.write_text("something else\n")
     assert take(repository, environ, tmp_path / "runs", "two")[1] == digest
-    assert tree_sum(tmp_path / "runs" / ".code" / digest) == digest
+    assert list_files(tmp_path / "runs" / ".code" / digest).digest() == digest
     assert len(os.listdir(tmp_path / "runs" / ".code")) == 2
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
-from clusterddp.run.directory import write_json
 from clusterddp.spec.profiles import read_profile, read_profile_login
+from clusterddp.system.files import write_json
 
 
 @pytest.fixture

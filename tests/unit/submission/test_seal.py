@@ -16,11 +16,12 @@ from clusterddp.login.record import SentRun, list_sent_runs, write_sent_run
 from clusterddp.look.ps import accesses_of
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.seal import is_sealed, key_path, seal
-from clusterddp.results.target import find_targets
-from clusterddp.run.directory import RunDir, read_json, write_json
+from clusterddp.results.host_run import find_host_runs
+from clusterddp.run.directory import RunDir
 from clusterddp.run.snapshot import store_of
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import refuse_foreign
+from clusterddp.system.files import read_json, write_json
 from tests.support.launch_runs import git, plan_text
 
 SPEC = "name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\ntrain: {dataset: shapes}\n"
@@ -60,7 +61,7 @@ def clusterddp(place: Path, *arguments: str) -> tuple[subprocess.CompletedProces
 
 
 def test_a_run_that_we_have_planned_has_its_hosts(run: RunDir) -> None:
-    assert [target.host for _, target in find_targets(run)] == ["gpu01"]
+    assert [target.host for _, target in find_host_runs(run)] == ["gpu01"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_plan_that_somebody_has_changed_names_no_host(run: RunDir, change: dic
         plan[name] = plan[name] | value if isinstance(value, dict) else value
     write_json(run.plan, plan)
     said: list[str] = []
-    assert find_targets(run, said.append) == []
+    assert find_host_runs(run, said.append) == []
     assert "names hosts, and does not come from you" in said[0]
     with pytest.raises(ClusterddpError, match="does not come from you"):
         read_plan(run)
@@ -93,7 +94,7 @@ def test_a_plan_that_somebody_has_changed_names_no_host(run: RunDir, change: dic
 
 def test_a_plan_of_another_user_names_no_host(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    assert find_targets(run) == []
+    assert find_host_runs(run) == []
     assert not key_path().exists()
 
 

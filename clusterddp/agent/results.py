@@ -1,0 +1,126 @@
+"""What is downloaded of the runs on this host: which processes are alive, which files there are, pieces of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterddp.agent.types import Body, Host, Operation, Reply
+from clusterddp.run.cleanup import find_processes, read_cookie
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import boot_id
+from clusterddp.run.spool import read_spooled
+from clusterddp.system.files import read_json
+
+MAX_REPLY_BYTES = 8 << 20
+"""So much data goes into one answer: it is held in memory here and there."""
+_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
+_FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
+"""What the run writes; the rest was sent here, or is the user's own."""
+
+
+def list_files(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """List of runs which processes are alive, and which files they have: path -> [size, time of the last change in ns].
+
+    `runs`: [{"name", "token", "seen": the `sum` of the files that were listed before}].
+    Files that are as they were are not listed again (null).
+    """
+    asked = {each["name"]: each for each in request["runs"]}
+    # Processes are listed first: the last one to leave has written its files before.
+    cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
+    return {"runs": {name: _look(RunDir(host.run_dir(name)), each, cookies) for name, each in asked.items()}}
+
+
+def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
+    """Send pieces of files of the run `name`.
+
+    `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece of a file that is not like
+    that is not sent. The answer on each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`,
+    when it cannot be read.
+    """
+    run = RunDir(host.run_dir(request["name"]))
+    answers, pieces, left = [], [], MAX_REPLY_BYTES
+    for part in request["parts"]:
+        facts, piece = _read_part(run, part, left)
+        answers.append(facts)
+        pieces.append(piece)
+        left -= len(piece)
+    return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
+
+
+OPERATIONS: dict[str, Operation] = {"results.list": list_files, "results.read": read}
+
+
+def _look(run: RunDir, each: dict[str, Any], cookies: Collection[str]) -> dict[str, Any]:
+    """Look at a run; `cookies`: those of the live processes."""
+    roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{each['token']}.")}
+    files = dict(_files_of(run.path))
+    total = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    end_attempt, end = _newest_end(run, each["token"])
+    return {
+        "boot": boot_id(),
+        "alive": sorted(role for role in roles if role),
+        "has_run": run.path.is_dir(),
+        "end_attempt": end_attempt,
+        "end": end,
+        "sum": total,
+        "files": None if total == each.get("seen") else files,
+    }
+
+
+def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:
+    try:
+        attempts = run.attempts()
+    except OSError:
+        return None, None
+    for attempt in reversed(attempts):
+        end = read_json(attempt.end)
+        if end is None and (spooled := read_spooled(token, attempt.number)) is not None:
+            end = dataclasses.asdict(spooled)
+        if end is not None:
+            return attempt.number, end
+    return None, None
+
+
+def _files_of(root: Path) -> Iterator[tuple[str, list[int]]]:
+    for folder, folders, names in os.walk(root):
+        here = os.path.relpath(folder, root)
+        if here == ".":
+            folders[:] = _FOLDERS
+        for name in sorted(names):
+            if name.startswith(".") or (here == "." and name not in _FILES):
+                continue  # being written, or not of the run
+            try:
+                found = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield os.path.normpath(os.path.join(here, name)), [found.st_size, found.st_mtime_ns]
+
+
+def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, Any], bytes]:
+    path = Path(part["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"not a file of a run: {part['path']!r}")
+    try:
+        descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0, "fits": False}, b""
+    try:
+        found = os.fstat(descriptor)
+        fits = all(_is_like(descriptor, *span) for span in part.get("like", ()))
+        data = os.pread(descriptor, min(int(part["limit"]), left), int(part["offset"])) if fits and left > 0 else b""
+    finally:
+        os.close(descriptor)
+    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}
+    return facts, data
+
+
+def _is_like(descriptor: int, offset: int, length: int, sha256: str) -> bool:
+    return hashlib.sha256(os.pread(descriptor, length, offset)).hexdigest() == sha256

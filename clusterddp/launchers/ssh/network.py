@@ -1,0 +1,146 @@
+"""The network of a gang on hosts that are reached over SSH: the hosts probe each other, and one network is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from clusterddp.errors import NetworkError, PreflightError, SshError
+from clusterddp.network.choice import choose_network
+from clusterddp.network.diagnosis import diagnose
+from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_strange_names
+from clusterddp.network.interface import loopback
+from clusterddp.network.paths import Findings, HostNetwork, Probe, plan_probes, usable_addresses
+from clusterddp.run.gang import Gang
+from clusterddp.ssh.session import Reply, Session, ask_all, raise_for
+
+PROBE_S = 2.0
+"""How long a host tries to reach others: enough for one packet that is lost."""
+PROBE_AGAIN_S = 4.0
+"""The same before a run is refused: hosts may be very busy."""
+
+
+class NodeNetwork(NamedTuple):
+    """The interface and the address of a node, and why they were chosen."""
+
+    interface: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenNetwork:
+    """The network that carries a gang."""
+
+    master_addr: str
+    nodes: dict[int, NodeNetwork]
+    """By node rank."""
+    notes: tuple[str, ...] = ()
+    """What people may want to mend."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangNetwork:
+    """What probing the network between hosts has found, and the choice that follows, or why there is none."""
+
+    findings: Findings | None
+    """None: a host could not be asked, or the master's port is taken."""
+    chosen: ChosenNetwork | None = None
+    error: PreflightError | None = None
+
+
+def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> ChosenNetwork:
+    """Find the network by which all nodes reach each other; `sessions` by host.
+
+    Raises: NetworkError: there is none, or the user's interface or port is not one, with what was tried and what
+    mends it. SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
+    """
+    network = examine_network(gang, sessions)
+    if network.chosen is None:
+        assert network.error is not None
+        raise network.error
+    return network.chosen
+
+
+def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
+    """Probe the network between the hosts of a gang, again and for longer before no network is chosen."""
+    findings = None
+    for within_s in (PROBE_S, PROBE_AGAIN_S):
+        try:
+            findings = probe_network(gang, sessions, within_s=within_s)
+            return GangNetwork(findings=findings, chosen=choose(gang, findings))
+        except NetworkError as error:
+            network = GangNetwork(findings=findings, error=error)
+        except PreflightError as error:
+            return GangNetwork(findings=findings, error=error)
+    return network
+
+
+def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
+    """Choose the network for a gang from what was found.
+
+    Raises: NetworkError.
+    """
+    places = {host.host: place for place, host in enumerate(findings.hosts)}
+    if findings.on_one_machine:
+        here = loopback()
+        alone = NodeNetwork(here.name or "lo", here.address, here.why)
+        return ChosenNetwork(master_addr=here.address, nodes={node.node_rank: alone for node in gang.nodes})
+    choice = choose_network(findings, gang.interface)
+    if choice.taken is None:
+        raise diagnose(findings, choice, gang.master_port)
+    why = explain_choice(findings, choice)
+    nodes = {}
+    for node in gang.nodes:
+        endpoint = choice.taken.endpoints[places[node.host]]
+        nodes[node.node_rank] = NodeNetwork(endpoint.link.name, endpoint.address.address, why[places[node.host]])
+    return ChosenNetwork(
+        master_addr=choice.taken.master.address.address,
+        nodes=nodes,
+        notes=(*warn_of_choice(findings, choice), *warn_of_strange_names(findings, gang.env)),
+    )
+
+
+def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:
+    """Have every host list its interfaces, and probe the others; `Findings.rows` shows the whole matrix.
+
+    Raises: SshError, PreflightError: a host cannot be asked, or the master's port is taken there.
+    """
+    hosts = list(dict.fromkeys(node.host for node in sorted(gang.nodes, key=lambda node: node.node_rank)))
+    by_host = {host: sessions[host] for host in hosts}
+    nonce = secrets.token_hex(16)
+
+    def listen(host: str) -> dict[str, object]:
+        head = {"head": True, "master_port": gang.master_port} if host == hosts[0] else {}
+        return {"nonce": nonce, "name": host, **head}
+
+    try:
+        listening = _all_or_raise(ask_all(by_host, "net.listen", listen))
+        findings = Findings(hosts=tuple(HostNetwork(host=host, **listening[host].facts) for host in hosts), probes=())
+        if findings.on_one_machine:
+            return findings
+        planned = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
+        names = [address.address for _, address in usable_addresses(findings, gang.interface)[0]]
+
+        def probe(host: str) -> dict[str, object]:
+            targets = [
+                {"target": target, "address": address, "port": port, "name": hosts[target]}
+                for target, address, port in planned[host]
+            ]
+            return {"nonce": nonce, "targets": targets, "names": names, "within_s": within_s}
+
+        tried = _all_or_raise(ask_all(by_host, "net.probe", probe))
+    finally:
+        with contextlib.suppress(SshError):
+            ask_all(by_host, "net.close")
+    probes = [Probe(source=place, **each) for place, host in enumerate(hosts) for each in tried[host].facts["probes"]]
+    slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
+    return Findings(hosts=findings.hosts, probes=tuple(probes), slow_names=tuple(slow))
+
+
+def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
+    raise_for([each for each in results.values() if isinstance(each, SshError)], "do not report their network")
+    return {host: result for host, result in results.items() if isinstance(result, Reply)}
