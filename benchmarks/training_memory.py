@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch  # noqa: TID253 - it is about torch
 
+from clusterddp.train.compute_slots import return_freed_memory
+from clusterddp.train.forward import autocast, trial_pass
 from clusterddp.train.models.fastnet import FastNet
 from clusterddp.train.models.resnet import has_large_stem, resnet18
-from clusterddp.train.precision import autocast, trial_pass
-from clusterddp.train.turns import return_freed_memory
 
 _CPU = torch.device("cpu")
 

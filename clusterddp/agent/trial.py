@@ -1,4 +1,4 @@
-"""A trial of this host (train/trial.py): a child of the agent, that ends with it."""
+"""A trial of this host (train/host_trial.py): a child of the agent, that ends with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Trial:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._unread = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.train.trial"],
+            [sys.executable, "-m", "clusterddp.train.host_trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -48,14 +48,14 @@ class ProbeResult(TypedDict):
 
 
 class LinkTried(TypedDict):
-    """How fast two hosts talk (train/trial.py)."""
+    """How fast two hosts talk (train/host_trial.py)."""
 
     mbyte_per_s: float
     latency_ms: float
 
 
 class TrialReport(TypedDict, total=False):
-    """A line of a trial (train/trial.py)."""
+    """A line of a trial (train/host_trial.py)."""
 
     port: int
     compute: dict[str, float]

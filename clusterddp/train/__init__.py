@@ -2,5 +2,5 @@
 
 import warnings
 
-# torch says so, in two lines for each rank, while it is imported where there is no numpy. Nothing here needs it.
+# torch prints this, two lines for each rank, when it is imported without numpy. Nothing here needs numpy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

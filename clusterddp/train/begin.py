@@ -1,4 +1,4 @@
-"""Before the first step: what is settled once, the model and all that goes with it, the place to go on from."""
+"""Before the first step: what is settled once, the model and all that belongs to it, the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -9,33 +9,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
-from clusterddp.train.comm.auto import choose_comm, explain_choice, measure
-from clusterddp.train.comm.modes import build_exchange
-from clusterddp.train.comm.shared import share_memory
+from clusterddp.train.compute_slots import ComputeSlot
 from clusterddp.train.data.dataset import Dataset
-from clusterddp.train.ema import build_ema
+from clusterddp.train.evaluate import build_ema
+from clusterddp.train.exchange import Bf16Exchange, DdpExchange, Exchange
 from clusterddp.train.forward import (
+    choose_precision,
     compile_now,
     count_devices,
     describe_forward,
     describe_images,
     is_compiled,
+    lack_of_bf16,
     place_model,
+    time_precisions,
     wrap_forward,
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
 from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
-from clusterddp.train.precision import choose_precision, lack_of_bf16, time_precisions
-from clusterddp.train.report.gauges import Gauges
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.figures import Meter
+from clusterddp.train.report.reporter import Reporter
+from clusterddp.train.research.auto_mode import choose_comm, explain_choice, measure
+from clusterddp.train.research.local_steps import LocalSteps
+from clusterddp.train.research.powersgd import PowerSgd
+from clusterddp.train.shared_memory import SharedMemory, share_memory
 from clusterddp.train.state import TrainState, restore_state, spec_changes
-from clusterddp.train.turns import Turns
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What stays the same while training."""
+    """What does not change while training."""
 
     spec: TrainSpec
     dataset: Dataset
@@ -53,7 +58,7 @@ class Setting:
     writer: Writer
     reporter: Reporter
     stop: StopAgreement
-    turns: Turns
+    slot: ComputeSlot
 
 
 def prepare(
@@ -63,7 +68,7 @@ def prepare(
     *,
     store: Store,
     reporter: Reporter,
-    turns: Turns | None = None,
+    slot: ComputeSlot | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Setting:
     """Settle everything about a training before it begins."""
@@ -77,14 +82,14 @@ def prepare(
         writer=Writer(store),
         reporter=reporter,
         stop=StopAgreement(stop_requested, group),
-        turns=turns or Turns(),
+        slot=slot or ComputeSlot(),
     )
 
 
 def begin(setting: Setting) -> TrainState:
-    """Build the model and all that goes with it, and bring it to where the newest checkpoint left it, if there is one.
+    """Build the model and all that belongs to it, and restore the newest checkpoint, if there is one.
 
-    What was measured and decided by an earlier attempt stays as it was decided, for the run to go on to the same bits.
+    What an earlier attempt measured and decided stands, so that the run resumes to the same bits.
     """
     spec, group, schedule = setting.spec, setting.group, setting.schedule
     file, saved = _read_newest(setting)
@@ -100,25 +105,25 @@ def begin(setting: Setting) -> TrainState:
         exchange=exchange,
         forward=forward,
         precision=precision,
-        gauges=Gauges(model, setting.dataset.image_shape, group, num_devices=count_devices(forward)),
+        meter=Meter(model, setting.dataset.image_shape, group, num_devices=count_devices(forward)),
         ema=build_ema(model, spec.ema),
         resumed_from=file,
     )
     if saved is not None:
-        _go_on(state, saved, setting)
+        _resume(state, saved, setting)
     if is_compiled(spec, group.device):
-        compile_or_go_on(state, setting)
-    setting.turns.follow(model)
+        compile_if_possible(state, setting)
+    setting.slot.follow(model)
     setting.reporter.open_events(step=state.step)
     return state
 
 
 def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Setting) -> str:
-    """Say what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
+    """Return what the model computes in: the spec's precision, or what auto chose, now or in an earlier attempt."""
     asked = setting.spec.precision
     lack = lack_of_bf16(setting.group) if asked == "bf16" else None
     if lack is not None:
-        setting.reporter.say(f"warning: precision bf16: {lack}; torch emulates it, which is slower than fp32")
+        setting.reporter.log(f"warning: precision bf16: {lack}; torch emulates it, which is slower than fp32")
     if asked != "auto":
         return asked
     if saved is not None:
@@ -127,15 +132,15 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
 
     def time_trial(*trial: Any) -> tuple[float, float]:
         """Time it on one rank of each host: the others have the same processor, and would share it."""
-        return time_precisions(*trial) if setting.turns.is_first else (math.inf, 1.0)
+        return time_precisions(*trial) if setting.slot.is_first else (math.inf, 1.0)
 
     precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
-    setting.reporter.say(f"precision auto: {precision}, {why}")
+    setting.reporter.log(f"precision auto: {precision}, {why}")
     return precision
 
 
 def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting, precision: str) -> str:
-    """Say which mode the ranks exchange by: the spec's, or what auto chose, now or in an earlier attempt.
+    """Return the mode of exchange: the spec's, or what auto chose, now or in an earlier attempt.
 
     A choice holds as long as the number of ranks does.
     """
@@ -146,18 +151,40 @@ def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting
         chosen: str = saved["comm"]
         return chosen
     if share_memory(model, group) is not None:
-        reporter.say("comm auto: exact, through memory that all ranks see")
+        reporter.log("comm auto: exact, through memory that all ranks see")
         return "exact"
     measured = measure(model, setting.dataset, group, spec=spec, precision=precision)
     for line in explain_choice(measured, spec.comm_allow):
-        reporter.say(line)
+        reporter.log(line)
     return choose_comm(measured, spec.comm_allow)
 
 
-def compile_or_go_on(state: TrainState, setting: Setting) -> None:
-    """Compile the forward pass and Muon; with `compile: auto` all ranks go on uncompiled where one cannot compile.
+def build_exchange(
+    comm: str, model: nn.Module, group: Group, *, optimizer: torch.optim.Optimizer, total_steps: int, seed: int
+) -> Exchange:
+    """Make the exchange of mode `comm` (exact, bf16, powersgd:R, local:H); rank 0's weights replace those of all ranks.
 
-    Nothing is exchanged until all ranks know, or those that can compile would wait for one that cannot.
+    The docstring of each class says what it costs; docs/trainer.md, when it pays.
+    """
+    if group.world_size == 1:
+        return Exchange(model, group)
+    mode, _, number = comm.partition(":")
+    if mode == "exact":
+        memory = share_memory(model, group)
+        return DdpExchange(model, group) if memory is None else SharedMemory(model, group, memory)
+    if mode == "bf16":
+        return Bf16Exchange(model, group)
+    if mode == "powersgd":
+        return PowerSgd(model, group, rank=int(number), total_steps=total_steps, seed=seed)
+    if mode == "local":
+        return LocalSteps(model, group, every=int(number), optimizer=optimizer)
+    raise ValueError(f"comm: {comm!r} is none of exact, bf16, powersgd:R, local:H")
+
+
+def compile_if_possible(state: TrainState, setting: Setting) -> None:
+    """Compile the forward pass and Muon; with `compile: auto`, if one rank cannot compile, all ranks run uncompiled.
+
+    The ranks exchange nothing until all have the result: a rank that compiled would wait for one that failed.
     Raises: ClusterddpError: with `compile: always` or `max` it fails.
     """
     spec, group = setting.spec, setting.group
@@ -184,63 +211,65 @@ def compile_or_go_on(state: TrainState, setting: Setting) -> None:
         if spec.sync_bn:
             state.compile_seconds += compile_()
         return
-    told = gather_on_first([failure, socket.gethostname()], group) or []
-    which = [f"rank {rank} on {host}: {words}" for rank, (words, host) in enumerate(told) if words]
+    failures = gather_on_first([failure, socket.gethostname()], group) or []
+    which = [f"rank {rank} on {host}: {reason}" for rank, (reason, host) in enumerate(failures) if reason]
     more = f" (and {len(which) - 1} more ranks)" if len(which) > 1 else ""
     if which:
-        setting.reporter.say(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
+        setting.reporter.log(f"warning: compile auto: {which[0]}{more}; all ranks go on uncompiled")
     state.forward, state.compile_seconds = state.exchange.module, 0.0
     if muon:
-        muon.go_on_uncompiled()
+        muon.run_uncompiled()
 
 
-def introduce(state: TrainState, setting: Setting) -> None:
-    """Tell what is going to be trained, on what."""
+def log_setup(state: TrainState, setting: Setting) -> None:
+    """Log what is going to be trained, on what."""
     spec, schedule, dataset, group = setting.spec, setting.schedule, setting.dataset, setting.group
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
-    setting.reporter.say(
+    setting.reporter.log(
         f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
         f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, "
-        f"peak lr {schedule.peak(alone=state.exchange.alone):.3g}"
+        f"peak lr {schedule.peak(own_gradient=state.exchange.own_gradient):.3g}"
     )
-    if setting.turns.words:
-        setting.reporter.say(setting.turns.words)
-    setting.reporter.say(describe_images(spec, dataset))
+    if setting.slot.description:
+        setting.reporter.log(setting.slot.description)
+    setting.reporter.log(describe_images(spec, dataset))
     for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
-        setting.reporter.say(fact)
-    if state.exchange.way:
-        setting.reporter.say(f"gradients go through {state.exchange.way}")
+        setting.reporter.log(fact)
+    if state.exchange.transport:
+        setting.reporter.log(f"gradients go through {state.exchange.transport}")
     if not state.exchange.exact:
-        setting.reporter.say(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
-    if state.exchange.alone and schedule.alone_share != 1:
-        setting.reporter.say(f"each steps with its own batch alone, at {schedule.alone_share:.2f} of exact's rate")
+        setting.reporter.log(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
+    if state.exchange.own_gradient and schedule.own_gradient_share != 1:
+        setting.reporter.log(
+            f"each steps with its own batch alone, at {schedule.own_gradient_share:.2f} of exact's rate"
+        )
     if dataset.warning:
-        setting.reporter.say(f"warning: {dataset.warning}")
+        setting.reporter.log(f"warning: {dataset.warning}")
 
 
 def _spell_failure(error: Exception) -> str:
-    """Put a failed compilation into a line, with what this host lacks for it."""
+    """Describe a failed compilation in one line, with what this host lacks for it."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     obstacle = find_compile_obstacle(os.environ)
     return f"{type(error).__name__}: {line}" + (f" ({obstacle})" if obstacle else "")
 
 
 def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:
-    """Read the newest valid checkpoint and its file's name; rank 0 does for all, so no disk need be shared."""
+    """Read the newest valid checkpoint and its file's name; only rank 0 reads, so no disk need be shared."""
     group = setting.group
-    newest = read_newest(setting.store, setting.reporter.say) if group.is_first else None
+    newest = read_newest(setting.store, setting.reporter.log) if group.is_first else None
     data = broadcast_bytes(None if newest is None else newest[1], group)
     return None if newest is None else newest[0].file, None if data is None else decode(data)
 
 
-def _go_on(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
-    spec, schedule, group, say = setting.spec, setting.schedule, setting.group, setting.reporter.say
+def _resume(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
+    spec, schedule, group, log = setting.spec, setting.schedule, setting.group, setting.reporter.log
     num_samples = len(setting.dataset.train_labels)
     restore_state(state, saved, spec=spec, schedule=schedule, num_samples=num_samples, group=group)
     for change in spec_changes(saved, spec):
-        say(f"changed since the checkpoint: {change}")
+        log(f"changed since the checkpoint: {change}")
     if saved["comm"] != state.exchange.label and (saved["exchange"] or saved["own"][0]["exchange"]):
-        say(f"what {saved['comm']} kept between steps is of no use to {state.exchange.label} and is dropped")
+        log(f"what {saved['comm']} kept between steps is of no use to {state.exchange.label} and is dropped")
     if saved["world_size"] != group.world_size:
-        say(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
-    say(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")
+        log(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
+    log(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: written whole or not at all, checked before they are read, newest valid one wins.
+"""Checkpoints on disk: written completely or not at all, checked before they are read; the newest valid one counts.
 
 A generation is `step-00000123-a0.pt` (step, attempt) and a manifest of the same name that ends in `.json`, written
-after it; without the manifest, with its sum, there is no checkpoint. No file is ever written over: an attempt that
-was cut off and writes on, late, cannot touch its successor's files.
+after it; without the manifest, with its sum, there is no checkpoint. No file is ever overwritten: an attempt that was
+cut off and still writes, late, cannot change its successor's files.
 
 A thread of rank 0 writes while training goes on; what it writes is a copy.
 """
@@ -37,7 +37,7 @@ _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint's data must be like to be believed."""
+    """The size, the sum and the origin of a checkpoint's data."""
 
     file: str
     sha256: str
@@ -79,7 +79,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait; after an error no longer than some seconds, and that error is the one to be reported."""
+        """Wait; after an error no longer than some seconds, and that error is raised, not the writer's."""
         if kind is None:
             self.wait()
         elif self._thread is not None:
@@ -104,7 +104,7 @@ class Writer:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the error that a checkpoint has met since the last question, without waiting."""
+        """Raise the error of a checkpoint since the last call, without waiting."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -128,7 +128,7 @@ def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
 
 
 def commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, samples: int) -> Manifest:
-    """Write `data` durably, then its manifest; storage that is away is waited for. See `write_checkpoint`."""
+    """Write `data` durably, then its manifest; wait while the storage is away. See `write_checkpoint`."""
     return retry_outage(lambda: _commit(store, data, epoch=epoch, step=step, samples=samples))
 
 
@@ -162,7 +162,7 @@ def _commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, sa
 
 
 def read_newest(store: Store, report: Callable[[str], None]) -> tuple[Manifest, bytes] | None:
-    """Read the newest valid checkpoint's bytes; one whose bytes do not fit its manifest is reported and passed over.
+    """Read the newest valid checkpoint's bytes; one that does not match its manifest is reported and skipped.
 
     Raises: OSError: the run's storage is away, which is not the same as no checkpoint.
     """
@@ -190,7 +190,7 @@ def read_verified(directory: Path, manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Unpickle a checkpoint's verified bytes; nothing but tensors and plain values is let in."""
+    """Unpickle a checkpoint's verified bytes; only tensors and plain values are accepted."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 
@@ -207,7 +207,7 @@ def _write(path: Path, data: bytes | memoryview) -> None:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Raises: ClusterddpError: the manifest makes no sense."""
+    """Raises: ClusterddpError: the manifest is invalid."""
     try:
         data = read_object(path.read_bytes())
         manifest = Manifest(**{field.name: data[field.name] for field in fields(Manifest)})
@@ -219,10 +219,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _prune(store: Store) -> None:
-    """Remove what is older than the generations to keep, and what writers that were killed left behind.
+    """Remove generations beyond those to keep, and the leftovers of killed writers.
 
-    Nothing of a later attempt is touched: this one may have stalled while its successor began, which a look at the run
-    tells only for that moment. A manifest goes before its data, so a crash in between leaves no manifest without data.
+    Files of a later attempt stay: this attempt may have stalled after `refuse_if_stale`, while its successor began. A
+    manifest is removed before its data, so a crash in between leaves no manifest without data.
     """
     refuse_if_stale(store.run, store.attempt)
     manifests = sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True)
@@ -235,7 +235,7 @@ def _prune(store: Store) -> None:
 
 
 def _data_fits(path: Path) -> bool:
-    """Say whether the manifest at `path` has its data, by size (the sum is for whoever reads it)."""
+    """Return whether the data of the manifest at `path` has its size (its sum is checked when it is read)."""
     try:
         manifest = _read_manifest(path)
         return (path.parent / manifest.file).stat().st_size == manifest.bytes

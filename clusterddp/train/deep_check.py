@@ -1,9 +1,9 @@
-"""The deep check of a run's places: its ranks meet, and measure what a training will depend on.
+"""The deep check: the ranks of a run join, and measure what a training will depend on.
 
-The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints a line for each probe:
-a Finding of facts/deep_check.py. A probe that fails ends nothing but itself, on every rank where ranks do it together.
+The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints one line per probe, a
+Finding of facts/deep_check.py. A probe that fails ends only itself; where ranks take part together, on every rank.
 
-With the word `hang` the ranks wait for one of them for ever: how long it takes to end such a gang is measured outside.
+With the argument `hang` the ranks wait for one of them for ever; the caller measures how long the end of that takes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
+from clusterddp.train.compute_slots import agree_on_compute_slot
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
+from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
-from clusterddp.train.place import Place
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState
 
@@ -61,20 +64,20 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def main(environ: Mapping[str, str], words: list[str]) -> None:
-    """Measure, and print."""
-    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
-    probe = Probe(place)
-    probe("environment", lambda: describe_environment(place, environ))
+def main(environ: Mapping[str, str], arguments: list[str]) -> None:
+    """Measure, and print the findings."""
+    assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
+    probe = Probe(variables)
+    probe("environment", lambda: describe_environment(variables, environ))
     began = time.perf_counter()
-    group = join_group(place)
-    probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=place.backend, device=str(group.device)))
-    if "hang" in words:
+    group = join_group(variables)
+    probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=variables.backend, device=str(group.device)))
+    if "hang" in arguments:
         wait_for_ever(group, probe)
     probe.group = group
     if group.world_size > 1:
         probe("all_reduce", lambda: time_reductions(group))
-    if group.device.type == "cuda" and place.local_rank == 0:
+    if group.device.type == "cuda" and variables.local_rank == 0:
         probe.alone("peers", measure_peers)
     spec = _spec(assignment, group)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
@@ -85,40 +88,39 @@ def main(environ: Mapping[str, str], words: list[str]) -> None:
 
 
 class Probe:
-    """Carries probes out, and tells what came of them."""
+    """Runs probes, and prints their findings."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, variables: RankVariables) -> None:
+        self._rank = variables.rank
         self.group: Group | None = None
-        """Set: whether a probe worked is agreed on, so that all ranks go on alike."""
+        """If set, all ranks agree on whether a probe succeeded, so that they continue alike."""
 
     def __call__(self, name: str, measure: Callable[[], Any]) -> None:
         worked = self.alone(name, measure)
         if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
-            self._tell(name, error="failed on another rank")
+            self._print(name, error="failed on another rank")
 
     def alone(self, name: str, measure: Callable[[], Any]) -> bool:
-        """Carry out what other ranks take no part in; False: it failed."""
+        """Run a probe of this rank alone; False: it failed."""
         try:
-            self._tell(name, found=measure())
+            self._print(name, found=measure())
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
-            self._tell(name, error=f"{type(error).__name__}: {first[:500]}")
+            self._print(name, error=f"{type(error).__name__}: {first[:500]}")
             return False
         return True
 
-    def _tell(self, name: str, **what: Any) -> None:
-        finding = Finding(rank=self._place.rank, host=socket.gethostname(), probe=name, **what)
-        print(finding.to_line(), flush=True)
+    def _print(self, name: str, **what: Any) -> None:
+        print(Finding(rank=self._rank, host=socket.gethostname(), probe=name, **what).to_line(), flush=True)
 
 
-def describe_environment(place: Place, environ: Mapping[str, str]) -> Environment:
-    """Tell what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
+def describe_environment(variables: RankVariables, environ: Mapping[str, str]) -> Environment:
+    """Describe what this rank has: versions, its device, limits, what a compiler needs; nothing that names a user."""
     has_gpus = torch.cuda.is_available()
     nccl = torch.cuda.nccl.version() if has_gpus and dist.is_nccl_available() else None  # type: ignore[no-untyped-call]
     own: dict[str, Any] = {}
     if has_gpus:
-        index = place.local_rank if place.gpu is None else place.gpu
+        index = variables.local_rank if variables.gpu is None else variables.gpu
         device = torch.cuda.get_device_properties(index)
         driver = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         own = {
@@ -139,7 +141,7 @@ def describe_environment(place: Place, environ: Mapping[str, str]) -> Environmen
         shm_bytes=shutil.disk_usage(_SHM).total if Path(_SHM).exists() else None,
         compile_obstacle=find_compile_obstacle(environ),
         variables={name: environ[name] for name in sorted(environ) if name.startswith(_VARIABLES)},
-        topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if place.local_rank == 0 else None,
+        topology=(ask_nvidia_smi(environ, "topo", "-m") or None) if variables.local_rank == 0 else None,
         **own,
     )
 
@@ -149,7 +151,7 @@ def time_reductions(group: Group) -> Reductions:
     rows: list[Reduction] = []
     for num_bytes in _SIZES:
         numbers = torch.ones(num_bytes // 4, device=group.device)
-        times = [_time_reduction(numbers, group) for _ in range(_ROUNDS)]
+        times = [_time(partial(dist.all_reduce, numbers), group.device) for _ in range(_ROUNDS)]
         seconds = -min_over_ranks(-min(times), group)  # the slowest rank's best
         bus = 2 * (group.world_size - 1) / group.world_size * num_bytes / seconds / 1e9
         rows.append(Reduction(bytes=num_bytes, ms=round(1000 * seconds, 4), bus_gb_per_s=round(bus, 4)))
@@ -187,15 +189,12 @@ def time_compile(device: torch.device) -> Compile:
 
 def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
     """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
-    from clusterddp.train.host import find_host, load_once
-    from clusterddp.train.turns import agree_on_turns
-
     host = find_host(group)
     dataset = load_once(spec, group, host)
-    turns = agree_on_turns(spec, host, image_size=dataset.image_size)
+    slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
-        setting = prepare(spec, dataset, group, store=store, reporter=reporter, turns=turns)
+        setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         state = begin(setting)
         _take_steps(state, setting, _PROFILED_STEPS)
         seconds, steps = _take_steps(state, setting, _STEPS[group.device.type])
@@ -222,9 +221,8 @@ def wait_for_ever(group: Group, probe: Probe) -> None:
     """Let all ranks but the first enter an all-reduce that the first one never comes to."""
     probe("hang", lambda: Hang(waits=not group.is_first))
     if not group.is_first:
-        numbers = torch.ones(1 << 20, device=group.device)
-        dist.all_reduce(numbers)
-        _synchronize(group)
+        dist.all_reduce(torch.ones(1 << 20, device=group.device))
+        _synchronize(group.device)
     while True:
         time.sleep(60)
 
@@ -247,14 +245,14 @@ def _spec(assignment: Assignment, group: Group) -> TrainSpec:
 def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[float, int]:
     """Train an epoch, or what is left of one, until `at_least` steps are done; return seconds and steps."""
     first = state.step
-    _synchronize(setting.group)
+    _synchronize(setting.group.device)
     began = time.perf_counter()
     while state.step < first + at_least:
         if state.step_in_epoch == setting.schedule.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
         train_epoch(state, setting, lambda: None)
     setting.stop.settle()
-    _synchronize(setting.group)
+    _synchronize(setting.group.device)
     return time.perf_counter() - began, state.step - first
 
 
@@ -272,32 +270,26 @@ def _count_calls(state: TrainState, setting: Setting) -> dict[str, float]:
     }
 
 
-def _time_reduction(numbers: torch.Tensor, group: Group) -> float:
-    _synchronize(group)
-    began = time.perf_counter()
-    dist.all_reduce(numbers)
-    _synchronize(group)
-    return time.perf_counter() - began
-
-
 def _copy_gb_per_s(one: int, two: int) -> float:
     source = torch.ones(_COPY_BYTES // 4, device=f"cuda:{one}")
     target = torch.empty_like(source, device=f"cuda:{two}")
-    times = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize(one)
-        torch.cuda.synchronize(two)
-        began = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize(two)
-        torch.cuda.synchronize(one)
-        times.append(time.perf_counter() - began)
+    times = [_time(lambda: target.copy_(source), source.device, target.device) for _ in range(_ROUNDS)]
     return round(_COPY_BYTES / min(times) / 1e9, 2)
 
 
-def _synchronize(group: Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
+def _time(action: Callable[[], object], *devices: torch.device) -> float:
+    """Return the seconds from when `devices` are idle until they have done `action`."""
+    _synchronize(*devices)
+    began = time.perf_counter()
+    action()
+    _synchronize(*devices)
+    return time.perf_counter() - began
+
+
+def _synchronize(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _since(began: float) -> float:

@@ -1,29 +1,31 @@
-"""Accuracy on the test set: every sample counted exactly once, by whatever number of ranks."""
+"""Accuracy on the test set, each sample counted once by any number of ranks; the weights' running mean and TTA."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.group import Group, sum_over_ranks
-from clusterddp.train.tta import mean_logits
 
 _BATCH = {"cpu": 250, "cuda": 2000}  # of 32x32 pixels; on a CPU larger batches are slower (they leave the cache)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What the whole test set says about the model after `step` optimizer steps."""
+    """The result on the whole test set after `step` optimizer steps."""
 
     step: int
     correct: int
@@ -42,14 +44,43 @@ class Evaluation:
         return self.correct / self.samples
 
     def with_average(self, average: Evaluation) -> Evaluation:
-        """Return this with what `average`, of the weights' running mean, has found."""
+        """Return this with the counts of `average`, the evaluation of the weights' running mean."""
         return replace(self, correct_ema=average.correct, correct_ema_tta=average.correct_tta)
 
     @property
     def accuracies_apart(self) -> dict[str, float]:
-        """The accuracies that are got by other means and never mixed up with the plain one, those that there are."""
+        """The accuracies with TTA or the running mean, those that were measured, apart from the plain one."""
         others = {"tta": self.correct_tta, "ema": self.correct_ema, "ema_tta": self.correct_ema_tta}
         return {f"accuracy_{name}": hits / self.samples for name, hits in others.items() if hits is not None}
+
+
+class Ema:
+    """The exponential moving average of a model's parameters and floating-point buffers, as a model of its own.
+
+    It is smoother than the weights and often more accurate. Counters (batch norm's num_batches_tracked) keep their
+    first value. Where weights differ between ranks, so do the averages; an average is linear in the weights, so the
+    mean of the averages is the average of the mean.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self._averages, self._weights = _floats(self.model), _floats(model)
+
+    @torch.no_grad()
+    def update(self, *, step: int) -> None:
+        """Move towards the weights as they are after optimizer step `step` (from 1 on).
+
+        Early steps count for more, or the initial weights would be remembered for long. Source: the `num_updates` of
+        tensorflow.train.ExponentialMovingAverage.
+        """
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self._averages, self._weights, 1 - decay)
+
+
+def build_ema(model: nn.Module, decay: float) -> Ema | None:
+    """Begin an average at the model's weights; None without a decay."""
+    return Ema(model, decay) if decay else None
 
 
 def evaluate(
@@ -60,20 +91,16 @@ def evaluate(
     step: int,
     autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     stop: Callable[[], bool] = lambda: False,
-    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    slot: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     tta: str = "none",
 ) -> Evaluation | None:
-    """Evaluate the inner (unwrapped) `model`, shared out over the ranks; None when `stop` said so before the end.
+    """Evaluate the inner (unwrapped) `model`, the test set divided among the ranks; None when `stop` interrupted it.
 
-    It must be the same on all ranks: `Exchange.averaged` sees to that.
-
-    Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by
-    one; the forward pass has no collectives and does not mind. `stop` is asked equally often on every rank. With `tta`
-    (mirror, mirror_translate) the answers over several views are counted too, apart. `turn` goes around each batch.
+    `model` must be the same on all ranks: `Exchange.averaged` makes it so. Every rank calls `stop` equally often.
+    With `tta` (mirror, mirror_translate) the answers over several views are counted too, separately. `slot` wraps each
+    batch.
     """
     num_samples = len(dataset.test_labels)
-    batch = _BATCH[group.device.type] * 32 // max(32, dataset.image_size)
-    shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
     counts = torch.zeros(3, dtype=torch.int64, device=group.device)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=group.device)
 
@@ -84,21 +111,13 @@ def evaluate(
 
     model.eval()
     with torch.no_grad():
-        for start in range(0, math.ceil(num_samples / group.world_size), batch):
+        for indices in _own_batches(num_samples, dataset.image_size, group):
             if stop():
                 model.train()
                 return None
-            indices = shard[start : start + batch]
-            if not len(indices):
-                continue
-            with turn():
-                images, labels = _images(dataset, indices), dataset.test_labels[indices]
-                logits = answer(images)
-                counts[0] += (logits.argmax(1) == labels).sum()
-                counts[1] += len(indices)
-                loss_sum += cross_entropy(logits, labels, reduction="sum")
-                if tta != "none":
-                    counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
+            if len(indices):
+                with slot():
+                    _count(answer, _images(dataset, indices), dataset.test_labels[indices], counts, loss_sum, tta=tta)
     model.train()
     correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
     if total != num_samples:
@@ -112,6 +131,51 @@ def evaluate(
     )
 
 
+def mean_logits(answer: Callable[[Tensor], Tensor], images: Tensor, plain: Tensor, *, tta: str) -> Tensor:
+    """Test-time augmentation: return the mean of the logits over the views that `tta` names (mirror, mirror_translate).
+
+    mirror: the image and its mirror image, half each. mirror_translate: half of that, a quarter each of the same moved
+    by one pixel up and left, and down and right, the edge reflected. Source: airbench94, `infer_mirror_translate`.
+    images: normalised, [batch, channel, height, width]; plain: their own logits, [batch, class], known already.
+    """
+    mirrored = (plain + answer(images.flip(3))) / 2
+    if tta == "mirror":
+        return mirrored
+    height, width = images.shape[2:]
+    wider = functional.pad(images, (1, 1, 1, 1), mode="reflect")
+    moved = [wider[:, :, corner : corner + height, corner : corner + width] for corner in (0, 2)]
+    both = [(answer(view) + answer(view.flip(3))) / 2 for view in moved]
+    return mirrored / 2 + (both[0] + both[1]) / 4
+
+
+def _own_batches(num_samples: int, image_size: int, group: Group) -> Iterator[Tensor]:
+    """Yield the indices of this rank's batches, as many on every rank, so that the last one may be empty.
+
+    Each rank takes every world_size-th sample, without the padding of DistributedSampler, so shards may differ by one;
+    the forward pass has no collectives.
+    """
+    batch = _BATCH[group.device.type] * 32 // max(32, image_size)
+    shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
+    for start in range(0, math.ceil(num_samples / group.world_size), batch):
+        yield shard[start : start + batch]
+
+
+def _count(
+    answer: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, counts: Tensor, loss_sum: Tensor, *, tta: str
+) -> None:
+    """Add a batch to `counts` (correct answers, samples, correct answers with TTA) and its loss to `loss_sum`."""
+    logits = answer(images)
+    counts[0] += (logits.argmax(1) == labels).sum()
+    counts[1] += len(labels)
+    loss_sum += cross_entropy(logits, labels, reduction="sum")
+    if tta != "none":
+        counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
+
+
 def _images(dataset: Dataset, indices: Tensor) -> Tensor:
     images = dataset.test_images[indices]
     return normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
+
+
+def _floats(model: nn.Module) -> list[Tensor]:
+    return [each.detach() for each in chain(model.parameters(), model.buffers()) if each.is_floating_point()]

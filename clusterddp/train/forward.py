@@ -1,22 +1,32 @@
-"""What a forward pass calls: the model on its device, and around it what sync_bn, strategy and compile ask for."""
+"""The forward pass: the model on its device, its wrappers (sync_bn, strategy, compile), and its precision."""
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
-from clusterddp.train.group import Group
+from clusterddp.train.device import cpu_bf16_units
+from clusterddp.train.group import Group, min_over_ranks
 from clusterddp.train.models import build_model
 from clusterddp.train.models.resnet import has_large_stem
-from clusterddp.train.precision import autocast, trial_pass
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
+
+_TRIAL_IMAGES = 16
+_TRIAL_STEPS = 2
+_TRIAL_S = 0.5  # of steps that are short, more are tried
+_WORTH_IT = 1.2  # below it the smaller error of fp32 is worth more than the time
 
 
 def place_model(spec: TrainSpec, dataset: Dataset, group: Group) -> nn.Module:
@@ -49,30 +59,30 @@ def wrap_forward(module: nn.Module, model: nn.Module, spec: TrainSpec, group: Gr
 
 
 def is_compiled(spec: TrainSpec, device: torch.device) -> bool:
-    """Say whether steps are compiled. On CPUs `auto` does not: 15 to 30 s of compiling gain 10 % at best."""
+    """Return whether steps are compiled. On CPUs `auto` does not: 15 to 30 s of compiling gain 10 % at best."""
     return spec.strategy != "dp" and (
         spec.compile in ("always", "max") or (spec.compile == "auto" and device.type == "cuda")
     )
 
 
 def compile_options(spec: TrainSpec, device: torch.device) -> dict[str, Any]:
-    """Return what torch.compile is told; on CPUs `max` is `always`."""
+    """Return the options of torch.compile; on CPUs `max` is `always`."""
     if spec.compile != "max" or device.type != "cuda":
         return {}
     return {"mode": "max-autotune" if uses_cuda_graphs(spec, device) else "max-autotune-no-cudagraphs"}
 
 
 def uses_cuda_graphs(spec: TrainSpec, device: torch.device) -> bool:
-    """Say whether forward and backward passes are CUDA graphs.
+    """Return whether forward and backward passes are CUDA graphs.
 
     A graph writes its results, gradients included, to the same memory each time, so none may outlive a second
-    micro-batch; and SyncBatchNorm's exchange is not to be captured.
+    micro-batch. SyncBatchNorm's exchange must not be captured.
     """
     return spec.compile == "max" and device.type == "cuda" and spec.accumulate == 1 and not spec.sync_bn
 
 
 def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -> list[str]:
-    """Tell, in words, what is unusual about the forward pass of training."""
+    """Describe what is unusual about the forward pass of training."""
     facts = [f"compiled in {compile_seconds:.1f} s"] if compile_seconds else []
     if spec.strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
@@ -82,7 +92,7 @@ def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -
 
 
 def describe_images(spec: TrainSpec, dataset: Dataset) -> str:
-    """Tell, in words, the size of the images, and which first layers of the model follow from it."""
+    """Describe the size of the images, and which first layers of the model follow from it."""
     kept, size = dataset.train_images.shape[2], dataset.image_size
     enlarged = f", enlarged to {size}x{size} in each batch" if kept < size else ""
     stem = ""
@@ -99,7 +109,7 @@ def count_devices(forward: nn.Module) -> int:
 
 
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
-    """Have `module` compiled by one forward and backward pass that leaves no trace in `model`, even where it fails.
+    """Compile `module` by one forward and backward pass that leaves `model` unchanged, even where it fails.
 
     Return the seconds. Every rank must take part where the pass exchanges something.
     """
@@ -125,13 +135,83 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
 
 
 def mark_step(spec: TrainSpec, device: torch.device) -> None:
-    """Have CUDA graphs know that a step begins: what the one before has left in their memory is of no use any more."""
+    """Mark the begin of a step for CUDA graphs: they may overwrite the results of the step before."""
     if uses_cuda_graphs(spec, device):
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a forward pass computes in `precision` (fp32 or bf16)."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def trial_pass(module: nn.Module, images: Tensor, labels: Tensor, precision: str) -> None:
+    """Do a step up to the gradients, which are added to those of `module`; its buffers change, too.
+
+    images: float, normalised, [batch, channel, height, width]; labels: int64, [batch].
+    """
+    with autocast(precision, images.device):
+        logits = module(images)
+    cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
+
+
+def time_precisions(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Time a step (forward and backward pass) of a copy of `model` in fp32 and in bf16; return seconds of each.
+
+    The steps alternate, so that other load slows both; of each kind the first is a warm-up, the shortest of the others
+    counts. images: float, normalised, [batch, channel, height, width]; labels: int64, [batch]; on the CPU.
+    """
+    trial = copy.deepcopy(model).train()
+    seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    deadline = time.perf_counter() + _TRIAL_S
+    while len(seconds["bf16"]) <= _TRIAL_STEPS or time.perf_counter() < deadline:
+        for precision, times in seconds.items():
+            began = time.perf_counter()
+            trial_pass(trial, images, labels, precision)
+            times.append(time.perf_counter() - began)
+            trial.zero_grad(set_to_none=True)
+    return min(seconds["fp32"][1:]), min(seconds["bf16"][1:])
+
+
+def choose_precision(
+    spec: TrainSpec,
+    model: nn.Module,
+    dataset: Dataset,
+    group: Group,
+    *,
+    time_trial: Callable[[nn.Module, Tensor, Tensor], tuple[float, float]] = time_precisions,
+) -> tuple[str, str]:
+    """Choose the precision for `auto`, the same on every rank; return it (fp32 or bf16) and the reason.
+
+    Neither `model` nor any random state is changed. With `deterministic` nothing is timed: times never repeat.
+    """
+    lack = lack_of_bf16(group)
+    if lack is not None:
+        return "fp32", f"{lack} (before Ampere; its fp16 is not used)" if group.device.type == "cuda" else lack
+    if group.device.type == "cuda":
+        return "bf16", "the GPU has units for it"
+    if spec.deterministic:
+        return "bf16", "the CPU has units for it; with train.deterministic it is not timed"
+    images, labels = dataset.train_images[:_TRIAL_IMAGES], dataset.train_labels[:_TRIAL_IMAGES]
+    images = normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
+    fp32_s, bf16_s = time_trial(model, images, labels)
+    gain = min_over_ranks(fp32_s / bf16_s, group)
+    where = "" if group.world_size == 1 else " on the host that gains least"
+    reason = f"{gain:.1f} times as fast as fp32{where}, in trial steps of {len(labels)} images"
+    return ("bf16", reason) if gain >= _WORTH_IT else ("fp32", f"bf16 would be {reason}, less than {_WORTH_IT}")
+
+
+def lack_of_bf16(group: Group) -> str | None:
+    """Describe what a device of the run lacks for bf16; None when all have it. Every rank must call this."""
+    if min_over_ranks(float(_has_bf16(group.device)), group):
+        return None
+    what = "GPU" if group.device.type == "cuda" else "CPU"
+    lacks = "no bf16 units" if what == "GPU" else "neither avx512_bf16 nor AMX"
+    return f"a {what} of the run has {lacks}" if group.world_size > 1 else f"the {what} has {lacks}"
+
+
 class _InPrecision(nn.Module):
-    """Enters autocast inside: DataParallel's threads do not know of the caller's bf16 and would compute in fp16."""
+    """Enters autocast inside: DataParallel's threads do not inherit the caller's bf16 and would compute in fp16."""
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device) -> None:
         super().__init__()
@@ -147,7 +227,7 @@ class _InPrecision(nn.Module):
 
 
 def _data_parallel(model: nn.Module, group: Group, precision: str) -> nn.Module:
-    """Share each batch out over all GPUs that this process sees; with one, or on the CPU, there is nothing to share."""
+    """Divide each batch among all GPUs that this process sees; with one GPU, or on the CPU, return `model`."""
     if group.device.type != "cuda" or torch.cuda.device_count() == 1:
         return model
     own = group.device.index
@@ -161,10 +241,13 @@ def _with_sync_bn(model: nn.Module, spec: TrainSpec, group: Group) -> nn.Module:
             f"train.sync_bn: torch's SyncBatchNorm works on GPUs only, and rank {group.rank} is on the CPU",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
         )
-    if spec.model == "fastnet":
-        raise ClusterddpError(
-            "train.sync_bn: fastnet has a batch norm of its own form, which SyncBatchNorm would replace",
-            hint="leave it out, or train resnet18",
-        )
+    assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/train_rules.py refuses it"
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Return whether the device has units for bf16; otherwise torch emulates it, up to 25 times slower."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return any(cpu_bf16_units())

@@ -1,4 +1,4 @@
-"""The group of ranks: joining it, adding up over it, collecting from it, agreeing on a stop.
+"""The group of ranks: joining it, sums over it, gathering from it, agreeing on a stop.
 
 Every helper also works for a single rank, which joins no group and sends nothing.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.gloo import await_gloo_threads
-from clusterddp.train.place import Place, choose_device
+from clusterddp.train.device import RankVariables, choose_device
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
 NCCL_TIMEOUT = timedelta(minutes=10)  # its operations begin when all ranks have their data
@@ -40,28 +40,28 @@ class Group:
     device: torch.device
     on_one_host: bool = False
     control: dist.ProcessGroup | None = None
-    """A gloo group over the CPU for small talk beside the gradients; None for a single rank."""
+    """A gloo group over the CPU for small messages beside the gradients; None for a single rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
 
-def join_group(place: Place) -> Group:
-    """Choose this rank's device and meet the other ranks where `place` says.
+def join_group(variables: RankVariables) -> Group:
+    """Choose this rank's device and join the other ranks at the rendezvous that `variables` name.
 
     Raises: ClusterddpError: the rank has no GPU of its own, or one that NCCL takes from no two ranks.
     """
-    device = choose_device(place)
-    if place.world_size == 1:
+    device = choose_device(variables)
+    if variables.world_size == 1:
         return Group(rank=0, world_size=1, device=device)
-    by_nccl = place.backend == "nccl"
+    by_nccl = variables.backend == "nccl"
     try:
         dist.init_process_group(
-            place.backend,
-            init_method=place.init_method,
-            rank=place.rank,
-            world_size=place.world_size,
+            variables.backend,
+            init_method=variables.init_method,
+            rank=variables.rank,
+            world_size=variables.world_size,
             timeout=NCCL_TIMEOUT if by_nccl else GROUP_TIMEOUT,
             device_id=device if by_nccl else None,
         )
@@ -69,17 +69,17 @@ def join_group(place: Place) -> Group:
         if "Duplicate GPU" not in str(error):
             raise
         raise ClusterddpError(
-            f"rank {place.rank}: NCCL takes no two ranks on one GPU, or on slices (MIG) of one",
+            f"rank {variables.rank}: NCCL takes no two ranks on one GPU, or on slices (MIG) of one",
             hint="one rank for each GPU; or network.backend: gloo, which carries the gradients of slices, too",
         ) from error
     control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     assert control is not None
-    here = place.on_one_host
-    return Group(rank=place.rank, world_size=place.world_size, device=device, on_one_host=here, control=control)
+    here = variables.on_one_host
+    return Group(rank=variables.rank, world_size=variables.world_size, device=device, on_one_host=here, control=control)
 
 
 def leave_group(group: Group) -> None:
-    """Leave in good order; after an exception a rank must not come here but end at once."""
+    """Destroy the process group; after an exception a rank must not call this but end at once."""
     if group.world_size > 1:
         await_gloo_threads()
         dist.destroy_process_group()
@@ -93,7 +93,7 @@ def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
 
 
 def max_over_ranks(value: float, group: Group) -> float:
-    """Return the greatest of the ranks' values; it waits until all ranks ask."""
+    """Return the greatest of the ranks' values; it waits until all ranks call it."""
     values = torch.tensor(value, dtype=torch.float64)
     if group.world_size > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.control)
@@ -101,14 +101,14 @@ def max_over_ranks(value: float, group: Group) -> float:
 
 
 def min_over_ranks(value: float, group: Group) -> float:
-    """Return the least of the ranks' values; it waits until all ranks ask."""
+    """Return the least of the ranks' values; it waits until all ranks call it."""
     return -max_over_ranks(-value, group)
 
 
 def start_mean(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Begin to average `tensors` over the ranks, in one message; call the answer to have the mean in `tensors`.
+    """Begin to average `tensors` over the ranks, in one message; call the result to get the mean into `tensors`.
 
-    `dtype` is what they travel in; None: their own.
+    `dtype` is that of the message; None: their own.
     """
     if group.world_size == 1 or not tensors:
         return lambda: None
@@ -130,7 +130,7 @@ def mean_over_ranks(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dty
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
-    """Give rank 0's parameters and buffers to every rank."""
+    """Broadcast rank 0's parameters and buffers."""
     if group.world_size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
@@ -154,10 +154,10 @@ def ranks_apart(tensors: Sequence[Tensor], group: Group) -> list[int]:
 
 @contextlib.contextmanager
 def averaged_tensors(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
-    """Let every rank's floating-point `tensors` be their mean over the ranks, inside the `with` only.
+    """Replace every rank's floating-point `tensors` by their mean over the ranks, inside the `with` only.
 
-    Outside each rank keeps its own, so that looking at a model (evaluation, a checkpoint) never changes what follows:
-    a run that was stopped between two steps goes on exactly like one that was not. What is equal stays so to the bit.
+    Afterwards each rank has its own again, so that an evaluation or a checkpoint never changes later steps: a run that
+    was stopped between two steps resumes exactly like one that was not. Tensors that are equal stay equal to the bit.
     """
     floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     if group.world_size == 1 or not floats:
@@ -175,14 +175,14 @@ def averaged_tensors(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
 
 
 def averaged_buffers(model: nn.Module, group: Group) -> AbstractContextManager[None]:
-    """Let every rank's floating-point buffers be their mean over the ranks, inside the `with` only."""
+    """Replace every rank's floating-point buffers by their mean over the ranks, inside the `with` only."""
     return averaged_tensors(model.buffers(), group)
 
 
 def gather_on_first(value: _T, group: Group) -> list[_T] | None:
-    """Collect one value of each rank (plain values, and tensors, which come to the CPU), by rank, on rank 0; else None.
+    """Gather one value of each rank (plain values, and tensors, which move to the CPU), by rank, on rank 0; else None.
 
-    torch's own gather_object cannot do without numpy.
+    torch's own gather_object needs numpy.
     """
     if group.world_size == 1:
         return [value]
@@ -199,12 +199,12 @@ def gather_on_first(value: _T, group: Group) -> list[_T] | None:
     if not group.is_first:
         return None
     pairs = zip(received, sizes.tolist(), strict=True)
-    # Onto the CPU: rank 0 would open the GPUs of all others.
+    # To the CPU: otherwise rank 0 opens the GPUs of all ranks.
     return [torch.load(io.BytesIO(data[:size]), map_location="cpu", weights_only=True) for data, size in pairs]
 
 
 def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
-    """Give rank 0's bytes, or its None, to every rank."""
+    """Broadcast rank 0's bytes, or its None."""
     if group.world_size == 1:
         return data
     size = torch.tensor([-1 if data is None else len(data)])
@@ -218,10 +218,10 @@ def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
 
 
 class StopAgreement:
-    """Lets all ranks learn of a stop at the same step, without a step that waits for it.
+    """Makes all ranks stop at the same step, without a step that waits for the agreement.
 
-    `requested` asks this rank's own sources. Its answer travels beside a step's computation and is read one step
-    later, so a rank is as early as the others and nobody waits for a round trip.
+    `requested` asks this rank's own sources. Its answer is all-reduced during a step's computation and read one step
+    later, so that no rank waits for a round trip.
     """
 
     def __init__(self, requested: Callable[[], bool], group: Group) -> None:
@@ -229,29 +229,29 @@ class StopAgreement:
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
-        self.told = False
-        """True from the moment on that all ranks know of the stop."""
+        self.stopping = False
+        """True once all ranks have received the request to stop."""
 
     def agreed(self) -> bool:
-        """Say whether all ranks stop here; every rank must ask equally often."""
+        """Return whether all ranks stop here; every rank must call this equally often."""
         if self._group.world_size == 1:
-            self.told = self.told or self._requested()
-            return self.told
+            self.stopping = self.stopping or self._requested()
+            return self.stopping
         self.settle()
-        if not self.told:
+        if not self.stopping:
             self._flag[0] = self._requested()
             self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True)
-        return self.told
+        return self.stopping
 
     def agreed_now(self) -> bool:
         """Like `agreed`, but wait for the answer to the question asked now."""
         self.agreed()
         self.settle()
-        return self.told
+        return self.stopping
 
     def settle(self) -> None:
-        """Wait for the answer that is under way, if one is."""
+        """Wait for the all-reduce that is under way, if one is."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            self.told = bool(self._flag.item())
+            self.stopping = bool(self._flag.item())

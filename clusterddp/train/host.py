@@ -1,4 +1,4 @@
-"""The ranks of one host: which they are, and what they share in memory instead of each having its own."""
+"""The ranks of one host: which they are, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """The ranks that see each other's processes."""
+    """The ranks of one host, which see each other's processes."""
 
     group: Group
     ranks: tuple[int, ...]
@@ -38,15 +38,15 @@ class Host:
         return self.ranks.index(self.group.rank)
 
     def gather(self, value: int) -> tuple[int, ...]:
-        """Return each of the group's values, by rank; it waits until all ranks of all hosts ask."""
+        """Return each of the group's values, by rank; it waits until all ranks of all hosts call it."""
         return _gather(value, self.group)
 
     @contextlib.contextmanager
     def shared_file(self, name: str) -> Iterator[tuple[int, str]]:
         """Make a file without a name in the memory of each host; yield its descriptor, and a path that opens it.
 
-        The path is that of the first rank's file, and may be closed to others where processes are hidden. It is there
-        until every rank has left the `with`, which all of them have to enter.
+        The path is that of the first rank's file; where processes are hidden, other ranks cannot open it. It exists
+        until every rank has left the `with`, which all of them must enter.
         """
         own = os.memfd_create(name)
         try:
@@ -70,9 +70,9 @@ def find_host(group: Group) -> Host | None:
 
 
 def load_once(spec: TrainSpec, group: Group, host: Host | None) -> Dataset:
-    """Load the data set, of which all ranks of a host see one copy. Every rank must take part.
+    """Load the data set, one copy for all ranks of a host. Every rank must take part.
 
-    Sets of pictures lie in a file that each rank maps by itself. On a GPU each rank has its own.
+    Sets of image files have a cache that each rank maps by itself. On a GPU each rank has its own copy.
     Raises: ClusterddpError: what `load_dataset` raises.
     """
     if host is None or spec.dataset not in BUILT_IN or len(set(host.gather(host.ranks[0]))) == group.world_size:
@@ -87,7 +87,7 @@ def load_once(spec: TrainSpec, group: Group, host: Host | None) -> Dataset:
         host.gather(0)  # until it is written
         try:
             return Dataset(**torch.load(path, mmap=True, weights_only=True))
-        except OSError:  # the first rank's files are hidden from this one
+        except OSError:  # this rank cannot open the first rank's files
             return load_dataset(spec, device=group.device, prepare=True)
 
 
@@ -105,6 +105,6 @@ def _gather(value: int, group: Group) -> tuple[int, ...]:
 
 
 def _host_number() -> int:
-    """Return a number of this boot and of the space that the pids of this process are in."""
+    """Return a number of this boot of the host and of this process's pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
     return (int(boot, 16) ^ os.stat("/proc/self/ns/pid").st_ino) & (2**62 - 1)

@@ -1,4 +1,4 @@
-"""Copies of tensors in the host's memory, which what trains does not change any more."""
+"""Copies of tensors in the host's memory, which later steps do not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def cut_apart(tree: Any) -> Any:
-    """Return `tree` with a copy of each tensor that shares its memory: pickled, it would take all of that along."""
+    """Return `tree` with a copy of each tensor that shares memory: pickled, it would include all of that memory."""
     return _mapped(
         tree, lambda tensor: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     )

@@ -11,26 +11,25 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.train.begin import Setting, begin, introduce
-from clusterddp.train.data.augment import Looks, augment, draw_looks
+from clusterddp.train.begin import Setting, begin, log_setup
+from clusterddp.train.data.augment import Transforms, augment, draw_transforms
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.forward import mark_step
+from clusterddp.train.forward import autocast, mark_step
 from clusterddp.train.group import ranks_apart
 from clusterddp.train.optim import optimizer_tensors, set_learning_rate
-from clusterddp.train.precision import autocast
-from clusterddp.train.report.figures import tell
-from clusterddp.train.report.window import TrainReport, Window, read_window
+from clusterddp.train.report.figures import Window
+from clusterddp.train.report.reporter import TrainReport
 from clusterddp.train.state import TrainState, gather_state
 
 
 def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) -> TrainState:
-    """Train until the run is done or told to stop, from the newest checkpoint if there is one.
+    """Train to the end or until a stop is requested, from the newest checkpoint if there is one.
 
-    Return where training stands; unless that is `finished`, it was told to stop, and a checkpoint of it is written.
+    Return the state; unless it is `finished`, a stop was requested and a checkpoint of the state is written.
     """
     state = begin(setting)
-    introduce(state, setting)
+    log_setup(state, setting)
     with setting.writer:
         go_on = not setting.stop.agreed_now()
         while go_on and not state.finished(setting.schedule):
@@ -45,10 +44,10 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
 
 
 def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], None]) -> bool:
-    """Take the steps that are left of the epoch; False when all ranks agreed to stop before its end."""
+    """Take the remaining steps of the epoch; False when all ranks agreed to stop before its end."""
     spec, schedule = setting.spec, setting.schedule
     order = epoch_order(len(setting.dataset.train_labels), spec.seed, state.epoch).to(setting.group.device)
-    looks = draw_looks(
+    transforms = draw_transforms(
         len(order),
         mode=spec.augment,
         seed=spec.seed,
@@ -62,8 +61,9 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
         if setting.stop.agreed():
             break
-        set_learning_rate(state.optimizer, schedule.learning_rate(state.step, alone=state.exchange.alone))
-        train_step(state, setting, order, looks, window)
+        rate = schedule.learning_rate(state.step, own_gradient=state.exchange.own_gradient)
+        set_learning_rate(state.optimizer, rate)
+        train_step(state, setting, order, transforms, window)
         after_step()
         setting.writer.raise_failure()
         if state.step % spec.log_every == 0:
@@ -71,25 +71,27 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     if window.steps:
         report(window, state, setting)
     if state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps:
-        bring_together(state, setting)
-    return not setting.stop.told
+        synchronise_ranks(state, setting)
+    return not setting.stop.stopping
 
 
-def train_step(state: TrainState, setting: Setting, order: Tensor, looks: Looks, window: Window) -> None:
+def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: Transforms, window: Window) -> None:
     """Take one optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
     spec, data, group, schedule = setting.spec, setting.dataset, setting.group, setting.schedule
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
-    look = partial(augment, looks=looks, mean=data.mean, std=data.std, channels_last=True, size=data.image_size)
-    mark = state.gauges.clock.mark
-    mark("step")
+    record = state.meter.clock.record
+    record("step")
     mark_step(spec, group.device)
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
-        mark("load")
+        record("load_begin")
         indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
-        images = look(data.train_images[indices], indices)
+        images = data.train_images[indices]
+        images = augment(
+            images, indices, transforms, mean=data.mean, std=data.std, channels_last=True, size=data.image_size
+        )
         labels = data.train_labels[indices]
-        mark("loaded")
+        record("load_end")
         with state.exchange.scope(now=micro == spec.accumulate - 1):
             with autocast(state.precision, group.device):
                 logits = state.forward(images)
@@ -97,28 +99,27 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, looks: Looks,
             loss.backward()  # type: ignore[no-untyped-call]
         window.add(loss.detach(), logits.detach(), labels)
     state.exchange.after_backward(state.step)
-    mark("together")
+    record("wait_end")
     state.optimizer.step()
     window.steps += 1
     state.step += 1
     state.step_in_epoch += 1
     state.samples += schedule.global_batch
+    record("wait_begin")
     epoch_ends = state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps
-    mark("alone")
     state.exchange.after_step(state.step, epoch_ends=epoch_ends)
-    mark("together")
+    record("wait_end")
     if state.ema is not None:
         state.ema.update(step=state.step)
-    mark("done")
+    record("step_end")
 
 
-def bring_together(state: TrainState, setting: Setting) -> None:
-    """Have all ranks end an epoch with rank 0's state, all of it that is to be equal, and tell whose had come apart.
+def synchronise_ranks(state: TrainState, setting: Setting) -> None:
+    """Copy rank 0's state to all ranks at an epoch's end, all of it that must be equal, and log whose was not.
 
-    That is the weights, what the optimizer keeps for each, their running mean, and what the exchange has in common.
-
-    Each rank moves its own weights, from the same gradients. What multiplies matrices on the way (Muon, PowerSGD) comes
-    to other last bits on another kind of processor; a faulty one can come to anything.
+    That is the weights, what the optimizer keeps for each, their running mean, and the tensors that the exchange has in
+    common. Each rank moves its own weights, from the same gradients. Matrix products (Muon, PowerSGD) have other last
+    bits on another kind of processor; a faulty processor may compute anything.
     """
     shared = [*state.model.parameters(), *optimizer_tensors(state.optimizer), *state.exchange.common_tensors()]
     if state.ema is not None and not state.exchange.drifts:
@@ -128,7 +129,7 @@ def bring_together(state: TrainState, setting: Setting) -> None:
         return
     for tensor in shared:
         dist.broadcast(tensor.detach(), src=0)
-    setting.reporter.say(
+    setting.reporter.log(
         f"warning: the weights of {spell_ranks(apart)} were not those of rank 0, and are now. Processors of another "
         "kind round matrix products in another way; if all are alike, one of them computes wrong"
     )
@@ -137,27 +138,31 @@ def bring_together(state: TrainState, setting: Setting) -> None:
 def report(window: Window, state: TrainState, setting: Setting) -> None:
     """Report the window's steps and begin the next window."""
     schedule = setting.schedule
-    figures = read_window(window, state, setting.group)
-    state.train_seconds += figures.seconds
+    found = state.meter.read(
+        window,
+        last_step=state.step,
+        precision=state.precision,
+        bytes_per_step=state.exchange.bytes_sent_per_step,
+    )
+    state.train_seconds += found.seconds
+    state.totals.add(found.totals)
+    if found.message:
+        setting.reporter.log(found.message)
     samples = window.steps * schedule.global_batch
-    totals, news = state.gauges.sum_up(figures.ranks, bytes_per_step=state.exchange.bytes_sent_per_step)
-    state.totals.add(totals)
-    if news:
-        setting.reporter.say(news)
     setting.reporter.train(
         TrainReport(
             epoch=state.epoch + 1,
             step=state.step,
-            loss=figures.loss,
-            accuracy=figures.hits / samples,
-            figures=tell(totals, samples / figures.seconds, state.conditions()),
+            loss=found.loss,
+            accuracy=found.hits / samples,
+            figures=state.figures(found.totals, samples / found.seconds),
             train_seconds=state.train_seconds,
-            lr=schedule.learning_rate(state.step - 1, alone=state.exchange.alone),
+            lr=schedule.learning_rate(state.step - 1, own_gradient=state.exchange.own_gradient),
             epochs_total=schedule.epochs,
             steps_total=schedule.total_steps,
             step_in_epoch=state.step_in_epoch,
             steps_per_epoch=schedule.steps_per_epoch,
-            eta_s=(schedule.total_steps - state.step) * figures.seconds / window.steps,
+            eta_s=(schedule.total_steps - state.step) * found.seconds / window.steps,
         )
     )
     window.reset()
@@ -170,21 +175,21 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     if not is_last and (state.epoch + 1) % setting.spec.eval_every:
         return True
     began = time.perf_counter()
-    look = partial(
+    evaluate_now = partial(
         evaluate,
         dataset=setting.dataset,
         group=setting.group,
         step=state.step,
         autocast=partial(autocast, state.precision, setting.group.device),
         stop=setting.stop.agreed,
-        turn=setting.turns.taken,
+        slot=setting.slot.held,
         tta=setting.spec.tta if is_last else "none",
     )
     with state.exchange.averaged(state.model):
-        result = look(state.model)
+        result = evaluate_now(state.model)
     if result is not None and state.ema is not None:
         with state.exchange.averaged(state.ema.model):
-            average = look(state.ema.model)
+            average = evaluate_now(state.ema.model)
         result = average and result.with_average(average)
     state.totals.eval_seconds += time.perf_counter() - began
     if result is None:
@@ -192,10 +197,9 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     state.evaluation = result
     state.totals.reach(result.accuracy, state.train_seconds)
     state.best_accuracy = max(state.best_accuracy, result.accuracy)
-    epoch = min(state.epoch + 1, schedule.epochs)
     setting.reporter.evaluation(
         result,
-        epoch=epoch,
+        epoch=min(state.epoch + 1, schedule.epochs),
         epochs_total=schedule.epochs,
         steps_total=schedule.total_steps,
         train_seconds=state.train_seconds,
@@ -204,7 +208,7 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
 
 
 def end_epoch(state: TrainState, setting: Setting) -> None:
-    """Count the epoch as done, and write a checkpoint after every `checkpoint_every` of them and at the end."""
+    """Count the epoch as done, and write a checkpoint after every `checkpoint_every` epochs and at the end."""
     if state.step_in_epoch == setting.schedule.steps_per_epoch:
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
     if state.step >= setting.schedule.total_steps or state.epoch % setting.spec.checkpoint_every == 0:

@@ -25,21 +25,19 @@ from clusterddp.system.processes import read_age_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
+from clusterddp.train.compute_slots import agree_on_compute_slot, keep_freed_memory, return_freed_memory
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import join_group, leave_group
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
-from clusterddp.train.place import Place
-from clusterddp.train.report.figures import tell
-from clusterddp.train.report.metrics import Reporter
-from clusterddp.train.report.progress import last_words
+from clusterddp.train.report.reporter import Reporter, describe_end
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
-from clusterddp.train.turns import agree_on_turns, keep_freed_memory, return_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What the run asks of this process, besides its place among the ranks."""
+    """The run and the attempt that this process belongs to, and the file that requests a stop."""
 
     run: RunDir
     attempt: AttemptDir
@@ -63,11 +61,11 @@ class Assignment:
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Carry this rank from its start to its end.
+    """Run this rank from its start to its end.
 
-    An exception is not handled here: a rank that fails must end at once, without waiting for the others.
+    Exceptions are not handled here: a rank that fails must end at once, without waiting for the others.
     """
-    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
+    assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
     run, attempt = assignment.run, assignment.attempt.number
     start_up = StartUp()
     start_up.mark("import")
@@ -75,14 +73,14 @@ def main(environ: Mapping[str, str]) -> None:
     spec = TrainSpec.from_json(plan["spec"].get("train") or {})
     set_storage_timeout((plan.get("gang") or {}).get("host_silence_s"))
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
-    group = join_group(place)
+    group = join_group(variables)
     start_up.mark("rendezvous")
     host = find_host(group)
     dataset = load_once(spec, group, host)
     start_up.mark("data")
-    turns = agree_on_turns(spec, host, image_size=dataset.image_size)
+    slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
     if group.device.type == "cpu":
-        keep_freed_memory() if turns.lock is None else return_freed_memory()
+        keep_freed_memory() if slot.lock is None else return_freed_memory()
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,
@@ -90,17 +88,17 @@ def main(environ: Mapping[str, str]) -> None:
             group,
             store=Store(run=run, attempt=attempt, keep=spec.keep_checkpoints),
             reporter=reporter,
-            turns=turns,
+            slot=slot,
             stop_requested=looking_at(assignment.stop_file),
         )
-        state = train(setting, after_step=partial(start_up.after_step, reporter))
+        state = train(setting, after_step=partial(start_up.after_step, reporter, group.device))
         if not state.finished(setting.schedule):
-            confirm(state, assignment, setting)
+            confirm_stopped(state, assignment, setting)
         else:
             with state.exchange.averaged(state.model):
                 summary = summarise(state, setting, start_up.seconds)
             reporter.summary(summary)
-            reporter.say(last_words(summary))
+            reporter.log(describe_end(summary))
     leave_group(group)
 
 
@@ -116,7 +114,7 @@ def read_plan(run: RunDir) -> dict[str, Any]:
 
 
 def set_up_torch(spec: TrainSpec, *, threads: str | None) -> None:
-    """Set what is global in torch: threads, seeds, and how strictly results repeat."""
+    """Set torch's globals: threads, seeds, deterministic algorithms."""
     if threads:
         torch.set_num_threads(int(threads))
     torch.manual_seed(spec.seed)
@@ -137,32 +135,34 @@ class StartUp:
         """From the process's start to the end of the first step, once that has ended."""
 
     def mark(self, phase: str) -> None:
-        """Note that a phase has ended: import, rendezvous, data, first_step."""
+        """Record the end of a phase: import, rendezvous, data, first_step."""
         age = read_age_s()
         self._phases[phase] = round(age - self._until, 3)
         self._until = age
 
-    def after_step(self, reporter: Reporter) -> None:
-        """Report the first step that has ended."""
+    def after_step(self, reporter: Reporter, device: torch.device) -> None:
+        """Report the end of the first step, which on a GPU is later than its launch."""
         if self.seconds is None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             self.mark("first_step")
             self.seconds = self._until
             reporter.first_step(self.seconds, self._phases)
 
 
-def confirm(state: TrainState, assignment: Assignment, setting: Setting) -> None:
-    """Say that the run stopped where it was told to, its checkpoint being written."""
+def confirm_stopped(state: TrainState, assignment: Assignment, setting: Setting) -> None:
+    """Confirm that the run stopped as requested and that its checkpoint is written."""
     if setting.group.is_first:
         retry_outage(lambda: make_attempt_dirs(assignment.attempt))
         progress = {"epoch": state.epoch, "step": state.step, "samples": state.samples}
         retry_outage(lambda: confirm_stop(assignment.attempt, progress))
-    asked_here = stop_requested(assignment.stop_file)
-    why = stop_reason(assignment.stop_file) if asked_here else "asked for on another host"
-    setting.reporter.say(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")
+    requested_here = stop_requested(assignment.stop_file)
+    why = stop_reason(assignment.stop_file) if requested_here else "asked for on another host"
+    setting.reporter.log(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")
 
 
 def summarise(state: TrainState, setting: Setting, start_up_seconds: float | None) -> dict[str, Any]:
-    """Return what summary.json says about a run that came to its end."""
+    """Return the content of summary.json for a finished run."""
     evaluation, dataset, spec = state.evaluation, setting.dataset, setting.spec
     assert evaluation is not None, "a finished run has been evaluated"
     return {
@@ -174,7 +174,7 @@ def summarise(state: TrainState, setting: Setting, start_up_seconds: float | Non
         "epochs": state.epoch,
         "steps": state.step,
         "samples": state.samples,
-        **tell(state.totals, state.samples / state.train_seconds, state.conditions()),
+        **state.figures(state.totals, state.samples / state.train_seconds),
         "time_to_accuracy": state.totals.time_to_accuracy,
         "train_seconds": state.train_seconds,
         "compile_seconds": state.compile_seconds,

@@ -1,7 +1,7 @@
-"""Muon: weights of convolutions are turned, by as much in every direction; everything else moves by SGD.
+"""Muon: weights of convolutions move by an orthogonalised momentum ("turn"); everything else moves by SGD.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; as airbench94_muon has it, whose
-weights keep their length, since batch norm follows each convolution and makes their length meaningless.
+weights keep their norm, since batch norm follows each convolution and makes their norm meaningless.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clusterddp.train.matrices import as_matrix, from_matrix
-
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 """Drives singular values from 0.01 up towards 1, quickly rather than precisely. Source: Jordan et al. 2024."""
 _ROUNDS = 3  # Source: airbench94_muon
@@ -24,9 +22,9 @@ _TINY = 1e-7  # a gradient may be zero
 class Muon(torch.optim.SGD):
     """SGD for all parameter groups but those that have `turns`, whose weights are turned.
 
-    A turned weight, as a matrix W [out, in * height * width], is brought to the length sqrt(out) and loses lr * U,
-    where U has the directions of the gradients' momentum, all singular values about 1 and so about the length of W: lr
-    is the share of its length by which W moves. The size of gradients has no part in it.
+    A turned weight, as a matrix W [out, in * height * width], is scaled to the norm sqrt(out) and loses lr * U,
+    where U has the directions of the gradients' momentum, all singular values about 1 and so about the norm of W: lr
+    is the share of its norm by which W moves. The size of gradients has no effect.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Muon(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Turn what is turned, and let SGD move the rest. Gradients stay, for who looks whether they are finite."""
+        """Turn the weights of groups with `turns`, let SGD move the others. Gradients stay for `Meter.read`."""
         turned: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
             if "turns" in group:
@@ -75,8 +73,8 @@ class Muon(torch.optim.SGD):
                 self._turn_on_gpu(weights, zeros, [torch.zeros_like(weight) for weight in weights], group)
         return time.perf_counter() - began
 
-    def go_on_uncompiled(self) -> None:
-        """Do without a graph."""
+    def run_uncompiled(self) -> None:
+        """Do without a compiled graph."""
         self._turn_at_once = turn_at_once
 
     def _turn(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -175,6 +173,16 @@ def orthogonalise_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor
         each if each.shape == matrix.shape else each.mT.contiguous()
         for each, matrix in zip(found, matrices, strict=True)
     ]
+
+
+def as_matrix(values: Tensor) -> Tensor:
+    """Take [out, in, height, width] as [out, height * width * in], which copies nothing of a channels_last tensor."""
+    return values.movedim(1, -1).reshape(len(values), -1)
+
+
+def from_matrix(matrix: Tensor, like: Tensor) -> Tensor:
+    """Undo `as_matrix`."""
+    return matrix.view(like.movedim(1, -1).shape).movedim(-1, 1)
 
 
 def _iterate(stack: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How weights move: SGD, Muon or Adam, and the learning rate over the steps of the whole run."""
+"""The optimizer (SGD, Muon or Adam) and the learning rate over the steps of the whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How long a run is and how its learning rate goes, all in optimizer steps.
+    """The length of a run and its learning rate, in optimizer steps.
 
     Epochs, and so the samples seen, do not depend on the number of ranks; steps do.
     """
@@ -35,16 +35,16 @@ class Schedule:
     warmup: float
     """The share of all steps in which the rate rises."""
     shape: str
-    alone_share: float = 1.0
-    """The share of the rate that a rank takes which steps with its own batch alone (`Exchange.alone`)."""
+    own_gradient_share: float = 1.0
+    """The share of the rate for ranks that step with their own batch's gradient (`Exchange.own_gradient`)."""
 
-    def learning_rate(self, step: int, *, alone: bool = False) -> float:
+    def learning_rate(self, step: int, *, own_gradient: bool = False) -> float:
         """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0."""
-        return self.peak(alone=alone) * self._height(step)
+        return self.peak(own_gradient=own_gradient) * self._height(step)
 
-    def peak(self, *, alone: bool = False) -> float:
+    def peak(self, *, own_gradient: bool = False) -> float:
         """Return the highest rate of the run."""
-        return self.peak_lr * (self.alone_share if alone else 1.0)
+        return self.peak_lr * (self.own_gradient_share if own_gradient else 1.0)
 
     def _height(self, step: int) -> float:
         """Return the rate of a step as a share of the peak."""
@@ -80,14 +80,14 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
         peak_lr=spec.lr * (global_batch / spec.lr_batch if grows else 1.0),
         warmup=spec.warmup,
         shape=spec.schedule,
-        alone_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
+        own_gradient_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
     )
 
 
 def build_optimizer(
     model: nn.Module, spec: TrainSpec, schedule: Schedule, *, precision: str = "fp32", compiled: bool = False
 ) -> torch.optim.Optimizer:
-    """Build what moves all that is trained of `model`; biases and batch norm's parameters do not decay.
+    """Build the optimizer of all trained parameters of `model`; biases and batch norm's parameters do not decay.
 
     Adam is torch.optim.Adam: its weight decay is added to the gradient, not decoupled as AdamW's. Muon takes the
     weights of convolutions, and SGD what is left; `precision`, fp32 or bf16, is that of its matrix products, and where
@@ -118,7 +118,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the schedule's rate; Muon's turns go along with it, at a rate of their own."""
+    """Set the schedule's rate; weights that Muon turns have a fixed share of it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * optimizer.turn_share if isinstance(optimizer, Muon) and "turns" in group else rate
 

@@ -1,7 +1,7 @@
-"""The smoke test of a run: its ranks meet, with their real variables, and do once what the run will do all the time.
+"""The smoke test of a run: its ranks join, with their real variables, and try once what the run will do.
 
 The ranks of `submit --smoke-test` execute this module in place of the run's entry. For the trainer they take one step
-and write a checkpoint. A program of the user's is not executed: what it imports is imported, no more.
+and write a checkpoint. A program of the user's is not executed; the smoke test only imports what it imports.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
+from clusterddp.train.compute_slots import agree_on_compute_slot
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import Assignment, read_plan, set_up_torch
-from clusterddp.train.place import Place
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
-from clusterddp.train.turns import agree_on_turns
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Prove what can be proved of the run's ranks and of its entry.
+    """Check the run's ranks and its entry.
 
     Raises: ClusterddpError: something does not work; whatever torch or an import of the entry raises.
     """
-    assignment, place = Assignment.from_environment(environ), Place.from_environment(environ)
+    assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
     entry = (read_json(assignment.run.plan) or {})["gang"]["entry"]
-    with _said(place, f"{place.world_size} ranks meet over {place.backend}"):
-        group = join_group(place)
-    with _said(place, f"an all-reduce over {place.world_size} ranks gives the right sum"):
+    with _reported(variables, f"{variables.world_size} ranks meet over {variables.backend}"):
+        group = join_group(variables)
+    with _reported(variables, f"an all-reduce over {variables.world_size} ranks gives the right sum"):
         _check_sum(group)
     if entry["smoke_test"] is None:
-        _check_training(assignment, place, group, threads=environ.get("OMP_NUM_THREADS"))
+        _check_training(assignment, variables, group, threads=environ.get("OMP_NUM_THREADS"))
     else:
         # Where the code and the packages are those of the node, one of its ranks is enough.
-        if place.local_rank == 0:
-            check_program(entry["smoke_test"], place, code_dir=Path(entry["code_dir"]).resolve())
-        sum_over_ranks(torch.zeros(1, device=group.device), group)  # until all have done so
+        if variables.local_rank == 0:
+            check_program(entry["smoke_test"], variables, code_dir=Path(entry["code_dir"]).resolve())
+        sum_over_ranks(torch.zeros(1, device=group.device), group)  # wait for all ranks
     leave_group(group)
 
 
-def check_program(entry: dict[str, Any], place: Place, *, code_dir: Path) -> None:
-    """Check the run's program as far as that goes without executing it.
+def check_program(entry: dict[str, Any], variables: RankVariables, *, code_dir: Path) -> None:
+    """Check the run's program without executing it.
 
     `code_dir`: where the run was submitted from, in the copy of the code; files are named from there.
     Raises: ClusterddpError: it is not there, does not compile, or lacks a package.
     """
     target, kind = str(entry["target"]), entry["kind"]
     if kind == "command":
-        _check_command(entry, place)
+        _check_command(entry, variables)
         return
     where, _, function = target.rpartition(":") if kind == "function" else (target, "", "")
     file = _find_source(where, is_file=kind == "script" or where.endswith(".py"))
     if kind != "module" and Path(where).suffix == ".py":
         sys.path.insert(0, str(file.parent))
-    with _said(place, f"{file.name} compiles, and what it imports at its top level is there"):
+    with _reported(variables, f"{file.name} compiles, and what it imports at its top level is there"):
         _import_what_it_imports(file, file.relative_to(code_dir) if file.is_relative_to(code_dir) else file)
     if function:
-        with _said(place, f"{where} has {function}"):
+        with _reported(variables, f"{where} has {function}"):
             _find_function(where, function, file)
 
 
@@ -87,22 +87,22 @@ def _check_sum(group: Group) -> None:
         raise ClusterddpError(f"an all-reduce gave {number:g} on rank {group.rank}, expected {expected:g}")
 
 
-def _check_training(assignment: Assignment, place: Place, group: Group, *, threads: str | None) -> None:
+def _check_training(assignment: Assignment, variables: RankVariables, group: Group, *, threads: str | None) -> None:
     spec = TrainSpec.from_json(read_plan(assignment.run)["spec"].get("train") or {})
     set_up_torch(spec, threads=threads)
     host = find_host(group)
-    with _said(place, f"the data set {spec.dataset} is there"):
+    with _reported(variables, f"the data set {spec.dataset} is there"):
         dataset = load_once(spec, group, host)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=spec.keep_checkpoints)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
-        turns = agree_on_turns(spec, host, image_size=dataset.image_size)
-        setting = prepare(spec, dataset, group, store=store, reporter=reporter, turns=turns)
+        slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
+        setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         images = setting.schedule.global_batch
-        with _said(place, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):
+        with _reported(variables, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):
             state = begin(setting)
             train_epoch(state, setting, lambda: None)
             setting.stop.settle()
-        with _said(place, "a checkpoint is written, and read back the same"):
+        with _reported(variables, "a checkpoint is written, and read back the same"):
             save(state, setting)
             await_checkpoint(state, setting)
             if group.is_first:
@@ -177,31 +177,31 @@ def _find_function(where: str, function: str, file: Path) -> None:
         raise ClusterddpError(f"entry.function: {where} has no function {function}")
 
 
-def _check_command(entry: dict[str, Any], place: Place) -> None:
+def _check_command(entry: dict[str, Any], variables: RankVariables) -> None:
     target = str(entry["target"])
     if entry.get("shell"):
-        with _said(place, "the shell can read the command"):
+        with _reported(variables, "the shell can read the command"):
             done = subprocess.run(["/bin/sh", "-n", "-c", target], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise ClusterddpError(f"entry.command: /bin/sh: {done.stderr.strip()}")
         return
-    with _said(place, f"the program {target} is there"):
+    with _reported(variables, f"the program {target} is there"):
         if "{" not in target and shutil.which(target) is None:
             raise ClusterddpError(f"entry.command: {target}: no such program on this host")
 
 
 @contextlib.contextmanager
-def _said(place: Place, what: str) -> Iterator[None]:
-    """Print, on rank 0, what worked and how long it took."""
+def _reported(variables: RankVariables, what: str) -> Iterator[None]:
+    """Print, on rank 0, that `what` succeeded, and its time."""
     began = time.perf_counter()
     yield
-    if place.rank == 0:
+    if variables.rank == 0:
         print(f"ok  {what} ({time.perf_counter() - began:.1f} s)", flush=True)
 
 
 if __name__ == "__main__":
     try:
         main(os.environ)
-    except ClusterddpError as error:  # which is about the user's files: our frames say nothing
+    except ClusterddpError as error:  # about the user's files: a traceback of ours adds nothing
         print(f"{error.message}; {error.hint}" if error.hint else error.message, file=sys.stderr, flush=True)
         os._exit(1)  # at once: on a busy host Python's own end takes longer than the other ranks take to miss this one

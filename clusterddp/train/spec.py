@@ -14,7 +14,7 @@ from clusterddp.errors import ClusterddpError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSpec:
-    """What to train; `clusterddp schema` tells what each key means."""
+    """What to train; `clusterddp schema` explains each key."""
 
     model: str = "resnet18"
     dataset: str = "shapes"
@@ -58,9 +58,9 @@ class TrainSpec:
 
     @classmethod
     def from_json(cls, section: dict[str, Any]) -> TrainSpec:
-        """Take the section as a plan holds it; a key that an older version did not know yet gets its default.
+        """Read the section of a plan; a key that is missing, in an older version's plan, gets its default.
 
-        Raises: ClusterddpError: a key that this version does not know.
+        Raises: ClusterddpError: a key is unknown to this version.
         """
         unknown = sorted(section.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:

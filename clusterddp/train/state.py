@@ -1,4 +1,4 @@
-"""Where training stands: everything a checkpoint holds, and how a run goes on from it."""
+"""The state of a training: everything that a checkpoint holds, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.comm.exchange import Exchange
-from clusterddp.train.ema import Ema
-from clusterddp.train.evaluate import Evaluation
+from clusterddp.train.evaluate import Ema, Evaluation
+from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.host_copy import copy_to_host, cut_apart
 from clusterddp.train.optim import Schedule
-from clusterddp.train.report.figures import Conditions, Totals
-from clusterddp.train.report.gauges import Gauges
+from clusterddp.train.report.figures import Meter, Totals, figures_of
+from clusterddp.train.report.flops import read_peak
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -40,7 +39,7 @@ class TrainState:
     """What a step calls for its forward pass: `model`, wrapped for the exchange."""
     precision: str
     """What the model computes in: fp32 or bf16."""
-    gauges: Gauges
+    meter: Meter
     ema: Ema | None = None
     epoch: int = 0
     """Epochs that are done, evaluation included."""
@@ -51,23 +50,35 @@ class TrainState:
     samples: int = 0
     """Train samples seen by all ranks together."""
     train_seconds: float = 0.0
-    """Time spent in steps, over all attempts; without start-up, evaluation and checkpoints."""
+    """Time in steps, over all attempts; without start-up, evaluation and checkpoints."""
     compile_seconds: float = 0.0
     """Time that this attempt has spent in compiling the model, before its first step."""
     totals: Totals = field(default_factory=Totals)
-    """What the gauges said over all attempts."""
+    """What the meter has read in all attempts."""
     best_accuracy: float = 0.0
     evaluation: Evaluation | None = None
     """The newest one."""
     resumed_from: str | None = None
     """The file of the checkpoint that this attempt began with; known on rank 0."""
 
-    def conditions(self) -> Conditions:
-        """Tell what steps run with."""
-        return self.gauges.conditions(precision=self.precision, comm=self.exchange.label, exact=self.exchange.exact)
+    def figures(self, totals: Totals, images_per_s: float) -> dict[str, Any]:
+        """Return the figures of a window or of the run, with the conditions of its steps."""
+        group = self.meter.group
+        peak = read_peak(group.device, self.precision)
+        return figures_of(
+            totals,
+            images_per_s,
+            world_size=group.world_size,
+            flop_per_image=self.meter.flop_per_image,
+            peak_tflop_per_s=self.meter.peak_tflop_per_s,
+            peak_source=peak.source if peak else None,
+            precision=self.precision,
+            comm=self.exchange.label,
+            exact=self.exchange.exact,
+        )
 
     def finished(self, schedule: Schedule) -> bool:
-        """Say whether nothing is left to do: all steps taken, and the weights that came out evaluated."""
+        """Return whether all steps are taken and the final weights are evaluated."""
         evaluated = self.evaluation is not None and self.evaluation.step == self.step
         return self.step >= schedule.total_steps and evaluated
 
@@ -75,9 +86,9 @@ class TrainState:
 def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group: Group) -> dict[str, Any] | None:
     """Collect from all ranks what a checkpoint holds, on rank 0; None elsewhere.
 
-    `model` is the mean over the ranks, for whoever loads it to use it; `own` has what differs from rank to rank, for
-    the run to go on to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`, and is a copy:
-    steps that follow do not change it.
+    `model` is the mean over the ranks, for use elsewhere; `own` has what differs between ranks, so that the run resumes
+    to the last bit. Everything in it is loadable with `torch.load(weights_only=True)`, and is a copy:
+    later steps do not change it.
     """
     weights = _mean_model(state.model, state, group)
     average = None if state.ema is None else _mean_model(state.ema.model, state, group)
@@ -117,9 +128,9 @@ def restore_state(
 ) -> None:
     """Bring `state`, and this rank's random generators, to where `saved` (from `gather_state`) was.
 
-    The number of ranks may have changed: what counts is the samples seen, and each rank starts from the mean of what
-    the ranks had. So it does when they exchange in another way now.
-    Raises: ClusterddpError: the checkpoint is of another training, or its place in the epoch falls between two steps.
+    The number of ranks may have changed: progress counts in samples, and each rank starts from the mean of what the
+    ranks had. The same holds when the mode of exchange has changed.
+    Raises: ClusterddpError: the checkpoint is of another training, or lies between two of today's steps.
     """
     _check_same_training(saved, spec, num_samples)
     epoch, step_in_epoch = saved["epoch"], _steps_taken(saved, schedule, group)
@@ -128,7 +139,7 @@ def restore_state(
     own = saved["own"][group.rank] if same_ranks else _mean(saved["own"])
     state.model.load_state_dict(saved["model"])
     state.model.load_state_dict(own["model"], strict=False)
-    if state.ema is not None:  # one that the checkpoint does not know begins at the weights
+    if state.ema is not None:  # without one in the checkpoint it begins at the weights
         state.ema.model.load_state_dict(saved.get("ema") or saved["model"])
         state.ema.model.load_state_dict(own["ema"], strict=False)
     _restore_optimizer(state.optimizer, own["optimizer"] or saved["optimizer"])
@@ -149,7 +160,7 @@ def restore_state(
 
 
 def spec_changes(saved: dict[str, Any], spec: TrainSpec) -> list[str]:
-    """Tell, in words, what the spec says now and did not say when the checkpoint was written."""
+    """List the keys of the spec that have changed since the checkpoint, with both values."""
     now = spec.to_json()
     return [
         f"train.{key} {saved['spec'].get(key)} -> {value}"
@@ -173,7 +184,7 @@ def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def _own_state(state: TrainState, group: Group) -> dict[str, Any]:
     """Return what may differ from rank to rank: buffers always, weights and optimizer state in some exchanges."""
-    apart = state.exchange.apart
+    apart = state.exchange.diverged
     ema = None if state.ema is None else state.ema.model
     return {
         "model": _tensors(state.model, whole=apart),
@@ -197,7 +208,7 @@ def _tensors(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
 
 
 def _mean(ranks: list[Any]) -> Any:
-    """Average tensors of floating-point numbers over the ranks, however deep they lie; the rest is rank 0's."""
+    """Average floating-point tensors over the ranks, at any depth; everything else is rank 0's."""
     first = ranks[0]
     if isinstance(first, dict):
         return {key: _mean([rank[key] for rank in ranks]) for key in first}
@@ -237,7 +248,7 @@ def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Bring back what is kept for each weight; momentum, decay and the like are what the spec says now."""
+    """Restore what is kept for each weight; momentum, decay and the like are the present spec's."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, now in zip(optimizer.param_groups, options, strict=True):

@@ -101,15 +101,17 @@ def _main(directory: Path, which: str) -> None:
     from tests.sim_cuda import device  # before anything that imports torch
 
     device.install(gpus=2)
+    from clusterddp.train.device import RankVariables
     from clusterddp.train.group import join_group, leave_group
-    from clusterddp.train.place import Place
 
     is_alone = which == "alone"
     rank = 0 if is_alone else int(which)
     meeting = f"file://{directory}/meeting"
     world_size = 1 if is_alone else 2
-    place = Place(rank=rank, local_rank=rank, world_size=world_size, backend="nccl", device="cuda", init_method=meeting)
-    group = join_group(place)
+    variables = RankVariables(
+        rank=rank, local_rank=rank, world_size=world_size, backend="nccl", device="cuda", init_method=meeting
+    )
+    group = join_group(variables)
     answers: dict[str, Any] = {"cases": {}, "counted": {}}
     for name, options in (ALONE if is_alone else PAIR).items():
         answers["cases"][name] = _train_case(group, directory / f"{which} {name}", options)
@@ -120,7 +122,7 @@ def _main(directory: Path, which: str) -> None:
     answers["contexts"] = sorted(device.contexts)
     leave_group(group)
     if not is_alone:
-        by_gloo = join_group(dataclasses.replace(place, backend="gloo", init_method=f"{meeting}-gloo"))
+        by_gloo = join_group(dataclasses.replace(variables, backend="gloo", init_method=f"{meeting}-gloo"))
         answers["gloo"] = _train(by_gloo, directory / f"{which} gloo", [None], {})
         leave_group(by_gloo)
     (directory / f"{which}.json").write_text(json.dumps(answers))
@@ -212,21 +214,22 @@ def _count_steps(group: Any, path: Path, options: dict[str, Any]) -> dict[str, i
 
     setting = _settle(group, path, options=options)
     state = begin(setting)
-    moments: list[tuple[str, int]] = []
-    marked = state.gauges.clock.mark
+    events: list[tuple[str, int]] = []
+    record = state.meter.clock.record
 
-    def mark(moment: Any) -> None:
-        moments.append((moment, counts.launches.total()))
-        marked(moment)
+    def count_and_record(event: Any) -> None:
+        events.append((event, counts.launches.total()))
+        record(event)
 
-    state.gauges.clock.mark = mark  # type: ignore[method-assign]
+    state.meter.clock.record = count_and_record  # type: ignore[method-assign]
     snapshots = []
     train_epoch(state, setting, lambda: snapshots.append(counts.copy()))
     _, second, third, fourth = snapshots  # DistributedDataParallel arranges its buckets in the second step
     with_report, step = third.since(second), fourth.since(third)
-    begins = [place for place, (moment, _) in enumerate(moments) if moment == "step"]
-    names, done = zip(*moments[begins[3] : begins[4]], strict=True)
-    assert names == ("step", "load", "loaded", "alone", "together", "alone", "together", "done")
+    begins = [number for number, (event, _) in enumerate(events) if event == "step"]
+    names, done = zip(*events[begins[3] : begins[4]], strict=True)
+    waits = ("wait_begin", "wait_end")
+    assert names == ("step", "load_begin", "load_end", *waits, *waits, "step_end")
     launches = (done[2] - done[1], done[4] - done[2], done[5] - done[4], done[7] - done[5])
     found = {
         **dict(zip(PHASES, launches, strict=True)),

@@ -23,14 +23,14 @@ from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
+from clusterddp.train.compute_slots import ComputeSlot
 from clusterddp.train.data.dataset import load_dataset
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group
 from clusterddp.train.loop import train
-from clusterddp.train.place import Place
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
-from clusterddp.train.turns import Turns
 
 TIMEOUT_S = 400  # a machine that is shared may take its time
 TINY: dict[str, Any] = {
@@ -65,7 +65,7 @@ class Gang:
             self._ranks.append(_start_rank())
         meeting = meeting_place(Path(self._directory.name))
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-            place = Place(
+            place = RankVariables(
                 rank=rank,
                 local_rank=rank,
                 world_size=world_size,
@@ -117,7 +117,7 @@ def meeting_place(directory: Path) -> str:
 def one_rank() -> Group:
     """A group of this process alone, which leaves the other cores to others."""
     torch.set_num_threads(1)
-    return join_group(Place(rank=0, local_rank=0, world_size=1, backend="gloo"))
+    return join_group(RankVariables(rank=0, local_rank=0, world_size=1, backend="gloo"))
 
 
 def make_run(path: Path, **train: Any) -> Path:
@@ -137,7 +137,7 @@ def settle(
     *,
     attempt: int = 0,
     stop_after: int | None = None,
-    turns: Turns | None = None,
+    slot: ComputeSlot | None = None,
     **train: Any,
 ) -> Setting:
     """Prepare a tiny training in `path`; rank 0 asks for a stop when it was asked `stop_after` times before."""
@@ -151,7 +151,7 @@ def settle(
         group,
         store=Store(run=RunDir(path), attempt=attempt, keep=spec.keep_checkpoints),
         reporter=Reporter(RunDir(path), attempt=attempt, first=group.is_first),
-        turns=turns,
+        slot=slot,
         stop_requested=lambda: stop_after is not None and group.is_first and next(asked) >= stop_after,
     )
 

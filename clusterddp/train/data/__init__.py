@@ -1,1 +1,1 @@
-"""The images and labels of a run: where they come from, who sees which, and what they look like."""
+"""The images and labels of a run: their files, which rank sees which, and their augmentation."""

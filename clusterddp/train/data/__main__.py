@@ -1,4 +1,4 @@
-"""`python -m clusterddp.train.data SET DIRECTORY`: has a set of images lie there, downloading it if need be.
+"""`python -m clusterddp.train.data SET DIRECTORY`: makes sure that a data set is there, by a download if needed.
 
 For a machine that has a network, before a job asks for nodes that have none.
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.data import cifar10, fashion_mnist
-from clusterddp.train.data.pictures import find_source
+from clusterddp.train.data.image_files import find_source
 
 
 def main(name: str, directory: str) -> int:
-    """Download what is not there; what is there is read, so that a set which is damaged shows now."""
+    """Download what is missing, and read the files, so that damage is reported now."""
     data_dir = Path(directory).expanduser()
     try:
         if name == "cifar10":

@@ -1,8 +1,8 @@
-"""Augmentation in batches on the device, where a sample's look depends on (seed, epoch, sample index) alone.
+"""Augmentation in batches on the device; a sample's transform depends on (seed, epoch, sample index) alone.
 
-All randomness is a hash of those three numbers, in integer tensor arithmetic: the world size, the batch size and the
-device cannot change what a sample looks like, and nothing of it has to be kept in a checkpoint. It is drawn for all
-samples once an epoch; a batch looks its own up, in few operations.
+All randomness is a hash of those three numbers, in integer tensor arithmetic: it does not depend on the world size, the
+batch size or the device, and a checkpoint holds none of it. It is drawn for all samples once an epoch; a batch looks up
+its own, in few operations.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clusterddp.train.data.hashing import random_bits
-
+_Number = TypeVar("_Number", int, Tensor)
+_MASK = 0xFFFFFFFF
 _CUTOUT_STREAMS = 1 << 32  # the first of its streams, one an epoch; flips have stream 0, shifts those from 1 on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What there is to choose from [choice, pixel], and the choice of each sample (int64, [sample])."""
+    """A table of choices [choice, pixel], and the choice of each sample (int64, [sample])."""
 
     table: Tensor
     choices: Tensor
 
     def of(self, indices: Tensor) -> Tensor:
-        """Look up what the samples of a batch have: [batch, pixel]."""
+        """Look up the rows of a batch's samples: [batch, pixel]."""
         return self.table[self.choices[indices]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Looks:
-    """How all samples look in an epoch; None: nothing of the kind is done."""
+class Transforms:
+    """How all samples are transformed in an epoch; None: not in this respect."""
 
     rows: Choice | None = None
     """Where each row of the image comes from: the place of its first pixel."""
@@ -45,7 +46,7 @@ class Looks:
     blank_columns: Choice | None = None
 
 
-def draw_looks(
+def draw_transforms(
     num_samples: int,
     *,
     mode: str,
@@ -55,8 +56,8 @@ def draw_looks(
     max_shift: int = 2,
     cutout: int = 0,
     device: torch.device | None = None,
-) -> Looks:
-    """Draw how samples of `side` x `side` pixels look in an epoch. `mode`: none, flip, flip_translate.
+) -> Transforms:
+    """Draw the transforms of samples of `side` x `side` pixels for an epoch. `mode`: none, flip, flip_translate.
 
     Flips alternate: the hash decides whether a sample is mirrored in the even or in the odd epochs, so that two epochs
     show both sides, which beats a coin per epoch (Source: arXiv:2404.00498, "alternating flip"). Translation is by up
@@ -81,13 +82,13 @@ def draw_looks(
         behind = pixels - torch.arange(num_places, device=device)[:, None]
         inside = (behind >= 0) & (behind < cutout)
         blank_rows, blank_columns = Choice(inside, top), Choice(inside, left)
-    return Looks(rows=rows, columns=columns, blank_rows=blank_rows, blank_columns=blank_columns)
+    return Transforms(rows=rows, columns=columns, blank_rows=blank_rows, blank_columns=blank_columns)
 
 
 def augment(
     images: Tensor,
     indices: Tensor,
-    looks: Looks,
+    transforms: Transforms,
     *,
     mean: Sequence[float],
     std: Sequence[float],
@@ -95,16 +96,16 @@ def augment(
     channels_last: bool = False,
     size: int | None = None,
 ) -> Tensor:
-    """Make a batch look as drawn, and normalise it; at last images smaller than `size` are enlarged to it.
+    """Apply the drawn transforms to a batch and normalise it; then enlarge images that are smaller than `size` to it.
 
     images: uint8, [batch, channel, side, side]; indices: int64, [batch], the samples' places in the train set.
     """
-    if looks.rows is not None and looks.columns is not None:
-        images = _take_pixels(images, looks.rows.of(indices), looks.columns.of(indices))
+    if transforms.rows is not None and transforms.columns is not None:
+        images = _take_pixels(images, transforms.rows.of(indices), transforms.columns.of(indices))
     images = normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
-    if looks.blank_rows is not None and looks.blank_columns is not None:
-        inside = looks.blank_rows.of(indices)[:, None, :, None] & looks.blank_columns.of(indices)[:, None, None, :]
-        images.masked_fill_(inside, 0)
+    if transforms.blank_rows is not None and transforms.blank_columns is not None:
+        rows, columns = transforms.blank_rows.of(indices), transforms.blank_columns.of(indices)
+        images.masked_fill_(rows[:, None, :, None] & columns[:, None, None, :], 0)
     return _enlarge(images, size)
 
 
@@ -121,6 +122,21 @@ def normalize(
     center, scale = _center_and_scale(tuple(mean), tuple(std), images.device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return _enlarge(images.to(torch.float32, memory_format=layout).sub_(center).mul_(scale).to(dtype), size)
+
+
+def random_bits(indices: Tensor, *, seed: int, stream: int) -> Tensor:
+    """Return 32 random bits (int64, 0..2^32-1) for each index of an int64 tensor; every (seed, stream) has its own."""
+    key = derive_seed(seed, stream)
+    return _mix(_mix((indices & _MASK) ^ key) ^ _mix(key + 1 & _MASK))
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed that belongs to `numbers`, such as (seed, epoch): 0..2^32-1, all that a torch generator takes."""
+    key = 0
+    for number in numbers:
+        key = _mix(key ^ number & _MASK)
+        key = _mix(key + 1 + (number >> 32) & _MASK)
+    return key
 
 
 def _enlarge(images: Tensor, size: int | None) -> Tensor:
@@ -158,3 +174,13 @@ def _take_pixels(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def _reflect(position: Tensor, size: int) -> Tensor:
     """Map positions just outside 0..size-1 to their mirror image inside; the edge itself is not repeated."""
     return size - 1 - (size - 1 - position.abs()).abs()
+
+
+def _mix(x: _Number) -> _Number:
+    """Scramble 32 bits one to one; both factors are below 2^31, so that no product leaves int64.
+
+    Source: Chris Wellons, "Prospecting for Hash Functions" (2018), nullprogram.com/blog/2018/07/31.
+    """
+    x = (x ^ (x >> 15)) * 0x2C1B3C6D & _MASK
+    x = (x ^ (x >> 12)) * 0x297A2D39 & _MASK
+    return x ^ (x >> 15)

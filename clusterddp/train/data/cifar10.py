@@ -1,17 +1,25 @@
-"""CIFAR-10 in its "python version": five pickled batches to train on and one to test on."""
+"""CIFAR-10 in its "python version": five pickled batches to train on and one to test on.
+
+A pickle is a program that may call anything importable. Here the few names that numpy writes for an array map to
+stand-ins, which only keep their arguments, and every other name is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import math
+import pickle
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.data.array_pickle import PickledArray, read_array_pickle, read_bounded
 from clusterddp.train.data.download import download_once, missing_error
 
 # Mean and deviation of the train pixels per channel, in 0..1.
@@ -31,6 +39,14 @@ _OFFICIAL_MD5 = {
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
 
+_LARGEST_FILE_BYTES = 1 << 28
+_FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
+_DAMAGE = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError,
+    LookupError, ImportError, MemoryError, OverflowError,
+)  # fmt: skip
+"""What a damaged stream can make pickle and the stand-ins raise."""
+
 Split = tuple[Tensor, Tensor]
 
 
@@ -47,7 +63,7 @@ def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
     """Return the train split, the test split (uint8 [n, 3, 32, 32], int64 [n]) and what to call figures got on them.
 
     `data_dir` holds the folder cifar-10-batches-py or is it. Other files than the official ones are welcome (pictures
-    encoded anew, a small subset), and the label then says so.
+    encoded anew, a small subset); the label then names them so.
 
     Raises:
         ClusterddpError: a file is missing, damaged, unsafe, or holds something else.
@@ -93,9 +109,12 @@ def _label(counts: tuple[int, int], *, official: bool) -> str:
 
 
 def _read_batch(path: Path, official_md5: str) -> _Batch:
-    content = read_bounded(path)
+    size = path.stat().st_size
+    if size > _LARGEST_FILE_BYTES:
+        raise ClusterddpError(f"{path}: {size:,} bytes are more than any file of this data set has")
+    content = path.read_bytes()
     official = hashlib.md5(content, usedforsecurity=False).hexdigest() == official_md5
-    batch = read_array_pickle(content, path)
+    batch = _unpickle(content, path)
     if not isinstance(batch, dict):
         raise ClusterddpError(f"{path}: a {type(batch).__name__}, where a batch of CIFAR-10 is a dict")
     images = _images(_entry(batch, "data", path), path)
@@ -114,7 +133,7 @@ def _entry(batch: dict[Any, Any], name: str, path: Path) -> Any:
 
 def _images(data: Any, path: Path) -> Tensor:
     try:
-        values = data.values() if isinstance(data, PickledArray) else None
+        values = data.values() if isinstance(data, _Array) else None
     except ValueError as error:
         raise ClusterddpError(f"{path}: data is {error}") from error
     if values is None or values.dtype != torch.uint8 or values.ndim != 2 or values.shape[1] != _PIXELS:
@@ -125,7 +144,7 @@ def _images(data: Any, path: Path) -> Tensor:
 
 def _labels(labels: Any, path: Path) -> list[int]:
     try:
-        values = labels.values().tolist() if isinstance(labels, PickledArray) else labels
+        values = labels.values().tolist() if isinstance(labels, _Array) else labels
     except ValueError as error:
         raise ClusterddpError(f"{path}: labels are {error}") from error
     if not isinstance(values, list) or not all(type(value) is int for value in values):
@@ -134,3 +153,104 @@ def _labels(labels: Any, path: Path) -> list[int]:
     if wrong is not None:
         raise ClusterddpError(f"{path}: label {wrong} is not in 0..9")
     return values
+
+
+def _unpickle(content: bytes, path: Path) -> Any:
+    """Return what the pickle holds: plain values, texts as bytes or str, arrays as `_Array`.
+
+    Raises:
+        ClusterddpError: the pickle names something other than numpy's arrays, or is damaged.
+    """
+    try:
+        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except _RefusedNameError as error:
+        raise ClusterddpError(
+            f"{path}: refused: the pickle names {error}, where only numpy's arrays and plain values belong",
+            hint="this file would run code when unpickled; get it again from a source that you trust",
+        ) from None
+    except _DAMAGE as error:
+        raise ClusterddpError(
+            f"{path}: cut short or damaged ({len(content):,} bytes): {type(error).__name__}: {error}",
+            hint="get the file again",
+        ) from error
+
+
+class _RefusedNameError(Exception):
+    """The pickle names something that is not allowed; the text is the name."""
+
+
+class _Dtype:
+    """Stands for numpy.dtype: its text, such as u1, then a state whose second value is the byte order."""
+
+    def __init__(self, text: Any, *_flags: Any) -> None:
+        self.text, self.order = _text(text), "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = _text(state[1])
+
+
+class _Array:
+    """Stands for a numpy array: keeps its description, of which `values` makes a tensor."""
+
+    def __init__(self, *_description: Any) -> None:
+        self._state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep (version, shape, dtype, is_fortran, bytes), as numpy's `ndarray.__reduce__` writes it."""
+        self._state = state
+
+    def values(self) -> Tensor:
+        """Return the array. Raises ValueError when it is not one of integers or does not fit together."""
+        whole = isinstance(self._state, tuple) and len(self._state) == 5
+        _, shape, dtype, fortran, raw = self._state if whole else (None,) * 5
+        if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes | bytearray):
+            raise ValueError("an array that is not of integers")
+        if not re.fullmatch("[iu][1248]", dtype.text) or dtype.order not in ("<", ">", "=", "|"):
+            raise ValueError(f"an array of dtype {dtype.order}{dtype.text}, where integers belong")
+        size = int(dtype.text[1])
+        if not _is_shape(shape) or math.prod(shape) * size != len(raw):
+            raise ValueError(f"an array of shape {shape!r} with {len(raw):,} bytes")
+        octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        if dtype.order == _FOREIGN_ORDER:
+            octets = octets.view(-1, size).flip(1).reshape(-1)
+        values = octets.view(getattr(torch, f"{'u' if dtype.text[0] == 'u' else ''}int{8 * size}"))
+        try:
+            return values.view(shape[::-1]).permute(*range(len(shape))[::-1]) if fortran else values.view(shape)
+        except (RuntimeError, TypeError, OverflowError) as error:  # no values, in a shape that no array can have
+            raise ValueError(f"an array of shape {shape!r}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # numpy 2 writes numpy._core, numpy 1 and the official files of 2009 write numpy.core.
+        known = f"{module.replace('numpy.core.', 'numpy._core.')}.{name}"
+        if known not in _STAND_INS:
+            raise _RefusedNameError(f"{module}.{name}")
+        return _STAND_INS[known]
+
+
+def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", raw))
+    return array
+
+
+def _scalar(dtype: Any, raw: Any) -> int:
+    return int(_from_buffer(raw, dtype, (), "C").values())
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(shape, tuple) and all(isinstance(length, int) and length >= 0 for length in shape)
+
+
+_STAND_INS: dict[str, Any] = {
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy._core.numeric._frombuffer": _from_buffer,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+}

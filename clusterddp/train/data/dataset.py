@@ -12,11 +12,10 @@ from torch import Tensor
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import BUILT_IN, kept_side
 from clusterddp.train.data import cifar10, fashion_mnist
+from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
-from clusterddp.train.data.hashing import derive_seed
-from clusterddp.train.data.kept import read_kept
-from clusterddp.train.data.memory import demand_memory
-from clusterddp.train.data.pictures import Source, find_source
+from clusterddp.train.data.image_cache import demand_memory, read_cached
+from clusterddp.train.data.image_files import ImageSource, find_source
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Dataset:
 
     Images are uint8 [n, channel, side, side], as they are kept; the model sees them enlarged to `image_size`. Labels
     are int64 [n]. `mean` and `std` are per channel, of pixels in 0..1. `label` is how to call a figure that was got on
-    it; `warning` says what such a figure does not mean.
+    it; `warning` limits what such a figure means.
     """
 
     name: str
@@ -74,7 +73,7 @@ def load_dataset(spec: TrainSpec, *, device: torch.device, prepare: bool) -> Dat
         return _read_cifar10(spec, data_dir, device, download=download)
     if spec.dataset == "fashion_mnist":
         return _read_fashion_mnist(spec, data_dir, device, download=download)
-    return _read_pictures(spec, find_source(spec.dataset, data_dir, download=download), device)
+    return _read_image_files(spec, find_source(spec.dataset, data_dir, download=download), device)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -124,11 +123,13 @@ def _read_fashion_mnist(spec: TrainSpec, data_dir: Path, device: torch.device, *
     return _place(spec, device, train, test, label=label, num_classes=10, mean=mean, std=std)
 
 
-def _read_pictures(spec: TrainSpec, source: Source, device: torch.device) -> Dataset:
-    kept = read_kept(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
-    train, test = (kept.train_images, kept.train_labels), (kept.test_images, kept.test_labels)
+def _read_image_files(spec: TrainSpec, source: ImageSource, device: torch.device) -> Dataset:
+    cached = read_cached(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
+    train, test = (cached.train_images, cached.train_labels), (cached.test_images, cached.test_labels)
     label = f"{source.title} ({len(train[1]):,} train, {len(test[1]):,} test images)"
-    return _place(spec, device, train, test, label=label, num_classes=kept.num_classes, mean=kept.mean, std=kept.std)
+    return _place(
+        spec, device, train, test, label=label, num_classes=cached.num_classes, mean=cached.mean, std=cached.std
+    )
 
 
 def _generated_shapes(spec: TrainSpec, device: torch.device) -> Dataset:
@@ -186,14 +187,9 @@ def _place(
 ) -> Dataset:
     """Bring a set onto the device, its training images cut to `spec.samples` of them.
 
-    They are taken evenly: files often lie class by class.
+    They are evenly spaced: files are often ordered by class.
     """
-    count, there = spec.samples or len(train[1]), len(train[1])
-    if count > there:
-        raise ClusterddpError(
-            f"train.samples is {count:,}, but {label} has {there:,} train images",
-            hint="leave train.samples out to use all of them",
-        )
+    count, there = _count_samples(spec, len(train[1]), label), len(train[1])
     _check_pixels(spec, side=train[0].shape[2])
     if device.type == "cuda":
         demand_memory(label, count * train[0][0].numel() + test[0].numel(), device)
@@ -216,8 +212,19 @@ def _place(
     )
 
 
+def _count_samples(spec: TrainSpec, there: int, label: str) -> int:
+    """Return how many of the training images are used. Raises ClusterddpError: there are fewer."""
+    count = spec.samples or there
+    if count > there:
+        raise ClusterddpError(
+            f"train.samples is {count:,}, but {label} has {there:,} train images",
+            hint="leave train.samples out to use all of them",
+        )
+    return count
+
+
 def _check_pixels(spec: TrainSpec, *, side: int) -> None:
-    """Raise ClusterddpError where images are too small for what shall be done to them; specs tell it for most sets."""
+    """Raise ClusterddpError where images are too small for their augmentation; for most sets the spec's rules do."""
     for name, pixels in (("translate", spec.translate), ("cutout", spec.cutout)):
         if pixels >= side:
             raise ClusterddpError(f"train.{name} is {pixels}, expected less than {side}, the side of the images")

@@ -40,7 +40,7 @@ def download_once(
 
     `torchvision_name` is the class in torchvision.datasets, called with each of `halves`, and `results` the names of
     the entries that it makes in its root. Processes of all ranks may call this at once: one downloads under a lock, the
-    others wait. The files arrive in a staging folder; each of `results` appears under `data_dir` at one blow.
+    others wait. The files arrive in a staging folder; a rename puts each of `results` under `data_dir`.
 
     Raises:
         ClusterddpError: nothing can be downloaded or written here.
@@ -141,7 +141,7 @@ def _download(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process of this host at a time go on; a lock ends with whoever holds it."""
+    """Hold a lock between the processes of this host; it ends with the process that holds it."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

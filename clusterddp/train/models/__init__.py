@@ -38,7 +38,7 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
 
 
 def _some_images(dataset: Dataset) -> Tensor:
-    """Return the first images; of a set that lies class by class, such as a folder, as many from all over it."""
+    """Return the first images; of a data set ordered by class, such as a folder, evenly spaced ones."""
     images, labels = dataset.train_images, dataset.train_labels
     if len(labels) <= _WHITENING_IMAGES or bool((labels[1:] < labels[:-1]).any()):
         return images[:_WHITENING_IMAGES]

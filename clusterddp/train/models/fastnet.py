@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import fits_fastnet
-from clusterddp.train.models.conv3x3 import Conv3x3
+from clusterddp.train.research.small_maps import Conv3x3
 
 _WHITEN_KERNEL = 2
 _WHITEN_EPS = 5e-4  # added to the variances: keeps the faintest patch patterns from being blown up. Source: airbench94
@@ -24,7 +24,7 @@ _BATCH_NORM_EPS = 1e-5
 
 
 def check_side(side: int) -> None:
-    """Raise ClusterddpError unless the last pool finds what it needs in images of `side` x `side` pixels."""
+    """Raise ClusterddpError unless images of `side` x `side` pixels fit the last pool."""
     if not fits_fastnet(side):
         raise ClusterddpError(
             f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
@@ -94,7 +94,7 @@ class BiasBatchNorm(nn.BatchNorm2d):
     """Batch norm whose scale is frozen at one and whose bias learns faster than the other parameters.
 
     The bias is kept divided by `_BIAS_GAIN`: for SGD that is the same as a learning rate times the gain's square on the
-    plain bias, with the same weight decay, and no optimizer has to know about it.
+    plain bias, with the same weight decay, for every optimizer.
     """
 
     def __init__(self, channels: int) -> None:

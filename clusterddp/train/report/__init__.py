@@ -1,1 +1,1 @@
-"""What is told of a training: times, speed, arithmetic, who holds the others up."""
+"""What a training reports: times, speed, arithmetic, stragglers."""

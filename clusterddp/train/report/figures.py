@@ -1,4 +1,8 @@
-"""What the times of all ranks' steps amount to, in a window and in a whole run: speed, waiting, arithmetic, memory."""
+"""The figures of a window of steps and of a whole run, over all ranks: loss, speed, waiting, arithmetic, memory.
+
+`StepClock` has this rank's times. `Meter.read` adds up those of all ranks in one all-reduce, into the `Totals` of the
+window. `figures_of` makes the figures of a row in metrics.jsonl from these, and those of summary.json from the run's.
+"""
 
 from __future__ import annotations
 
@@ -6,68 +10,50 @@ import math
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from clusterddp.train.report.clock import StepTimes
+from clusterddp.errors import ClusterddpError
+from clusterddp.train.group import Group, sum_over_ranks
+from clusterddp.train.report.flops import count_flops, read_peak
+from clusterddp.train.report.step_clock import StepClock
+from clusterddp.train.report.straggler import StragglerWatch, find_slowest
 
 _BIN = math.log(1.01)  # step times of a run are kept to one part in a hundred, so that their number does not grow
 _ACCURACIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankNumbers:
-    """What a rank tells the others about its window."""
+class Window:
+    """Each step's loss, and the correct answers of all steps, of one rank since the last report.
 
-    busy_ms: float
-    """The median of its steps without the waiting for others; so one hiccup makes no straggler."""
-    steps_ms: float
-    data_ms: float
-    exposed_ms: float
-    memory_mb: float
-    peak_tflop_per_s: float
-    """0 when it is not known."""
+    They are on the device, so that no step waits for a number.
+    """
 
-    @classmethod
-    def of(cls, times: StepTimes, device: torch.device, peak_tflop_per_s: float) -> RankNumbers:
-        return cls(
-            busy_ms=statistics.median(times.busy_ms),
-            steps_ms=sum(times.steps_ms),
-            data_ms=times.data_ms,
-            exposed_ms=times.exposed_ms,
-            memory_mb=read_memory_peak_mb(device),
-            peak_tflop_per_s=peak_tflop_per_s,
-        )
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.losses = torch.zeros(length, dtype=torch.float64, device=device)
+        self.hits = torch.zeros(1, dtype=torch.float64, device=device)
+        self.reset()
 
-    def to_list(self) -> list[float]:
-        return [getattr(self, each.name) for each in fields(self)]
+    def reset(self) -> None:
+        self.losses.zero_()
+        self.hits.zero_()
+        self.steps = 0
+        self.began = time.perf_counter()
 
-    @classmethod
-    def from_list(cls, values: list[float]) -> RankNumbers:
-        return cls(**{each.name: value for each, value in zip(fields(cls), values, strict=True)})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
-    """What steps ran with; a figure means nothing without."""
-
-    world_size: int
-    precision: str
-    comm: str
-    exact: bool
-    flop_per_image: int
-    """Forward and backward."""
-    peak_tflop_per_s: float | None
-    """Of all ranks' devices together."""
-    peak_source: str | None
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add one micro-batch of the current step; `loss` is its share of the step's loss."""
+        self.losses[self.steps] += loss
+        self.hits += (logits.argmax(1) == labels).sum()
 
 
 @dataclass(kw_only=True, slots=True)
 class Totals:
-    """What is added up over the windows of a run and all its attempts; times are sums over the ranks."""
+    """Sums over the windows of a run and all its attempts; times are sums over the ranks."""
 
     eval_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
@@ -84,66 +70,139 @@ class Totals:
     bins: dict[int, int] = field(default_factory=dict)
     """How many steps took 1.01 to the power of the key, in ms."""
     straggler: dict[str, Any] | None = None
-    """The worst one that was named."""
+    """The slowest rank that was reported as a straggler."""
     time_to_accuracy: dict[str, float] = field(default_factory=dict)
-    """Seconds in steps until an evaluation first found this share, written with two digits, to be right."""
+    """Seconds in steps until an evaluation first reached this accuracy, written with two digits."""
 
-    def add(self, other: Totals) -> None:
-        """Add a window, whose `straggler` is the one that is named now."""
+    def add(self, window: Totals) -> None:
+        """Add a window, whose `straggler` is the present one."""
         for name in ("steps", "steps_ms", "data_ms", "exposed_ms", "bytes_sent", "spread"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.memory_mb = max(self.memory_mb, other.memory_mb)
-        for key, count in other.bins.items():
+            setattr(self, name, getattr(self, name) + getattr(window, name))
+        self.memory_mb = max(self.memory_mb, window.memory_mb)
+        for key, count in window.bins.items():
             self.bins[key] = self.bins.get(key, 0) + count
-        if other.straggler and other.straggler["ratio"] > (self.straggler or {"ratio": 0.0})["ratio"]:
-            self.straggler = other.straggler
+        if window.straggler and window.straggler["ratio"] > (self.straggler or {"ratio": 0.0})["ratio"]:
+            self.straggler = window.straggler
 
     def reach(self, accuracy: float, train_seconds: float) -> None:
-        """Note which accuracies an evaluation has reached for the first time."""
+        """Record which accuracies an evaluation has reached for the first time."""
         for share in _ACCURACIES:
             if accuracy >= share:
                 self.time_to_accuracy.setdefault(f"{share:.2f}", round(train_seconds, 3))
 
 
-def sum_up(ranks: list[RankNumbers], steps_ms: list[float], *, bytes_per_step: float, spread: float) -> Totals:
-    """Make a window's totals of all ranks' numbers and this rank's steps."""
-    totals = Totals(
-        steps=len(steps_ms),
-        steps_ms=sum(rank.steps_ms for rank in ranks),
-        data_ms=sum(rank.data_ms for rank in ranks),
-        exposed_ms=sum(rank.exposed_ms for rank in ranks),
-        memory_mb=max(rank.memory_mb for rank in ranks),
-        bytes_sent=bytes_per_step * len(steps_ms),
-        spread=spread * len(steps_ms),
-    )
-    for step_ms in steps_ms:
-        key = round(math.log(max(step_ms, 1e-6)) / _BIN)
-        totals.bins[key] = totals.bins.get(key, 0) + 1
-    return totals
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowFigures:
+    """A window over all ranks: the mean loss, the number of correct answers, the time it took."""
+
+    loss: float
+    hits: float
+    seconds: float
+    totals: Totals
+    message: str | None
+    """News of a straggler, for the log."""
 
 
-def tell(totals: Totals, images_per_s: float, conditions: Conditions) -> dict[str, Any]:
-    """Return the figures of a window or a run as metrics.jsonl and summary.json have them; docs/metrics.md explains."""
-    tflop_per_s = images_per_s * conditions.flop_per_image / 1e12
-    peak = conditions.peak_tflop_per_s
-    alone = conditions.world_size == 1
+class Meter:
+    """Measures the steps of one rank, and reads a window of all ranks."""
+
+    def __init__(
+        self, model: nn.Module, image_shape: tuple[int, int, int], group: Group, *, num_devices: int = 1
+    ) -> None:
+        """`image_shape`: channel, height and width of what `model` is trained with; `num_devices`: of each rank."""
+        self.clock = StepClock(group.device)
+        self.clock.follow(model)
+        self.flop_per_image = count_flops(model, torch.zeros(1, *image_shape, device=group.device))
+        self.peak_tflop_per_s: float | None = None
+        """Of all ranks' devices together; None before the first window, and when one of them is not known."""
+        self._model = model
+        self._watch = StragglerWatch(group)
+        self.group = group
+        self._num_devices = num_devices
+
+    def read(self, window: Window, *, last_step: int, precision: str, bytes_per_step: float) -> WindowFigures:
+        """Add up the window over the ranks; this waits for the device, so the time is that of finished steps.
+
+        Raises: ClusterddpError: a loss, or a gradient of the last step, is not finite.
+        """
+        group = self.group
+        times = self.clock.read()
+        peak = read_peak(group.device, precision)
+        own = [
+            statistics.median(times.busy_ms),  # the median: one slow step makes no straggler
+            sum(times.steps_ms),
+            times.data_ms,
+            times.exposed_ms,
+            read_memory_peak_mb(group.device),
+            self._num_devices * peak.tflop_per_s if peak else 0.0,
+        ]
+        rows = torch.zeros(group.world_size, len(own), dtype=torch.float64)
+        rows[group.rank] = torch.tensor(own, dtype=torch.float64)
+        sums = torch.cat((window.losses, window.hits, rows.flatten().to(group.device, non_blocking=True)))
+        sum_over_ranks(sums, group)
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        norm_on_device = torch.nn.utils.get_total_norm(gradients).double().view(1)
+        found = torch.cat((norm_on_device, sums)).cpu()  # the only transfer from the device
+        norm, losses, hits, numbers = torch.split(found, [1, len(window.losses), 1, rows.numel()])
+        means = (losses[: window.steps] / group.world_size).tolist()
+        _check_finite(means, norm.item(), last_step=last_step)
+        seconds = time.perf_counter() - window.began
+        totals, message = self._sum_up(numbers.view_as(rows).tolist(), times.steps_ms, bytes_per_step)
+        return WindowFigures(
+            loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals, message=message
+        )
+
+    def _sum_up(
+        self, ranks: list[list[float]], steps_ms: list[float], bytes_per_step: float
+    ) -> tuple[Totals, str | None]:
+        """Make a window's totals of each rank's numbers (as `read` lists them) and this rank's steps."""
+        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb, peaks = (list(column) for column in zip(*ranks, strict=True))
+        message = self._watch.look(busy_ms)
+        self.peak_tflop_per_s = sum(peaks) if all(peaks) else None
+        totals = Totals(
+            steps=len(steps_ms),
+            steps_ms=sum(sums_ms),
+            data_ms=sum(data_ms),
+            exposed_ms=sum(exposed_ms),
+            memory_mb=max(memory_mb),
+            bytes_sent=bytes_per_step * len(steps_ms),
+            spread=find_slowest(busy_ms)[1] * len(steps_ms),
+            straggler=None if self._watch.named is None else asdict(self._watch.named),
+        )
+        for step_ms in steps_ms:
+            key = round(math.log(max(step_ms, 1e-6)) / _BIN)
+            totals.bins[key] = totals.bins.get(key, 0) + 1
+        return totals, message
+
+
+def figures_of(
+    totals: Totals,
+    images_per_s: float,
+    *,
+    world_size: int,
+    flop_per_image: int,
+    peak_tflop_per_s: float | None,
+    **conditions: Any,
+) -> dict[str, Any]:
+    """Return the figures of a window or a run as metrics.jsonl and summary.json have them; docs/metrics.md explains.
+
+    `conditions`: what else the steps ran with, under its key in the row.
+    """
+    tflop_per_s = images_per_s * flop_per_image / 1e12
     return {
         "images_per_s": images_per_s,
-        "images_per_s_per_rank": images_per_s / conditions.world_size,
+        "images_per_s_per_rank": images_per_s / world_size,
         "step_ms": quantiles((math.exp(key * _BIN), count) for key, count in totals.bins.items()),
         "data_wait_percent": _percent(totals.data_ms, totals.steps_ms),
-        "comm_exposed_percent": 0.0 if alone else _percent(totals.exposed_ms, totals.steps_ms),
+        "comm_exposed_percent": 0.0 if world_size == 1 else _percent(totals.exposed_ms, totals.steps_ms),
         "comm_bytes_per_step": round(totals.bytes_sent / max(1, totals.steps)),
         "tflop_per_s": round(tflop_per_s, 6),
-        "mfu_percent": None if peak is None else _percent(tflop_per_s, peak),
-        "peak_tflop_per_s": peak,
-        "peak_source": conditions.peak_source,
+        "mfu_percent": None if peak_tflop_per_s is None else _percent(tflop_per_s, peak_tflop_per_s),
+        "peak_tflop_per_s": peak_tflop_per_s,
         "memory_peak_mb": round(totals.memory_mb, 1),
         "straggler_spread": round(totals.spread / max(1, totals.steps), 3),
         "straggler": totals.straggler,
-        "precision": conditions.precision,
-        "comm": conditions.comm,
-        "exact": conditions.exact,
+        **conditions,
     }
 
 
@@ -167,6 +226,22 @@ def read_memory_peak_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def _check_finite(losses: list[float], norm: float, *, last_step: int) -> None:
+    """Raise ClusterddpError unless the loss of each step up to `last_step`, and its gradients' norm, are finite."""
+    for step, loss in enumerate(losses, start=last_step - len(losses) + 1):
+        if not math.isfinite(loss):
+            raise _diverged(f"the loss of step {step} is {loss}")
+    if not math.isfinite(norm):
+        raise _diverged(f"the gradients of step {last_step} have the norm {norm}")
+
+
+def _diverged(what: str) -> ClusterddpError:
+    return ClusterddpError(
+        f"training has gone astray: {what}",
+        hint="lower train.lr, lengthen train.warmup, or set train.precision to fp32; checkpoints before it are sound",
+    )
 
 
 def _percent(part: float, whole: float) -> float:

@@ -1,4 +1,4 @@
-"""How much arithmetic training takes, and how much a device could do: what TFLOP/s and MFU are made of."""
+"""The arithmetic of training and the peak of a device, from which TFLOP/s and MFU are computed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# What tells a GPU in the name that CUDA has for it -> (bf16, fp32) in TFLOP/s, dense. The first that fits counts. fp32
-# is TF32 from Ampere on, as cuDNN convolves in it unless told otherwise; V100 and T4 have no bf16: theirs is fp16.
-# Source: NVIDIA's data sheets, by half where they tell the figure with sparsity.
+# A pattern of CUDA's name for a GPU -> (bf16, fp32) in TFLOP/s, dense. The first match counts. From Ampere on fp32 is
+# TF32, cuDNN's default for convolutions; V100 and T4 have no bf16: theirs is fp16.
+# Source: NVIDIA's data sheets, divided by two where the figure is with sparsity.
 _PEAKS = {
     r"\bB200\b": (2250, 1125),
     r"\bH200 NVL\b|\bH100 NVL\b": (835.5, 417.5),
@@ -35,14 +35,14 @@ _PEAKS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """What a device can do at most, in TFLOP/s, and who says so."""
+    """The peak of a device, in TFLOP/s, and its source."""
 
     tflop_per_s: float
     source: str
 
 
 def read_peak(device: torch.device, precision: str) -> Peak | None:
-    """Look the device's peak up; None for a CPU and for a GPU that we have no figure of."""
+    """Look up the device's peak; None for a CPU and for a GPU that is not in the table."""
     return find_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
@@ -73,11 +73,11 @@ def count_flops(model: nn.Module, image: Tensor) -> int:
 
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     hooks = [layer.register_forward_hook(count) for layer in layers]
-    was_training, was_trying = model.training, torch.backends.cudnn.benchmark
+    was_training, benchmark = model.training, torch.backends.cudnn.benchmark
     model.eval()  # batch norm's statistics stay as they are
-    torch.backends.cudnn.benchmark = False  # one image is not worth trying out algorithms
+    torch.backends.cudnn.benchmark = False  # one image is not worth a benchmark of algorithms
     model(image)
-    torch.backends.cudnn.benchmark = was_trying
+    torch.backends.cudnn.benchmark = benchmark
     model.train(was_training)
     for hook in hooks:
         hook.remove()

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, on which host, and what is known of the reason."""
+"""Stragglers: which rank slows the others down, on which host, and why as far as is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REASONS = {
 }
 _NVIDIA_SMI_TIMEOUT_S = 20.0  # without the persistence daemon it wakes every GPU first; no step waits for it
 _ASKS = 5
-"""In how many windows after the naming the reason is asked for again."""
+"""In how many windows after the report the ranks look for its reason again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,27 +39,27 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Names a rank that is too slow for two windows in a row, and says when it no longer is.
+    """Reports a rank that is too slow for two windows in a row, and when it no longer is.
 
-    nvidia-smi, which knows why, may take seconds. A rank asks it in a thread when it is slow for the first time; what
-    is not known when it is named is told with one of the next windows.
+    nvidia-smi, which has the reason, may take seconds. A rank calls it in a thread when it is slow for the first time;
+    a reason that comes after the report is reported with one of the next windows.
     """
 
     def __init__(self, group: Group, ask: Callable[[], str] | None = None) -> None:
-        """`ask` tells why this rank may be slow, and may take its time; None: what its device has."""
+        """`ask` returns why this rank may be slow, and may take seconds; None: the default for its device."""
         self._group = group
         self._suspect: int | None = None
         self._ask = ask or (partial(ask_gpu, group.device) if group.device.type == "cuda" else None)
         self._answer = ""
         self._asks_left = 0
-        self._told = False
+        self._explained = False
         self.named: Straggler | None = None
         """The rank that is a straggler now, with its newest ratio; `host` is known on rank 0."""
 
     def look(self, busy_ms: list[float]) -> str | None:
-        """Judge a window by each rank's time for a step; return what is to be told, on rank 0.
+        """Judge a window by each rank's time for a step; return a message for the log, on rank 0.
 
-        Every rank must look at the same numbers, since a rank that gets named tells the first one where it is.
+        Every rank must pass the same numbers: when a straggler is found, all take part in a gather.
         """
         rank, ratio = find_slowest(busy_ms)
         slow = rank if ratio >= TOO_SLOW else None
@@ -74,7 +74,7 @@ class StragglerWatch:
         if slow is not None and confirmed:
             host, reason = self._gather(slow)
             self._asks_left = _ASKS if self._ask else 0
-            self._told = bool(reason)
+            self._explained = bool(reason)
             self.named = Straggler(rank=slow, host=host, ratio=ratio)
             others = statistics.median(busy_ms[:slow] + busy_ms[slow + 1 :])
             times = f"{busy_ms[slow]:,.1f} ms a step, {ratio:.2f} times the others' {others:,.1f} ms"
@@ -97,21 +97,21 @@ class StragglerWatch:
         threading.Thread(target=answer, name="straggler", daemon=True).start()
 
     def _ask_again(self, named: Straggler) -> str | None:
-        """Return the reason that was not known when `named` was; all ranks ask equally often."""
+        """Return the reason that was not known at the report of `named`; all ranks call this equally often."""
         if not self._asks_left:
             return None
         self._asks_left -= 1
         _, reason = self._gather(named.rank)
-        if not reason or self._told:
+        if not reason or self._explained:
             return None
-        self._told = True
+        self._explained = True
         return f"straggler: rank {named.rank} on {named.host}: {reason}"
 
     def _gather(self, rank: int) -> tuple[str, str]:
-        """Have `rank` tell its host and what it knows of the reason; blank elsewhere than on rank 0."""
+        """Gather the host of `rank` and its reason on rank 0; blank elsewhere."""
         own = (socket.gethostname(), self._answer) if self._group.rank == rank else ("", "")
-        told = gather_on_first(own, self._group)
-        return told[rank] if told else ("", "")
+        gathered = gather_on_first(own, self._group)
+        return gathered[rank] if gathered else ("", "")
 
 
 def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
@@ -123,7 +123,7 @@ def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
 
 
 def ask_gpu(device: torch.device) -> str:
-    """Say in words why a GPU may be slow; blank when it does not tell. It may take seconds."""
+    """Describe why a GPU may be slow; blank when that is not known. It may take seconds."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return ask_throttling(["-i", f"GPU-{uuid}"] if uuid else [])
 
@@ -142,19 +142,19 @@ def ask_throttling(which: list[str]) -> str:
         )
         return read_throttling(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
-        return ""  # best effort: the straggler is named either way
+        return ""  # best effort: the straggler is reported either way
 
 
 def read_throttling(answer: str) -> str:
-    """Put a row of nvidia-smi into words: clock now, clock at most, temperature, then whether each reason is active."""
+    """Describe a row of nvidia-smi: clock now, clock at most, temperature, then whether each reason is active."""
     clock, most, celsius, *active = [value.strip() for value in answer.split(",")]
-    reasons = [words for words, word in zip(_REASONS.values(), active, strict=False) if word == "Active"]
+    reasons = [reason for reason, state in zip(_REASONS.values(), active, strict=False) if state == "Active"]
     why = f"its GPU is slowed down: {', '.join(dict.fromkeys(reasons))}" if reasons else "its GPU is not slowed down"
     return f"{why} ({clock} of {most}, {celsius} C)"
 
 
 def ask_load() -> str:
-    """Say whether this host has more to do than it has cores; blank when it does not."""
+    """Describe the load of this host if it is above the number of cores; else blank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     return f"its host has a load of {load:.1f} on {cores} cores" if load > cores else ""

@@ -13,7 +13,7 @@ import pytest
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import list_runs
 from clusterddp.system.files import read_json
-from clusterddp.train.place import Place
+from clusterddp.train.device import RankVariables
 from clusterddp.train.smoke_test import check_program
 from tests.support.waiting import PATIENCE
 
@@ -104,7 +104,7 @@ def test_what_would_fail_at_the_start_is_named(
     (tmp_path / "train.py").write_text(text)
     entry = {"kind": "command" if kind == "shell" else kind, "target": target, "shell": kind == "shell"}
     with pytest.raises(ClusterddpError) as error:
-        check_program(entry, Place(rank=0, local_rank=0, world_size=1, backend="gloo"), code_dir=tmp_path)
+        check_program(entry, RankVariables(rank=0, local_rank=0, world_size=1, backend="gloo"), code_dir=tmp_path)
     assert complaint in str(error.value)
 
 

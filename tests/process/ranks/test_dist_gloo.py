@@ -14,10 +14,10 @@ SLOW_GLOO = (
 import sys
 import torch, torch.distributed as dist
 from clusterddp.train.group import join_group, leave_group
-from clusterddp.train.place import Place
+from clusterddp.train.device import RankVariables
 def main():
     group = join_group(
-        Place(rank=int(sys.argv[2]), local_rank=0, world_size=2, backend="gloo", init_method=f"file://{sys.argv[1]}")
+        RankVariables(rank=int(sys.argv[2]), local_rank=0, world_size=2, backend="gloo", init_method=f"file://{sys.argv[1]}")
     )
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     dist.all_reduce(torch.ones(1))

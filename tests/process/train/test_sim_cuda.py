@@ -134,6 +134,27 @@ assert here.grad.tolist() == [0.0] * 3 and here.grad.device == here.device
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_the_first_step_is_reported_when_the_gpu_has_done_it(sim_cuda: None) -> None:
+    program = """
+from tests.sim_cuda import device
+device.install(gpus=1)
+import torch
+from clusterddp.train.main import StartUp
+
+class Silent:
+    def first_step(self, seconds, phases):
+        print(phases)
+
+start_up, waits = StartUp(), []
+for _ in range(2):
+    before = device.counts.copy()
+    start_up.after_step(Silent(), torch.device("cuda", 0))
+    waits.append(device.counts.since(before).waits.total())
+assert waits == [1, 0], waits
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_the_deep_check_measures_gpus(sim_cuda: None, tmp_path: Path) -> None:
     """But for the calls that torch's profiler counts: it knows no device that is not there."""
     program = f"""
@@ -143,11 +164,11 @@ from pathlib import Path
 from clusterddp.run.directory import RunDir
 from clusterddp.train import deep_check
 from clusterddp.train.group import join_group
-from clusterddp.train.place import Place
+from clusterddp.train.device import RankVariables
 from clusterddp.train.main import Assignment
 from clusterddp.train.spec import TrainSpec
 
-place = Place(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")
+place = RankVariables(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")
 environment = deep_check.describe_environment(place, {{"NCCL_DEBUG": "INFO", "HOME": "/x"}})
 assert (environment.gpus, environment.gpu, environment.capability) == (2, "NVIDIA H100 80GB HBM3", "9.0")
 assert environment.variables == {{"NCCL_DEBUG": "INFO"}}

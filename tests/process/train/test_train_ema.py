@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from clusterddp.train.ema import Ema, build_ema
+from clusterddp.train.evaluate import Ema, build_ema
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256

@@ -10,11 +10,10 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.evaluate import Evaluation, evaluate
+from clusterddp.train.evaluate import Evaluation, evaluate, mean_logits
 from clusterddp.train.group import Group, averaged_buffers
 from clusterddp.train.models import build_model
 from clusterddp.train.spec import TrainSpec
-from clusterddp.train.tta import mean_logits
 from tests.support.train_gang import TINY, Gang, one_rank
 
 

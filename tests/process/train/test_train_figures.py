@@ -15,26 +15,26 @@ from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.models.fastnet import FastNet
 from clusterddp.train.models.resnet import resnet18
-from clusterddp.train.report.clock import Moment, times_of
-from clusterddp.train.report.figures import Conditions, Totals, quantiles, tell
+from clusterddp.train.report.figures import Totals, figures_of, quantiles
 from clusterddp.train.report.flops import count_flops, find_peak
+from clusterddp.train.report.step_clock import StepEvent, times_of
 from clusterddp.train.report.straggler import StragglerWatch, ask_throttling, find_slowest
 from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, settle, train_once
 
 # -- one rank's times
 
-STEP: list[tuple[Moment, float]] = [
+STEP: list[tuple[StepEvent, float]] = [
     ("step", 0),
-    ("load", 1),
-    ("loaded", 4),
-    ("alone", 20),
-    ("together", 25),
-    ("done", 30),
+    ("load_begin", 1),
+    ("load_end", 4),
+    ("wait_begin", 20),
+    ("wait_end", 25),
+    ("step_end", 30),
 ]
 
 
-def later(marks: list[tuple[Moment, float]], ms: float) -> list[tuple[Moment, float]]:
-    return [(moment, at + ms) for moment, at in marks]
+def later(events: list[tuple[StepEvent, float]], ms: float) -> list[tuple[StepEvent, float]]:
+    return [(event, at + ms) for event, at in events]
 
 
 def test_a_step_lasts_until_the_next_one_begins() -> None:
@@ -46,21 +46,21 @@ def test_a_rank_is_busy_while_it_does_not_wait_for_the_others() -> None:
 
 
 def test_every_micro_batch_is_waited_for_and_only_the_last_ones_gradients_meet_the_others() -> None:
-    marks: list[tuple[Moment, float]] = [
-        *[("step", 0), ("load", 0), ("loaded", 2), ("alone", 10)],
-        *[("load", 11), ("loaded", 14), ("alone", 22), ("together", 26), ("done", 27), ("step", 28)],
+    events: list[tuple[StepEvent, float]] = [
+        *[("step", 0), ("load_begin", 0), ("load_end", 2), ("wait_begin", 10)],
+        *[("load_begin", 11), ("load_end", 14), ("wait_begin", 22), ("wait_end", 26), ("step_end", 27), ("step", 28)],
     ]
-    times = times_of(marks)
+    times = times_of(events)
     assert (times.data_ms, times.exposed_ms) == (5, 4)
 
 
 def test_waiting_after_the_step_counts_as_well() -> None:
-    marks: list[tuple[Moment, float]] = [*STEP[:-1], ("alone", 27), ("together", 47), ("done", 47), ("step", 50)]
-    assert times_of(marks).exposed_ms == 25
+    after: list[tuple[StepEvent, float]] = [("wait_begin", 27), ("wait_end", 47), ("step_end", 47), ("step", 50)]
+    assert times_of([*STEP[:-1], *after]).exposed_ms == 25
 
 
 def test_a_backward_pass_before_the_first_step_is_no_step() -> None:
-    assert times_of([("alone", -9), *STEP, ("step", 32)]) == times_of([*STEP, ("step", 32)])
+    assert times_of([("wait_begin", -9), *STEP, ("step", 32)]) == times_of([*STEP, ("step", 32)])
 
 
 # -- sums
@@ -70,19 +70,19 @@ def test_quantiles_are_values_that_occurred() -> None:
     assert quantiles([(3.0, 1), (1.0, 50), (2.0, 45), (9.0, 4)]) == {"p50": 1.0, "p95": 2.0, "max": 9.0}
 
 
-def conditions(**changed: Any) -> Conditions:
-    known: dict[str, Any] = {"world_size": 2, "precision": "bf16", "comm": "exact", "exact": True}
-    known |= {"flop_per_image": 2_000_000_000, "peak_tflop_per_s": None, "peak_source": None}
-    return Conditions(**known | changed)
+def figures(peak_tflop_per_s: float | None) -> dict[str, Any]:
+    return figures_of(
+        Totals(), 100_000, world_size=2, flop_per_image=2_000_000_000, peak_tflop_per_s=peak_tflop_per_s, comm="bf16"
+    )
 
 
 def test_the_share_of_the_peak_is_that_of_all_devices() -> None:
-    figures = tell(Totals(), 100_000, conditions(peak_tflop_per_s=2000.0))
-    assert (figures["tflop_per_s"], figures["mfu_percent"]) == (200.0, 10.0)
+    found = figures(peak_tflop_per_s=2000.0)
+    assert (found["tflop_per_s"], found["mfu_percent"], found["comm"]) == (200.0, 10.0, "bf16")
 
 
 def test_without_a_known_peak_no_share_of_it_is_told() -> None:
-    assert tell(Totals(), 100_000, conditions())["mfu_percent"] is None
+    assert figures(peak_tflop_per_s=None)["mfu_percent"] is None
 
 
 def test_a_run_remembers_the_worst_straggler() -> None:

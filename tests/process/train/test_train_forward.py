@@ -14,8 +14,8 @@ import torch
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.begin import begin
-from clusterddp.train.comm.ddp import DdpExchange
 from clusterddp.train.data.dataset import Dataset, load_dataset
+from clusterddp.train.exchange import DdpExchange
 from clusterddp.train.forward import (
     compile_now,
     compile_options,

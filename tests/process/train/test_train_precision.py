@@ -11,9 +11,10 @@ import torch
 from clusterddp.train.begin import settle_precision
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
+from clusterddp.train.forward import choose_precision, time_precisions
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from clusterddp.train.precision import choose_precision, time_precisions
+from clusterddp.train.research.small_maps import Conv3x3
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_rank, settle, train_once
@@ -45,6 +46,16 @@ def test_bf16_that_does_not_pay_on_one_rank_is_taken_by_none(gang: Gang) -> None
     answers = gang.run(2, chosen_where, [(3.0, 1.0), (1.1, 1.0)], [True, True])
     assert [chosen for chosen, _ in answers] == ["fp32", "fp32"]
     assert "1.1 times as fast" in answers[0][1]
+
+
+def test_a_torch_without_its_private_names_for_bf16_units_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, name)
+    spec, dataset, model = auto()
+    assert choose_precision(spec, model, dataset, one_rank()) == ("fp32", "the CPU has neither avx512_bf16 nor AMX")
+    small = Conv3x3(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert small(torch.zeros(2, 4, 2, 2)).dtype == torch.bfloat16
 
 
 def test_a_cpu_without_bf16_units_makes_all_ranks_compute_in_fp32_untimed(gang: Gang) -> None:

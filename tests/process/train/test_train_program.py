@@ -21,8 +21,7 @@ from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
 from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.group import Group
-from clusterddp.train.report.metrics import TrainReport
-from clusterddp.train.report.progress import open_progress
+from clusterddp.train.report.reporter import TrainReport, open_progress
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
@@ -239,7 +238,7 @@ def test_a_terminal_gets_a_bar() -> None:
         text = reader.submit(read_terminal, ours)
         progress = open_progress(terminal)
         progress.advance(report(31))
-        progress.say("[something] happened")
+        progress.log("[something] happened")
         progress.close()
         terminal.close()
         seen = text.result(timeout=10)

@@ -245,7 +245,7 @@ def test_a_trial_ends_with_the_doctor(doctor: Doctor) -> None:
 
 
 def is_trial(pid: int) -> bool:
-    return b"clusterddp.train.trial" in command_line(pid)
+    return b"clusterddp.train.host_trial" in command_line(pid)
 
 
 def command_line(pid: int) -> bytes:

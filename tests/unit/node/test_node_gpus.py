@@ -3,7 +3,7 @@
 import pytest
 
 from clusterddp.node.gpus import Choice, TaskGpus, choose_gpus
-from clusterddp.train.place import Place
+from clusterddp.train.device import RankVariables
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_local_rank_counts_to_a_rank_s_own_gpu_or_it_is_told_which(lists, bound,
 
 
 def test_the_trainer_takes_the_gpu_that_it_is_told():
-    assert Place.from_environment({"LOCAL_RANK": "3", "CLUSTERDDP_GPU": "0"}).gpu == 0
+    assert RankVariables.from_environment({"LOCAL_RANK": "3", "CLUSTERDDP_GPU": "0"}).gpu == 0
 
 
 def test_the_trainer_counts_by_its_local_rank_otherwise():
-    assert Place.from_environment({"LOCAL_RANK": "3"}).gpu is None
+    assert RankVariables.from_environment({"LOCAL_RANK": "3"}).gpu is None

@@ -15,7 +15,7 @@ from clusterddp.node.link import PROCESS_ENDED, SUPERVISORS, listen
 from clusterddp.node.peer import Limits, Peer
 from clusterddp.rendezvous.client import Attempt, Found, Search
 from clusterddp.rendezvous.connection import CLOSED, NOT_OURS, Connection, no_key
-from clusterddp.rendezvous.handshake import VERSION, Signer
+from clusterddp.rendezvous.handshake import VERSION
 from clusterddp.rendezvous.server import Server
 from tests.support.waiting import PATIENCE
 
@@ -95,7 +95,7 @@ def test_another_token_is_not_heard():
         HELLO.replace(b"NONCE", b"short"),
         HELLO.replace(b"NONCE", b"0" * 32) + b"nonsense\n",
         HELLO.replace(b"NONCE", b"0" * 32) + b"0" * 64 + b' {"kind": "join"}\n',
-        Signer("worker", TOKEN, "client").hello(),
+        HELLO.replace(b"supervisor", b"worker").replace(b"NONCE", b"0" * 32),
         b"[" * 3000 + b"\n",
         b"\xff\xfe\n",
     ],

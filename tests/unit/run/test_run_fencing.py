@@ -7,7 +7,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.report.metrics import Reporter
+from clusterddp.train.report.reporter import Reporter
 from tests.support.storage_faults import away, disk
 
 OVERTAKEN = "attempt 1 of the run has begun, this is attempt 0"

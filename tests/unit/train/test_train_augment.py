@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clusterddp.train.data.augment import augment, draw_looks, normalize
+from clusterddp.train.data.augment import augment, derive_seed, draw_transforms, normalize, random_bits
 from clusterddp.train.data.download import import_torchvision
-from clusterddp.train.data.hashing import derive_seed, random_bits
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
 PLAIN = {"mean": (0.0,), "std": (1 / 255,)}  # leaves grey levels as they are
@@ -33,8 +32,8 @@ def look(images: Tensor, indices: Tensor, **changes: object) -> Tensor:
     drawn |= {key: value for key, value in changes.items() if key in ("mode", "seed", "epoch", "max_shift", "cutout")}
     seen: dict[str, Any] = {"mean": MEAN, "std": STD} | {key: changes[key] for key in changes if key not in drawn}
     count = int(indices.max()) + 1
-    looks = draw_looks(count, side=images.shape[-1], device=images.device, **drawn)
-    return augment(images, indices, looks, **seen)
+    transforms = draw_transforms(count, side=images.shape[-1], device=images.device, **drawn)
+    return augment(images, indices, transforms, **seen)
 
 
 def shifts_and_flips(count: int, **changes: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,10 +72,10 @@ def test_samples_look_as_in_earlier_versions_for_runs_go_on(changes: dict[str, A
 
 def test_a_batch_takes_few_operations() -> None:
     images, indices = noise(64), torch.arange(64)
-    looks = draw_looks(64, mode="flip_translate", seed=3, epoch=2, side=32)
+    transforms = draw_transforms(64, mode="flip_translate", seed=3, epoch=2, side=32)
     normalize(images, mean=MEAN, std=STD)  # which keeps its constants
     with CountedOperations() as counted:
-        augment(images[indices], indices, looks, mean=MEAN, std=STD, channels_last=True)
+        augment(images[indices], indices, transforms, mean=MEAN, std=STD, channels_last=True)
     assert counted.number <= 10  # each is a kernel to launch, and a step of the fast net takes 3 ms
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.train.device import RankVariables
 from clusterddp.train.group import join_group
-from clusterddp.train.place import Place
 
 
 @pytest.fixture
@@ -34,8 +34,10 @@ def see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return see
 
 
-def place(**changes: Any) -> Place:
-    return Place(**({"rank": 0, "local_rank": 0, "world_size": 1, "backend": "nccl", "device": "cuda"} | changes))
+def place(**changes: Any) -> RankVariables:
+    return RankVariables(
+        **({"rank": 0, "local_rank": 0, "world_size": 1, "backend": "nccl", "device": "cuda"} | changes)
+    )
 
 
 def refusal(**changes: Any) -> ClusterddpError:
@@ -148,15 +150,15 @@ def test_two_ranks_on_slices_of_one_gpu_are_told_what_to_write(see: Any, monkeyp
     ],
 )
 def test_the_environment_says_backend_and_device(environ: dict[str, str], backend: str, device: str | None) -> None:
-    found = Place.from_environment(environ)
+    found = RankVariables.from_environment(environ)
     assert (found.backend, found.device) == (backend, device)
 
 
 def test_without_a_plan_a_rank_takes_a_gpu_where_there_is_one(see: Any) -> None:
     see(1)
-    assert join_group(Place.from_environment({})).device == torch.device("cuda", 0)
+    assert join_group(RankVariables.from_environment({})).device == torch.device("cuda", 0)
 
 
 def test_without_a_plan_and_without_a_gpu_a_rank_takes_the_cpu(see: Any) -> None:
     see(0)
-    assert join_group(Place.from_environment({})).device == torch.device("cpu")
+    assert join_group(RankVariables.from_environment({})).device == torch.device("cpu")

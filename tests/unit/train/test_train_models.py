@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.data.augment import augment, draw_looks, normalize
+from clusterddp.train.data.augment import augment, draw_transforms, normalize
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import _some_images, build_model
-from clusterddp.train.models.conv3x3 import Conv3x3, SmallMaps
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import resnet18
+from clusterddp.train.research.small_maps import Conv3x3, SmallMaps
 from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
@@ -255,9 +255,9 @@ def train_briefly(model: nn.Module, dataset: Dataset, spec: TrainSpec) -> None:
 
 
 def augmented(dataset: Dataset, indices: Tensor, spec: TrainSpec, epoch: int) -> Tensor:
-    looks = draw_looks(len(dataset.train_labels), mode=spec.augment, seed=spec.seed, epoch=epoch, side=32)
+    transforms = draw_transforms(len(dataset.train_labels), mode=spec.augment, seed=spec.seed, epoch=epoch, side=32)
     images = dataset.train_images[indices]
-    return augment(images, indices, looks, mean=dataset.mean, std=dataset.std, channels_last=True)
+    return augment(images, indices, transforms, mean=dataset.mean, std=dataset.std, channels_last=True)
 
 
 def gradients(convolve: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:

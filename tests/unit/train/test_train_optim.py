@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.matrices import as_matrix
-from clusterddp.train.muon import orthogonalise, orthogonalise_all, turn_at_once, turn_one_by_one
+from clusterddp.train.muon import as_matrix, orthogonalise, orthogonalise_all, turn_at_once, turn_one_by_one
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
 from clusterddp.train.spec import TrainSpec
 
@@ -73,12 +72,12 @@ def test_ranks_that_step_alone_take_smaller_steps_unless_the_spec_says_how_the_r
 ) -> None:
     schedule = plan_schedule(spec(**train), num_samples=100, world_size=4)
     for step in range(schedule.total_steps):
-        assert schedule.learning_rate(step, alone=True) == pytest.approx(share * schedule.learning_rate(step))
+        assert schedule.learning_rate(step, own_gradient=True) == pytest.approx(share * schedule.learning_rate(step))
 
 
 def test_adams_rate_is_the_same_for_ranks_that_step_alone() -> None:
     schedule = plan_schedule(spec(optimizer="adam"), num_samples=100, world_size=4)
-    assert schedule.peak(alone=True) == schedule.peak() == 0.5
+    assert schedule.peak(own_gradient=True) == schedule.peak() == 0.5
 
 
 def test_more_ranks_change_the_steps_and_not_the_samples() -> None:

@@ -1,9 +1,10 @@
-"""The file in which a host keeps a set's images: made once, shared by its ranks, refused when it cannot be right."""
+"""The cache of a data set's images on a host: made and checked once, shared by its ranks, refused when damaged."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,15 @@ from PIL import Image
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.data.memory import demand_memory
+from clusterddp.train.data.image_cache import demand_memory
 from clusterddp.train.spec import TrainSpec
 from tests.support import picture_files as files
 
 CPU = torch.device("cpu")
 LOAD = """
 import resource, sys, torch
+opened = []
+sys.addaudithook(lambda event, about: opened.append(str(about[0])) if event == "open" else None)
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.data.dataset import load_dataset
@@ -31,7 +34,8 @@ if len(sys.argv) > 2:
 spec = TrainSpec(dataset="folder", data_dir=sys.argv[1], image_size=32)
 try:
     dataset = load_dataset(spec, device=torch.device("cpu"), prepare=True)
-    print(int(dataset.train_images.long().sum()), "torchvision" in sys.modules)
+    hashed = any(path.endswith("/pixels") for path in opened)
+    print(int(dataset.train_images.long().sum()), "torchvision" in sys.modules, hashed)
 except ClusterddpError as error:
     print("error", error.message, "hint", error.hint)
 """
@@ -50,21 +54,37 @@ def test_the_processes_of_a_host_read_the_images_once_and_share_the_file(tmp_pat
     files.write_folder(tmp_path, sizes=[(50, 40)])
     ranks = [start_loading(tmp_path) for _ in range(3)]
     said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
-    assert len({total for total, _ in said}) == 1
-    assert sorted(with_torchvision for _, with_torchvision in said) == ["False", "False", "True"]
-    (kept,) = tmp_path.glob(".clusterddp/folder-32-*")
-    assert sorted(path.name for path in kept.iterdir()) == ["about.json", "pixels"]
+    assert len({total for total, _, _ in said}) == 1
+    assert sorted(with_torchvision for _, with_torchvision, _ in said) == ["False", "False", "True"]
+    assert sorted(hashed for _, _, hashed in said) == ["False", "False", "True"]
+    (cache,) = tmp_path.glob(".clusterddp/folder-32-*")
+    assert sorted(path.name for path in cache.iterdir()) == ["about.json", "pixels", f"verified-{socket.gethostname()}"]
 
     os.utime(tmp_path / "test" / "cat" / "0.jpg", (0, 0))
     load(tmp_path, image_size=32)
     assert len(list(tmp_path.glob(".clusterddp/folder-32-*"))) == 2
 
-    content = (kept / "pixels").read_bytes()
+    content = (cache / "pixels").read_bytes()
     for other in tmp_path.glob(".clusterddp/folder-32-*"):
         (other / "pixels").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ClusterddpError, match=r"folder-32-.*damaged: its sum is not the one") as caught:
         load(tmp_path, image_size=32)
     assert "remove this directory" in str(caught.value.hint)
+
+
+def test_the_sum_is_computed_again_after_a_write_and_after_a_boot(tmp_path: Path) -> None:
+    files.write_folder(tmp_path, sizes=[(50, 40)])
+
+    def hashes() -> bool:
+        return start_loading(tmp_path).communicate(timeout=120)[0].split()[2] == "True"
+
+    assert [hashes(), hashes()] == [True, False]
+    (verified,) = tmp_path.glob(".clusterddp/*/verified-*")
+    boot, *rest = verified.read_text().split()
+    verified.write_text(" ".join([boot[::-1], *rest]))
+    assert [hashes(), hashes()] == [True, False]
+    os.utime(verified.parent / "pixels")
+    assert [hashes(), hashes()] == [True, False]
 
 
 def test_a_full_disk_is_told_before_anything_is_read_and_leaves_nothing(tmp_path: Path) -> None:

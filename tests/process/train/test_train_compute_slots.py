@@ -1,4 +1,4 @@
-"""Ranks that take turns at computing, the memory that is planned for them, and the data set that they share."""
+"""Ranks that share compute slots, the memory that is planned for them, and the data set that they share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from clusterddp.facts.training_memory import TrainingMemory, plan_turns, split_b
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.placement import Placement
 from clusterddp.run.gang import Node
+from clusterddp.train.compute_slots import ComputeSlot, agree_on_compute_slot
 from clusterddp.train.group import Group
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
-from clusterddp.train.turns import Turns, agree_on_turns
 from tests.support.paths import ROOT
 from tests.support.train_gang import TINY, Gang, one_rank, outcome, settle
 
@@ -33,51 +33,53 @@ GB = 10**9
 RESNET = TrainSpec(dataset="cifar10").to_json()
 
 
-class RecordedTurns(Turns):
-    """Turns whose times are kept."""
+class RecordedSlot(ComputeSlot):
+    """A slot that records when it is held."""
 
-    def take(self) -> None:
-        super().take()
+    def acquire(self) -> None:
+        super().acquire()
         TIMES.append([time.monotonic(), 0.0])
 
-    def leave(self) -> None:
+    def release(self) -> None:
         TIMES[-1][1] = time.monotonic()
-        super().leave()
+        super().release()
 
 
 TIMES: list[list[float]] = []
 
 
-def train_in_turns(group: Group, path: Path, at_once: int | None) -> dict[str, Any]:
+def train_with_slots(group: Group, path: Path, at_once: int | None) -> dict[str, Any]:
     """Train; with `at_once`, so many ranks compute at a time."""
-    turns = Turns()
+    slot = ComputeSlot()
     TIMES.clear()
     if at_once is not None:
         spec = TrainSpec.from_json(TINY)
-        agreed = agree_on_turns(spec, find_host(group), image_size=32, cores=at_once)
-        turns = RecordedTurns(lock=agreed.lock, slot=agreed.slot, is_first=agreed.is_first, words=agreed.words)
+        agreed = agree_on_compute_slot(spec, find_host(group), image_size=32, cores=at_once)
+        slot = RecordedSlot(agreed.lock, agreed.index, agreed.is_first, agreed.description)
     run = path / str(group.rank)
     run.mkdir(parents=True)
-    state = train(settle(group, run, turns=turns, accumulate=2, epochs=1))
-    return outcome(state) | {"times": list(TIMES), "words": turns.words}
+    state = train(settle(group, run, slot=slot, accumulate=2, epochs=1))
+    return outcome(state) | {"times": list(TIMES), "description": slot.description}
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_ranks_that_take_turns_come_to_the_same_weights(either_gang: Gang, tmp_path: Path, at_once: int) -> None:
-    together = either_gang.run(4, train_in_turns, tmp_path / "together", None)
-    in_turns = either_gang.run(4, train_in_turns, tmp_path / "turns", at_once)
+def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(
+    either_gang: Gang, tmp_path: Path, at_once: int
+) -> None:
+    together = either_gang.run(4, train_with_slots, tmp_path / "together", None)
+    in_slots = either_gang.run(4, train_with_slots, tmp_path / "slots", at_once)
     for name in ("params", "buffers", "momentum", "accuracy"):
-        assert [each[name] for each in in_turns] == [each[name] for each in together]
-    assert in_turns[0]["words"].startswith(f"4 ranks share {at_once} core")
-    moments = sorted(moment for each in in_turns for begin, end in each["times"] for moment in ((begin, 1), (end, -1)))
+        assert [each[name] for each in in_slots] == [each[name] for each in together]
+    assert in_slots[0]["description"].startswith(f"4 ranks share {at_once} core")
+    moments = sorted(moment for each in in_slots for begin, end in each["times"] for moment in ((begin, 1), (end, -1)))
     running = [sum(change for _, change in moments[: index + 1]) for index in range(len(moments))]
     assert max(running) <= at_once
     assert running[-1] == 0
-    assert [len(each["times"]) for each in in_turns] == [5] * 4  # two steps of two micro-batches, one evaluation
+    assert [len(each["times"]) for each in in_slots] == [5] * 4  # two steps of two micro-batches, one evaluation
 
 
 def test_the_slot_of_a_rank_that_was_killed_is_free() -> None:
-    lock = os.memfd_create("turns")
+    lock = os.memfd_create("slots")
     path = f"/proc/{os.getpid()}/fd/{lock}"
     program = f"import fcntl, os, time; f = os.open({path!r}, os.O_RDWR); fcntl.lockf(f, fcntl.LOCK_EX, 1, 3); print(1)"
     with subprocess.Popen(
@@ -88,7 +90,7 @@ def test_the_slot_of_a_rank_that_was_killed_is_free() -> None:
         with pytest.raises(OSError, match="temporarily unavailable"):
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 3)
         holder.kill()
-        with Turns(lock=lock, slot=3).taken():
+        with ComputeSlot(lock=lock, index=3).held():
             pass
     os.close(lock)
 
@@ -109,21 +111,21 @@ def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang) -> 
 def test_a_rank_alone_shares_nothing() -> None:
     host = find_host(one_rank())
     assert host is not None
-    assert agree_on_turns(TrainSpec(), host, image_size=32, cores=1) == Turns()
+    assert agree_on_compute_slot(TrainSpec(), host, image_size=32, cores=1) == ComputeSlot()
 
 
-def turns_of_bound_ranks(group: Group) -> str:
+def slots_of_bound_ranks(group: Group) -> str:
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(mine)[group.rank % len(mine)]})
     try:
-        return agree_on_turns(TrainSpec.from_json(TINY), find_host(group), image_size=32).words
+        return agree_on_compute_slot(TrainSpec.from_json(TINY), find_host(group), image_size=32).description
     finally:
         os.sched_setaffinity(0, mine)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(either_gang: Gang) -> None:
-    assert either_gang.run(2, turns_of_bound_ranks) == ["", ""]
+    assert either_gang.run(2, slots_of_bound_ranks) == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -254,11 +256,11 @@ def test_free_memory_is_known_on_this_machine() -> None:
     assert 0 < free < 2**50
 
 
-def test_evaluation_takes_turns_too() -> None:
-    """As a pass without gradients never comes to the last of them, `follow` leaves it alone."""
-    lock = os.memfd_create("turns")
+def test_a_pass_without_gradients_holds_no_slot() -> None:
+    """It never computes the last gradient, which releases the slot; evaluation holds the slot by `held`."""
+    lock = os.memfd_create("slots")
     model = torch.nn.Linear(2, 2)
-    Turns(lock=lock).follow(model)
+    ComputeSlot(lock=lock).follow(model)
     with torch.no_grad():
         model(torch.ones(1, 2))
     assert Path("/proc/locks").read_text().count(f" {os.getpid()} ") == 0

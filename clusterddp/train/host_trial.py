@@ -1,10 +1,10 @@
-"""One trial of a host before a run: how fast it multiplies matrices, and reduces numbers with one other host.
+"""One trial of a host before a run: how fast it multiplies matrices, and all-reduces numbers with one other host.
 
-    python -m clusterddp.train.trial        started by the agent, once for each host of a pair
+    python -m clusterddp.train.host_trial        started by the agent, once for each host of a pair
 
 Standard input: one line of JSON, the order; for the second host of a pair then a line `{"port": n}`. Standard output:
-a line for each thing that is known: `{"port": n}`, `{"compute": ..}`, `{"link": ..}`, `{"error": ..}`. When standard
-input ends, so does this process, whatever it is doing.
+a line for each answer: `{"port": n}`, `{"compute": ..}`, `{"link": ..}`, `{"error": ..}`. When standard
+input ends, this process exits at once.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _ROUNDS = 3
 
 
 def main() -> None:
-    """Do what the order says, and tell."""
+    """Measure what the order asks for, and write the answers."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
 
-    def tell(**words: Any) -> None:
-        answers.write(json.dumps(words) + "\n")
+    def answer(**found: Any) -> None:
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
     order = lines.get()
     try:
         if order["compute"]:
-            tell(compute=measure_compute(order["gpus"]))
+            answer(compute=measure_compute(order["gpus"]))
         if order["pair"]:
-            tell(link=measure_link(order["pair"], order["backend"], lines.get, tell))
+            answer(link=measure_link(order["pair"], order["backend"], lines.get, answer))
     except Exception as error:
-        tell(error=_words(error))
+        answer(error=_describe(error))
     answers.close()
-    os._exit(0)  # a group that is broken may not let go
+    os._exit(0)  # destroying a broken process group may hang
 
 
 def measure_compute(gpus: int) -> dict[str, float]:
@@ -61,7 +61,7 @@ def measure_compute(gpus: int) -> dict[str, float]:
 
 
 def measure_link(
-    pair: dict[str, Any], backend: str, next_line: Callable[[], dict[str, Any]], tell: Callable[..., None]
+    pair: dict[str, Any], backend: str, next_line: Callable[[], dict[str, Any]], answer: Callable[..., None]
 ) -> dict[str, float]:
     """Reduce numbers with the other host of a pair; returns MB/s and, for a single number, ms."""
     limit = timedelta(seconds=pair["timeout_s"])
@@ -71,7 +71,7 @@ def measure_link(
         pair["address"], port, 2, is_first, timeout=limit, wait_for_workers=False
     )
     if is_first:
-        tell(port=store.port)
+        answer(port=store.port)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=pair["rank"], world_size=2, timeout=limit)
     latency_s = min(_time_reduction(4, device) for _ in range(10))
@@ -109,7 +109,7 @@ def _time_reduction(num_bytes: int, device: torch.device) -> float:
 
 
 def _agree(took_s: float, device: torch.device) -> float:
-    """Return the longer one of both hosts' times, so that both go on alike."""
+    """Return the longer one of both hosts' times, so that both continue alike."""
     time_s = torch.tensor(took_s, device=device)
     dist.all_reduce(time_s, op=dist.ReduceOp.MAX)
     return float(time_s)
@@ -121,7 +121,7 @@ def _listen(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(1)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:300]}"
 

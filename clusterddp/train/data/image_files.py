@@ -1,4 +1,4 @@
-"""A set of images that are files: where it lies, and how torchvision opens its training images and its test images."""
+"""A data set of image files: where it is, and how torchvision opens its training and its test images."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FOLDER_HINT = (
 )
 
 
-class Half(Protocol):
-    """The training images of a set, or its test images: one of torchvision's data sets."""
+class SplitImages(Protocol):
+    """The training images of a data set, or its test images: an instance of one of torchvision's data sets."""
 
     def __len__(self) -> int: ...
 
@@ -30,28 +30,29 @@ class Half(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """The files of a set, and what torchvision has to be told to open each half."""
+class ImageSource:
+    """The files of a data set, and the arguments with which torchvision opens each split."""
 
     name: str
     title: str
-    """What to call it in messages and beside figures."""
+    """Its name in messages and beside figures."""
     root: Path
     files: tuple[str, ...]
-    """What belongs to the set, in `root`."""
+    """The files and folders of the data set, in `root`."""
     reader: str
     """The class in torchvision.datasets."""
-    halves: tuple[dict[str, Any], dict[str, Any]]
+    splits: tuple[dict[str, Any], dict[str, Any]]
+    """The arguments of the reader, besides its root: for the training images, for the test images."""
     grey: bool = False
 
-    def open(self, transform: Callable[[Any], Any]) -> tuple[Half, Half]:
+    def open(self, transform: Callable[[Any], Any]) -> tuple[SplitImages, SplitImages]:
         """Open the training and the test images; `transform` is given each PIL image.
 
-        Raises: ClusterddpError: torchvision cannot, or the two halves have other classes.
+        Raises: ClusterddpError: torchvision cannot, or the two splits have different classes.
         """
         try:
             reader = getattr(import_datasets(), self.reader)
-            train, test = (reader(**{"root": str(self.root)} | half, transform=transform) for half in self.halves)
+            train, test = (reader(**{"root": str(self.root)} | split, transform=transform) for split in self.splits)
         except ImportError as error:
             raise ClusterddpError(
                 f"{socket.gethostname()}: torchvision reads {self.title}, and cannot be imported: {error}",
@@ -68,7 +69,7 @@ class Source:
         return train, test
 
     def list_files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the path below `root`, and size and time, of every file of the set, in a lasting order."""
+        """Yield the path below `root`, and size and time, of every file of the set, always in the same order."""
         for name in self.files:
             if (self.root / name).is_file():
                 yield name, (self.root / name).stat()
@@ -78,7 +79,7 @@ class Source:
                     yield str(path.relative_to(self.root)), path.stat()
 
 
-def find_source(name: str, data_dir: Path, *, download: bool) -> Source:
+def find_source(name: str, data_dir: Path, *, download: bool) -> ImageSource:
     """Find the files of the set `name` in `data_dir`, after a download if need be.
 
     Raises: ClusterddpError: they are not there and cannot be got, or a package that reads them is missing.
@@ -97,32 +98,32 @@ def find_source(name: str, data_dir: Path, *, download: bool) -> Source:
         if known.by_hand or not download:
             raise _missing(known, data_dir)
         download_once(known.reader, known.reader, data_dir, find=find, results=known.files, halves=known.halves)
-    return Source(
+    return ImageSource(
         name=name,
         title=known.reader,
         root=data_dir,
         files=known.files,
         reader=known.reader,
-        halves=known.halves,
+        splits=known.halves,
         grey=known.grey,
     )
 
 
-def _own_folder(data_dir: Path) -> Source:
-    halves = "train", next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
-    for half in halves:
-        if not (data_dir / half).is_dir():
+def _own_folder(data_dir: Path) -> ImageSource:
+    names = "train", next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
+    for name in names:
+        if not (data_dir / name).is_dir():
             raise ClusterddpError(
-                f"{data_dir}: has no directory {half}",
+                f"{data_dir}: has no directory {name}",
                 hint=_FOLDER_HINT,
             )
-    return Source(
+    return ImageSource(
         name=FOLDER,
         title=f"folder {data_dir}",
         root=data_dir,
-        files=halves,
+        files=names,
         reader="ImageFolder",
-        halves=({"root": str(data_dir / halves[0])}, {"root": str(data_dir / halves[1])}),
+        splits=({"root": str(data_dir / names[0])}, {"root": str(data_dir / names[1])}),
     )
 
 
@@ -140,7 +141,7 @@ def _missing(known: ImageSet, data_dir: Path) -> ClusterddpError:
 
 
 def _check_classes(title: str, train: list[Any], test: list[Any]) -> None:
-    """Compare the classes of both halves: a label means one class only if they are the same."""
+    """Compare the classes of both splits: a label means one class only if they are the same."""
     apart = sorted({str(name) for name in train} ^ {str(name) for name in test})
     if train and test and apart:
         raise ClusterddpError(

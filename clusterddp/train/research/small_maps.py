@@ -1,8 +1,8 @@
 """A 3x3 convolution that is fast over maps of a few pixels, too, on CPUs with avx512_bf16 and without AMX.
 
-In bf16 oneDNN (that of torch 2.13) has no kernels for such maps there. Of the last layers of a net for small images it
-spends half the time and more on what the border adds; the gradient of the weights is worst. That is nine matrix
-products, one for each place in the kernel, over the pixels which that place sees. 2 cores of AMD EPYC, 128 images, 512
+There oneDNN (that of torch 2.13) has no kernels for such maps in bf16. In the last layers of a net for small images the
+border takes half of its time and more; the gradient of the weights is worst. Here that gradient is nine matrix
+products, one for each place in the kernel, over the pixels under that place. 2 cores of AMD EPYC, 128 images, 512
 channels: 1.5 ms for 9.1 ms at 2x2 pixels, 8.2 for 16 at 4x4; 125 images, 384 channels: 2.5 ms for 8.1 at 3x3, 17 for 23
 at 7x7. At 8x8 it gains nothing, nor does it in fp32.
 """
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
+
+from clusterddp.train.device import cpu_bf16_units
 
 _BY_PRODUCTS_AT_MOST = 7  # pixels a side
 _CHANNELS_FIRST_AT_MOST = 4  # pixels a side: 7.8 ms for 12.6 forward at 4x4, and as much backward
@@ -37,7 +39,7 @@ class Conv3x3(nn.Conv2d):
 class SmallMaps(torch.autograd.Function):
     """A 3x3 convolution with stride 1 and a border of zeros, the gradient of its weights by matrix products.
 
-    What goes in and comes out is channels last: other layers take many times as long where two layouts meet.
+    Inputs and outputs are channels last: other layers take many times as long on mixed layouts.
     """
 
     @staticmethod
@@ -89,12 +91,11 @@ def _overlap(shift: int, size: int) -> tuple[slice, slice]:
 
 
 def _has_slow_kernels(x: Tensor) -> bool:
-    """Say whether `x` is convolved in bf16 by a CPU with avx512_bf16 and without AMX, step by step."""
+    """Return whether `x` is convolved in bf16, uncompiled, by a CPU with avx512_bf16 and without AMX."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and torch.cpu._is_avx512_bf16_supported()
-        and not torch.cpu._is_amx_tile_supported()
+        and cpu_bf16_units() == (True, False)
     )

@@ -1,7 +1,7 @@
 """Gradients of low rank: PowerSGD (Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727), in two messages a step.
 
 A layer's gradient, as a matrix M [rows, columns], is sent as two thin ones, P [rows, rank] and Q [columns, rank], whose
-product P Q' is near the best approximation of that rank. What it lacks each rank keeps and adds to its next gradient.
+product P Q' is near the best approximation of that rank. Each rank keeps the error and adds it to its next gradient.
 
 torch's own hook sends P and Q of each bucket from callbacks, whose order differs from rank to rank: with several
 buckets on gloo it aborts. Here the whole backward pass comes first; then all P go in one message, all Q in another.
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange, gradients_of, ring_bytes
+from clusterddp.train.exchange import Exchange, gradients_of, ring_bytes
 from clusterddp.train.group import Group, broadcast_model, mean_over_ranks, start_mean
-from clusterddp.train.matrices import as_matrix, from_matrix
+from clusterddp.train.muon import as_matrix, from_matrix
 
 _EXACT_SHARE, _MOST_EXACT_STEPS = 0.1, 100
 
 
 class PowerSgd(Exchange):
-    """Gradients of rank `rank`; exact in the first tenth of the steps (at most 100), when gradients change fastest."""
+    """Gradients of matrix rank `rank`; exact in the first tenth of the steps (at most 100), which change most."""
 
     exact = False
 
@@ -44,7 +44,7 @@ class PowerSgd(Exchange):
 
     @property
     def bytes_sent_per_step(self) -> float:
-        """Those of the step that was taken last."""
+        """Those of the last step."""
         others = sum(parameter.numel() for parameter in self._others)
         if self._steps_done <= self._exact_steps:
             return ring_bytes(4 * (others + sum(error.numel() for error in self._errors)), self._group)
@@ -52,7 +52,7 @@ class PowerSgd(Exchange):
         return ring_bytes(4 * (others + thin), self._group)
 
     def after_backward(self, step: int) -> None:
-        """Make every gradient the mean over the ranks, or what is near to it."""
+        """Replace every gradient by the mean over the ranks, or by its approximation."""
         self._steps_done = step + 1
         if step < self._exact_steps:
             mean_over_ranks(gradients_of([*self._matrices, *self._others]), self._group)
@@ -66,13 +66,13 @@ class PowerSgd(Exchange):
         self._rights = [error.mT @ left for error, left in pairs]
         arrive = start_mean(self._rights, self._group)
         for (error, left), right in zip(pairs, self._rights, strict=True):
-            error.addmm_(left, right.mT, alpha=-1)  # what this rank's share of the mean lacks
+            error.addmm_(left, right.mT, alpha=-1)  # the error of this rank's share of the mean
         arrive()
         for parameter, left, right in zip(self._matrices, lefts, self._rights, strict=True):
             parameter.grad = from_matrix(left @ right.mT, parameter)
 
     def own_state(self) -> dict[str, Any]:
-        """Only the mean of the errors over the ranks has an effect, so another number of ranks goes on from that."""
+        """Only the mean of the errors over the ranks has an effect, so another number of ranks resumes from it."""
         return {"errors": list(self._errors)}
 
     def common_state(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class PowerSgd(Exchange):
 
 
 def _pays(parameter: Tensor, rank: int) -> bool:
-    """Say whether two thin matrices are less than the gradient; biases and the like go as they are."""
+    """Return whether two thin matrices are smaller than the gradient; biases and the like are sent as they are."""
     if parameter.ndim < 2:
         return False
     rows, columns = len(parameter), parameter[0].numel()

@@ -1,7 +1,7 @@
-"""`comm: auto`: measure computing and the link once, work out each allowed mode's step, tell, and choose.
+"""`comm: auto`: measure computation and communication once, estimate each allowed mode's step, and choose.
 
-What is measured is measured on a copy of the model, by all ranks together, and the slowest rank's time counts. So all
-come to the same choice, and nothing of the training has moved. The checkpoint keeps the choice.
+All ranks measure together, on a copy of the model, and the slowest rank's time counts. So all choose the same mode, and
+the training is unchanged. The checkpoint keeps the choice.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import gradients_of
-from clusterddp.train.comm.local import share_sent
-from clusterddp.train.comm.powersgd import PowerSgd
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.exchange import gradients_of
+from clusterddp.train.forward import trial_pass
 from clusterddp.train.group import Group, max_over_ranks, mean_over_ranks
-from clusterddp.train.precision import trial_pass
+from clusterddp.train.research.local_steps import share_sent
+from clusterddp.train.research.powersgd import PowerSgd
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -35,43 +36,43 @@ _TIE = 1.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a step's parts take, in s, on the slowest rank."""
+    """The times of a step's parts, in s, on the slowest rank."""
 
     world_size: int
     compute: float
     """Forward and backward passes of a whole step, without any exchange."""
     last_pass: float
-    """The last micro-batch's share of `compute`, behind whose backward pass sending can hide."""
+    """The last micro-batch's share of `compute`, whose backward pass communication overlaps."""
     sent: Mapping[str, float]
-    """What is sent and received at once: "fp32" and "bf16", all gradients so; "powersgd:R", its computing included;
-    "local:H", what goes in a step on average."""
+    """The time of an exchange by itself: "fp32" and "bf16", all gradients so; "powersgd:R", its computation included;
+    "local:H", what is sent in a step on average."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """How long that keeps the processors from computing; nothing where a GPU computes."""
+    """The processor time of that exchange; empty where a GPU computes."""
 
     def step_s(self, comm: str) -> float:
-        """Work out how long a step takes with mode `comm`.
+        """Estimate how long a step takes with mode `comm`.
 
-        DDP sends while the backward pass runs, PowerSGD after it, local steps a part while the next step is taken. What
-        hides so still takes its time of the processors that compute.
+        DDP sends while the backward pass runs, PowerSGD after it, local steps a part during the next step. Overlapped
+        communication still uses the processors that compute.
         """
         mode = comm.partition(":")[0]
         what = "fp32" if mode == "exact" else comm
         sent, busy = self.sent[what], self.busy.get(what, 0.0)
         if mode == "powersgd" or comm == "local:1":
             return self.compute + sent
-        hidden = self.compute if mode == "local" else _OVERLAP * self.last_pass
-        return self.compute + max(busy, sent - hidden)
+        overlapped = self.compute if mode == "local" else _OVERLAP * self.last_pass
+        return self.compute + max(busy, sent - overlapped)
 
 
 def choose_comm(measured: Measured, allowed: Sequence[str]) -> str:
-    """Choose the fastest of exact and `allowed`; within 5 % of it the one that is named first, exact before all."""
+    """Choose the fastest of exact and `allowed`; within 5 % of it the first in that order."""
     modes = ["exact", *allowed]
     fastest = min(measured.step_s(comm) for comm in modes)
     return next(comm for comm in modes if measured.step_s(comm) <= _TIE * fastest)
 
 
 def explain_choice(measured: Measured, allowed: Sequence[str]) -> list[str]:
-    """Return the lines that tell what was measured, what follows for each mode, and what is chosen."""
+    """Return log lines: the measured times, the estimate for each mode, the choice."""
     ranks, compute_ms = measured.world_size, 1000 * measured.compute
     sent, busy = (
         ", ".join(f"{what} {1000 * seconds:.1f}" for what, seconds in each.items())
@@ -92,14 +93,7 @@ def explain_choice(measured: Measured, allowed: Sequence[str]) -> list[str]:
     return lines
 
 
-def measure(
-    model: nn.Module,
-    dataset: Dataset,
-    group: Group,
-    *,
-    spec: TrainSpec,
-    precision: str,
-) -> Measured:
+def measure(model: nn.Module, dataset: Dataset, group: Group, *, spec: TrainSpec, precision: str) -> Measured:
     """Time a training step's parts on a copy of `model`; every rank takes part.
 
     Uncompiled: on GPUs `compile` makes the real step shorter than the one that is measured.
@@ -123,11 +117,10 @@ def measure(
         mode, _, number = comm.partition(":")
         if mode == "local":
             share = share_sent(map(Tensor.numel, gradients), int(number))
-            sent, busy = took["bf16"]
-            took[comm] = share * sent, share * busy
+            took[comm] = share * took["bf16"][0], share * took["bf16"][1]
         if mode == "powersgd":
             tried = PowerSgd(model, group, rank=int(number), total_steps=0, seed=0)
-            took[comm] = _median_s(lambda tried=tried: tried.after_backward(0), group)  # type: ignore[misc]
+            took[comm] = _median_s(partial(tried.after_backward, 0), group)
     return Measured(
         world_size=group.world_size,
         compute=spec.accumulate * last_pass,
@@ -140,7 +133,7 @@ def measure(
 def _median_s(action: Callable[[], None], group: Group) -> tuple[float, float]:
     """Time `action` some times after a first one; return the slowest rank's median, and the busiest one's, in s.
 
-    Busy are the processors that a rank computes with: time of all its threads by the number of those that compute.
+    Busy is the processor time of all threads of a rank, divided by the number of threads that compute.
     """
     action()
     first = _together_s(action, group)
@@ -151,7 +144,7 @@ def _median_s(action: Callable[[], None], group: Group) -> tuple[float, float]:
 
 
 def _together_s(action: Callable[[], None], group: Group) -> tuple[float, float]:
-    """Time `action`, begun when all ranks are there: what passes, and what this process has of processors."""
+    """Time `action`, begun on all ranks together: elapsed time, and processor time of this process."""
     max_over_ranks(0.0, group)
     began, busy_before = time.perf_counter(), time.process_time()
     action()

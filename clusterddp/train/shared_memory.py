@@ -1,4 +1,4 @@
-"""Exact gradients through memory that all ranks of one host see, where no GPU does it better."""
+"""Exact gradients through shared memory, for ranks that are on one host and compute on its CPU."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.train.comm.exchange import Exchange, gradients_of
+from clusterddp.train.exchange import Exchange, gradients_of
 from clusterddp.train.group import Group, broadcast_bytes, broadcast_model, min_over_ranks
 
 _PROOF_BYTES = 64  # keeps what follows on a cache line of its own
 
 
 class SharedMemory(Exchange):
-    """Exact: each rank lays its gradients down where all can read them, and takes the mean of a share of them for all.
+    """Exact: each rank copies its gradients into shared memory, and computes the mean of its share of them for all.
 
-    Each rank computes on cores of its own, so there is nothing behind which sending could hide; what counts is how
-    often a gradient is moved. Through gloo's sockets it is copied into the kernel and out again, twice.
+    Each rank computes on its own cores, so sending cannot overlap with computation; the cost is the number of copies of
+    a gradient. Through gloo's sockets it is copied into the kernel and out again, twice.
     """
 
-    way = "memory that all ranks see"
+    transport = "memory that all ranks see"
 
     def __init__(self, model: nn.Module, group: Group, memory: Tensor) -> None:
-        """Rank 0's parameters become everybody's. `memory`: from `share_memory`."""
+        """Rank 0's parameters replace those of all ranks. `memory`: from `share_memory`."""
         super().__init__(model, group)
         broadcast_model(model, group)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -40,7 +40,7 @@ class SharedMemory(Exchange):
         self._shares, self._mean_of_shares = memory[:-1, share], mean[share]
 
     def after_backward(self, step: int) -> None:
-        """Make every gradient the mean over the ranks; nothing may write into it, for it is the others' too."""
+        """Make every gradient the mean over the ranks; it is shared by all ranks, so nothing may write into it."""
         torch._foreach_copy_(self._own, gradients_of(self._trained))
         dist.barrier(group=self._group.control)
         torch.sum(self._shares, dim=0, out=self._mean_of_shares).div_(self._group.world_size)
@@ -60,19 +60,19 @@ def share_memory(model: nn.Module, group: Group) -> Tensor | None:
     values = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     rows = group.world_size + 1
     with _made(_PROOF_BYTES + 4 * rows * values) if group.is_first else contextlib.nullcontext() as made:
-        told = broadcast_bytes(json.dumps(made).encode() if group.is_first else None, group)
-        assert told is not None
-        path, proof = json.loads(told) or ("", "")
+        received = broadcast_bytes(json.dumps(made).encode() if group.is_first else None, group)
+        assert received is not None
+        path, proof = json.loads(received) or ("", "")
         mapped = _map(path, bytes.fromhex(proof), _PROOF_BYTES // 4 + rows * values)
-        everybody = min_over_ranks(mapped is not None, group)
-    return None if mapped is None or not everybody else mapped[_PROOF_BYTES // 4 :].view(rows, values)
+        all_mapped = min_over_ranks(mapped is not None, group)
+    return None if mapped is None or not all_mapped else mapped[_PROOF_BYTES // 4 :].view(rows, values)
 
 
 @contextlib.contextmanager
 def _made(size: int) -> Iterator[tuple[str, str] | None]:
     """Make memory of `size` bytes that has a path while the `with` lasts; yield that, and the hex of its first bytes.
 
-    A number of a process may mean another one to a rank that sees other processes: the first bytes tell.
+    A pid may mean another process in another pid namespace: a rank compares the first bytes.
     """
     made = None
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Where a rank stands among the ranks, and the device it computes on; why torch finds none where one is to be."""
+"""A rank's variables, the device it computes on, and why torch finds no GPU where one is expected."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _SLICED = "CUDA shows a process one slice (MIG): name each rank its own in CUDA_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where this process stands among the ranks, as torchrun's variables tell it."""
+class RankVariables:
+    """This process's variables, named as torchrun's: its rank, its local rank, its device."""
 
     rank: int
     local_rank: int
     world_size: int
     backend: str
-    """What carries gradients: nccl or gloo."""
+    """The backend that carries gradients: nccl or gloo."""
     device: str | None = None
-    """What this rank computes on: cuda or cpu, as gloo carries gradients of GPUs, too; None: a GPU for nccl alone."""
+    """cuda or cpu, for gloo carries gradients of GPUs, too; None: a GPU with nccl, the CPU with gloo."""
     on_one_host: bool = False
-    """True when whoever started the ranks says that all of them are on this host."""
+    """Whether all ranks are on this host, by LOCAL_WORLD_SIZE."""
     init_method: str = "env://"
-    """Where the ranks meet."""
+    """The rendezvous of the ranks."""
     gpu: int | None = None
-    """Which of the GPUs that this process sees is its own; None: the one that its local rank counts to."""
+    """The index of this rank's GPU among those that the process sees; None: its local rank."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+    def from_environment(cls, environ: Mapping[str, str]) -> RankVariables:
         """Read the variables; without them the process is the only rank."""
         backend = environ.get("CLUSTERDDP_BACKEND") or ("nccl" if torch.cuda.is_available() else "gloo")
         return cls(
@@ -52,19 +52,19 @@ class Place:
         )
 
 
-def choose_device(place: Place) -> torch.device:
-    """Choose what a rank computes on.
+def choose_device(variables: RankVariables) -> torch.device:
+    """Choose the device of a rank.
 
-    Raises: ClusterddpError: it is to have a GPU, and has none of its own.
+    Raises: ClusterddpError: it needs a GPU, and has none of its own.
     """
-    if (place.device or ("cuda" if place.backend == "nccl" else "cpu")) == "cpu":
+    if (variables.device or ("cuda" if variables.backend == "nccl" else "cpu")) == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = place.local_rank if place.gpu is None else place.gpu
+    index = variables.local_rank if variables.gpu is None else variables.gpu
     if not gpus:
-        raise _no_gpu(place)
+        raise _no_gpu(variables)
     if index >= gpus:
-        which = f"rank {place.rank} is number {place.local_rank} on its node"
+        which = f"rank {variables.rank} is number {variables.local_rank} on its node"
         shown = visible_gpus(os.environ, listed=())
         raise ClusterddpError(
             f"{which}, which shows it {gpus} GPU{'' if gpus == 1 else 's'}",
@@ -75,9 +75,20 @@ def choose_device(place: Place) -> torch.device:
     return device
 
 
-def _no_gpu(place: Place) -> ClusterddpError:
-    """Say why torch finds no GPU on a host that is to have some."""
-    wants, build = f"rank {place.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
+def cpu_bf16_units() -> tuple[bool, bool]:
+    """Return whether this CPU has avx512_bf16, and whether it has AMX.
+
+    torch's names for these are private (2.10 to 2.13); where they are gone, the answer is no. So it is on a CPU of
+    another make.
+    """
+    names = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+    has_avx512_bf16, has_amx = (bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
+    return has_avx512_bf16, has_amx
+
+
+def _no_gpu(variables: RankVariables) -> ClusterddpError:
+    """Explain why torch finds no GPU on a host that should have some."""
+    wants, build = f"rank {variables.rank} is to compute on a GPU, and", f"torch {torch.__version__}"
     cpu = "--cpu runs the same ranks on the CPU"
     if torch.version.cuda is None and torch.version.hip is None:
         return ClusterddpError(f"{wants} {build} is built for the CPU", hint=f"{INSTALL_CUDA}; {cpu}")

@@ -1,8 +1,8 @@
-"""Turns: where a host's ranks outnumber its cores, or its memory, only some of them compute at a time.
+"""Compute slots: where a host's ranks outnumber its cores, or its memory, only some of them compute at a time.
 
 A step's forward and backward pass needs many times the memory of what a rank keeps between steps. Sixteen ranks on two
-cores are not faster for doing it all at once, so two of them do, and what they allocate is given back before the next
-two begin. The arithmetic is that of ranks which compute together, to the bit. Nothing in a turn waits for another rank.
+cores are not faster when all compute at once. So two compute at a time, and each returns its memory before the next
+begins. The results are the same to the last bit. A rank that holds a slot never waits for another rank.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_GIVEN_BACK_FROM_BYTES = 1 << 20
+_RETURNED_FROM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """A rank's turns at computing; `lock` is None where all ranks of the host compute at once."""
+class ComputeSlot:
+    """The slot that a rank shares with others; `lock` is None where all ranks of the host compute at once."""
 
     lock: int | None = None
-    """A file that the host's ranks lock a byte of, each its slot's."""
-    slot: int = 0
+    """A file in which each rank of the host locks one byte, that of its slot."""
+    index: int = 0
     is_first: bool = True
     """Whether this rank is the first one of its host."""
-    words: str = ""
-    """How the ranks of rank 0's host take turns, for the log."""
+    description: str = ""
+    """How the ranks of rank 0's host share its cores, for the log."""
 
-    def take(self) -> None:
-        """Wait until the rank that has this one's slot has computed; the kernel gives up the slot of a dead rank."""
+    def acquire(self) -> None:
+        """Wait until the slot is free; the kernel releases the slot of a dead rank."""
         if self.lock is not None:
-            fcntl.lockf(self.lock, fcntl.LOCK_EX, 1, self.slot)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX, 1, self.index)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self.lock is not None:
-            fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, self.slot)
+            fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, self.index)
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Compute in a turn. Nothing inside may wait for another rank."""
-        self.take()
+    def held(self) -> Iterator[None]:
+        """Hold the slot inside the `with`, where nothing may wait for another rank."""
+        self.acquire()
         try:
             yield
         finally:
-            self.leave()
+            self.release()
 
     def follow(self, model: nn.Module) -> None:
-        """Take a turn for each forward and backward pass of `model`, the inner one.
+        """Hold the slot during each forward and backward pass of `model`, the inner module.
 
-        Not of what wraps it: DistributedDataParallel waits for the other ranks before it calls the model, and after the
+        Not of its wrapper: DistributedDataParallel waits for the other ranks before it calls the model, and after the
         last gradient, which is the first trained parameter's.
         """
         if self.lock is None:
@@ -72,48 +72,50 @@ class Turns:
 
         def begin(model: nn.Module, given: Any) -> None:
             if torch.is_grad_enabled():
-                self.take()
+                self.acquire()
 
         def end(parameter: Tensor) -> None:
-            self.leave()
+            self.release()
 
         model.register_forward_pre_hook(begin)
         first.register_post_accumulate_grad_hook(end)  # type: ignore[no-untyped-call]
 
 
-def agree_on_turns(spec: TrainSpec, host: Host | None, *, image_size: int, cores: int | None = None) -> Turns:
+def agree_on_compute_slot(
+    spec: TrainSpec, host: Host | None, *, image_size: int, cores: int | None = None
+) -> ComputeSlot:
     """Have the ranks of each host agree on how many of them compute at a time; every rank must take part.
 
     `cores`: those of the host; None: count them.
     Raises: ClusterddpError: the memory that is free does not hold them, even one at a time.
     """
     if host is None:
-        return Turns()
+        return ComputeSlot()
     is_first = host.index == 0
     free = host.gather(free_bytes() or 0)[host.ranks[0]]
     cores = host.gather(cores or _count_cores(host))[host.ranks[0]]
     threads = torch.get_num_threads()
     need = training_memory(spec.to_json(), image_size=image_size)
     at_once = plan_turns(len(host.ranks), threads=threads, cores=cores, need=need, free=free)
-    with host.shared_file("clusterddp-turns") as (_, path):
+    with host.shared_file("clusterddp-compute-slots") as (_, path):
         lock = None
         if at_once < len(host.ranks):
-            # Where the first rank's files are hidden from this one, it does not wait for its turn.
+            # Where this rank cannot open the first rank's files, it computes without a slot.
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if lock is None:
-        return Turns(is_first=is_first)
-    words = (
+        return ComputeSlot(is_first=is_first)
+    description = (
         f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {format_bytes(free)} of free memory: "
         f"{at_once} of them compute{'s' * (at_once == 1)} at a time"
     )
-    return Turns(lock=lock, slot=host.index % at_once, is_first=is_first, words=words)
+    return ComputeSlot(lock=lock, index=host.index % at_once, is_first=is_first, description=description)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the memory that a step's tensors leave for those of the next step; elsewhere do nothing.
+    """Have glibc keep the memory of a step's tensors for those of the next step; with another C library do nothing.
 
-    Else all of it goes back to the kernel, which clears every page before it gives it out again (5 to 10 % of a step of
+    Otherwise it returns to the kernel, which clears every page before it is used again (5 to 10 % of a step of
     ResNet-18). Source: mallopt(3).
     """
     _mallopt(_M_MMAP_MAX, 0)
@@ -121,12 +123,12 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give back what a turn has used, for the next rank's turn; elsewhere do nothing.
+    """Have glibc return a pass's memory to the kernel for the next rank; with another C library do nothing.
 
-    By itself it keeps blocks of up to 32 MiB, once such a block was freed. Source: mallopt(3), M_MMAP_THRESHOLD.
+    By default it keeps blocks of up to 32 MiB, once such a block was freed. Source: mallopt(3), M_MMAP_THRESHOLD.
     """
-    _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
-    _mallopt(_M_TRIM_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
+    _mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)
+    _mallopt(_M_TRIM_THRESHOLD, _RETURNED_FROM_BYTES)
 
 
 def _mallopt(option: int, value: int) -> None:

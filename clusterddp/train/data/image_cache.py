@@ -1,12 +1,14 @@
-"""A set's images, made ready once per host: all in one file of uint8, which the ranks of the host share.
+"""Decoded images, cached once per host: all images of a data set in one file of uint8, which the host's ranks map.
 
-Its directory has `pixels`, the training images and after them the test images, [n, channel, height, width], and
-`about.json` with everything else. It appears under its name when it is whole; the name follows from the size that the
-images are kept at and from every file's size and time, so other files are another directory.
+The cache's directory has `pixels`, the training images and after them the test images, [n, channel, height, width], and
+`about.json` with everything else. A rename puts it in place when it is complete. Its name follows from the size of the
+images and from every file's size and time, so changed files get another directory. `verified-HOST` notes that the sum
+of this content was checked since the host has booted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import operator
@@ -24,10 +26,11 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.facts.memory import free_bytes
+from clusterddp.run.record import boot_id
 from clusterddp.system.byte_sizes import format_bytes
 from clusterddp.train.data.download import default_data_dir, locked, log
-from clusterddp.train.data.memory import demand_memory
-from clusterddp.train.data.pictures import Half, Source
+from clusterddp.train.data.image_files import ImageSource, SplitImages
 
 _FORMAT = 1
 _BLOCK = 64  # images that a thread reads at a time
@@ -36,8 +39,8 @@ _OTHER_PLACE = "make room, or set train.data_dir to a disk that has it, or lower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kept:
-    """A set as it lies in its file, which is mapped: what nobody looks at takes no memory."""
+class CachedImages:
+    """A data set in its cache file, which is mapped: images that are not read take no memory."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -48,7 +51,9 @@ class Kept:
     std: tuple[float, ...]
 
 
-def read_kept(source: Source, *, side: int | None, device: torch.device, samples: int | None = None) -> Kept:
+def read_cached(
+    source: ImageSource, *, side: int | None, device: torch.device, samples: int | None = None
+) -> CachedImages:
     """Return the images of `source`, brought to `side` x `side` pixels; the first process of the host makes the file.
 
     `side` None: as they are, which is an error unless all are squares of one size. `device`: where they go later, of
@@ -57,16 +62,29 @@ def read_kept(source: Source, *, side: int | None, device: torch.device, samples
     Raises: ClusterddpError: an image cannot be read, or has another size; there is no room; the file is damaged.
     """
     place = _choose_place(source.root)
+    lock = place / f".{source.name}.lock"
     directory = place / f"{source.name}-{side or 'own'}-{_fingerprint(source)}"
     if not directory.is_dir():
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with locked(place / f".{source.name}.lock"):
+            with locked(lock):
                 if not directory.is_dir():
                     _make(source, directory, side, device, samples)
         except OSError as error:
             raise ClusterddpError(f"{place}: cannot be written: {error}", hint=_OTHER_PLACE) from error
-    return _read(directory)
+    return _read(directory, lock)
+
+
+def demand_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    """Raise ClusterddpError, with both numbers, if `device` has less than `num_bytes` left for `what`."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    if free is not None and num_bytes > free:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this host"
+        raise ClusterddpError(
+            f"{what} take {format_bytes(num_bytes)} as a whole set on the device, and {where} has "
+            f"{format_bytes(free)} left",
+            hint="lower train.image_size, or take fewer images",
+        )
 
 
 def _choose_place(root: Path) -> Path:
@@ -76,7 +94,7 @@ def _choose_place(root: Path) -> Path:
     return beside if writable else default_data_dir() / ".clusterddp"
 
 
-def _fingerprint(source: Source) -> str:
+def _fingerprint(source: ImageSource) -> str:
     digest = hashlib.sha256(f"{_FORMAT}".encode())
     try:
         for name, stat in source.list_files():
@@ -86,11 +104,11 @@ def _fingerprint(source: Source) -> str:
     return digest.hexdigest()[:16]
 
 
-def _make(source: Source, directory: Path, side: int | None, device: torch.device, samples: int | None) -> None:
-    halves = source.open(partial(_to_tensor, side=side, grey=source.grey))
-    shape = _shape(source, halves)
-    count = len(halves[0]) + len(halves[1])
-    used = min(samples or count, len(halves[0])) + len(halves[1])
+def _make(source: ImageSource, directory: Path, side: int | None, device: torch.device, samples: int | None) -> None:
+    splits = source.open(partial(_to_tensor, side=side, grey=source.grey))
+    shape = _shape(source, splits)
+    count = len(splits[0]) + len(splits[1])
+    used = min(samples or count, len(splits[0])) + len(splits[1])
     demand_memory(f"{source.title}: {used:,} images of {shape[2]}x{shape[1]} pixels", used * shape.numel(), device)
     num_bytes = count * shape.numel()
     log.info("reading %s: %s images, once for this host, into %s", source.title, f"{count:,}", directory)
@@ -99,12 +117,12 @@ def _make(source: Source, directory: Path, side: int | None, device: torch.devic
     try:
         part.mkdir()
         pixels = _allocate(part / "pixels", num_bytes).view(count, *shape)
-        train, test = pixels[: len(halves[0])], pixels[len(halves[0]) :]
+        train, test = pixels[: len(splits[0])], pixels[len(splits[0]) :]
         about = {
             "shape": list(shape),
-            "classes": len(getattr(halves[0], "classes", ())),
-            "train": _read_images(halves[0], train),
-            "test": _read_images(halves[1], test),
+            "classes": len(getattr(splits[0], "classes", ())),
+            "train": _read_images(splits[0], train),
+            "test": _read_images(splits[1], test),
         }
         _write_about(part, about | _mean_and_std(train))
         part.rename(directory)
@@ -119,32 +137,32 @@ def _make(source: Source, directory: Path, side: int | None, device: torch.devic
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _shape(source: Source, halves: tuple[Half, Half]) -> torch.Size:
+def _shape(source: ImageSource, splits: tuple[SplitImages, SplitImages]) -> torch.Size:
     """Return the shape that every image has to have, that of the first one: [channel, height, width]."""
-    if not (len(halves[0]) and len(halves[1])):
-        raise ClusterddpError(f"{source.title}: found {len(halves[0])} training and {len(halves[1])} test images")
-    shape = _read_image(halves[0], 0)[0].shape
+    if not (len(splits[0]) and len(splits[1])):
+        raise ClusterddpError(f"{source.title}: found {len(splits[0])} training and {len(splits[1])} test images")
+    shape = _read_image(splits[0], 0)[0].shape
     if shape[1] != shape[2]:
-        raise _other_size(halves[0], 0, shape, "expected a square")
+        raise _other_size(splits[0], 0, shape, "expected a square")
     return shape
 
 
 def _allocate(path: Path, num_bytes: int) -> Tensor:
-    """Make a file of its full length, so that a full disk is told now, and map it (uint8, [num_bytes])."""
+    """Make a file of its full length, so that a full disk is an error now, and map it (uint8, [num_bytes])."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-def _read_images(half: Half, pixels: Tensor) -> list[int]:
+def _read_images(split: SplitImages, pixels: Tensor) -> list[int]:
     """Read all images into `pixels` [n, channel, height, width], on every core; return their labels."""
 
     def read(block: Sequence[int]) -> list[int]:
         labels = []
         for index in block:
-            image, label = _read_image(half, index)
+            image, label = _read_image(split, index)
             if image.shape != pixels.shape[1:]:
-                raise _other_size(half, index, image.shape, f"the first has {pixels.shape[3]}x{pixels.shape[2]}")
+                raise _other_size(split, index, image.shape, f"the first has {pixels.shape[3]}x{pixels.shape[2]}")
             pixels[index] = image
             labels.append(label)
         return labels
@@ -155,17 +173,17 @@ def _read_images(half: Half, pixels: Tensor) -> list[int]:
         return [label for labels in pool.map(read, blocks) for label in labels]
 
 
-def _read_image(half: Half, index: int) -> tuple[Tensor, int]:
+def _read_image(split: SplitImages, index: int) -> tuple[Tensor, int]:
     """Return an image (uint8, [channel, height, width]) and its label."""
     try:
-        image, label = half[index]
+        image, label = split[index]
     except Exception as error:  # each decoder has its own
         raise ClusterddpError(
-            f"{_name(half, index)}: cannot be read as an image: {type(error).__name__}: {error}",
+            f"{_name(split, index)}: cannot be read as an image: {type(error).__name__}: {error}",
             hint="replace the file, or remove it",
         ) from error
     if not hasattr(label, "__index__"):  # FER2013's test.csv has none
-        raise ClusterddpError(f"{_name(half, index)}: its label is {label}, where the number of a class belongs")
+        raise ClusterddpError(f"{_name(split, index)}: its label is {label}, where the number of a class belongs")
     return image, operator.index(label)
 
 
@@ -180,17 +198,17 @@ def _to_tensor(image: Any, *, side: int | None, grey: bool) -> Tensor:
     return values.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
-def _other_size(half: Half, index: int, shape: torch.Size, expected: str) -> ClusterddpError:
+def _other_size(split: SplitImages, index: int, shape: torch.Size, expected: str) -> ClusterddpError:
     return ClusterddpError(
-        f"{_name(half, index)}: has {shape[2]}x{shape[1]} pixels, {expected}",
+        f"{_name(split, index)}: has {shape[2]}x{shape[1]} pixels, {expected}",
         hint="train.image_size=224 brings all images to 224x224",
     )
 
 
-def _name(half: Half, index: int) -> str:
-    """Name an image: its file, where torchvision tells it."""
-    samples = getattr(half, "samples", None)
-    return str(samples[index][0]) if samples else f"image {index:,} of {type(half).__name__}"
+def _name(split: SplitImages, index: int) -> str:
+    """Name an image: its file, where torchvision has it."""
+    samples = getattr(split, "samples", None)
+    return str(samples[index][0]) if samples else f"image {index:,} of {type(split).__name__}"
 
 
 def _mean_and_std(images: Tensor) -> dict[str, list[float]]:
@@ -221,20 +239,20 @@ def _sha256(pixels: Path, about: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _read(directory: Path) -> Kept:
-    """Read what `_make` has made, and check all of it."""
+def _read(directory: Path, lock: Path) -> CachedImages:
+    """Read what `_make` has made; `lock`: what the processes of the host lock while one of them checks its sum."""
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
-        intact = about.pop("sha256") == _sha256(directory / "pixels", about)
+        intact = _is_verified(directory, about.pop("sha256"), about, lock)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _damaged(directory, f"{type(error).__name__}: {error}") from error
     if not intact:
         raise _damaged(directory, "its sum is not the one that was noted")
-    labels = [torch.tensor(about[half], dtype=torch.int64) for half in ("train", "test")]
+    labels = [torch.tensor(about[split], dtype=torch.int64) for split in ("train", "test")]
     shape = (len(labels[0]) + len(labels[1]), *about["shape"])
     size = torch.Size(shape).numel()
     pixels = torch.from_file(str(directory / "pixels"), shared=False, size=size, dtype=torch.uint8).view(shape)
-    return Kept(
+    return CachedImages(
         train_images=pixels[: len(labels[0])],
         train_labels=labels[0],
         test_images=pixels[len(labels[0]) :],
@@ -243,6 +261,28 @@ def _read(directory: Path) -> Kept:
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
     )
+
+
+def _is_verified(directory: Path, sha256: str, about: dict[str, Any], lock: Path) -> bool:
+    """Return whether the content has its sum; one process of the host computes it, once until the host boots again."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where nothing can be written, each process computes the sum
+            stack.enter_context(locked(lock))
+        verified, content = directory / f"verified-{socket.gethostname()}", _describe_content(directory)
+        with contextlib.suppress(OSError):
+            if verified.read_text(encoding="utf-8") == content:
+                return True
+        intact = sha256 == _sha256(directory / "pixels", about)
+        with contextlib.suppress(OSError):
+            if intact:
+                verified.write_text(content, encoding="utf-8")
+    return intact
+
+
+def _describe_content(directory: Path) -> str:
+    """Describe both files so that any later write shows, and this boot of the host."""
+    stats = [(directory / name).stat() for name in ("pixels", "about.json")]
+    return " ".join([boot_id(), *(f"{at.st_ino}:{at.st_size}:{at.st_mtime_ns}:{at.st_ctime_ns}" for at in stats)])
 
 
 def _damaged(directory: Path, why: str) -> ClusterddpError:

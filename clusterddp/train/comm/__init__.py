@@ -1,1 +1,0 @@
-"""How ranks exchange what they have learned: exactly, or faster over a slow link."""
