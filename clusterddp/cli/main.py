@@ -16,25 +16,25 @@ from clusterddp.cli.terminal import Terminal, say, say_error, writing_stdout
 from clusterddp.errors import ClusterddpError, SpecError
 
 _COMMANDS = {
-    "demo": ("demo", "Run", "two ranks learn on this machine, in under a minute"),
+    "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("setup", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes"),
     "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
-    "join": ("join", "Run", "take part in a run, typed on each of its machines"),
+    "join": ("join", "Run", "take part in a run; start it on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
-    "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
-    "worker": ("worker", "Run", "be one rank, under torchrun, srun, mpirun, or by hand"),
+    "resume": ("submit", "Run", "continue a run from its newest checkpoint"),
+    "worker": ("worker", "Run", "run one rank, started by torchrun, srun, mpirun, or by hand"),
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
-    "ps": ("ps", "Look", "show which processes of runs live here or on hosts, and what is left over"),
-    "gc": ("ps", "Run", "end what is left over of runs here or on hosts"),
-    "explain": ("explain", "Settings", "say where each rank variable comes from under each launcher"),
+    "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
+    "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
+    "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run_and_report(list(sys.argv[1:] if arguments is None else arguments), Terminal(os.environ))
     except KeyboardInterrupt as interrupt:
-        if interrupt.args:  # what became of what was interrupted
+        if interrupt.args:  # how the interrupted start ended
             say(str(interrupt))
         return _INTERRUPTED
 
@@ -137,10 +137,10 @@ def _run_and_report(arguments: list[str], terminal: Terminal) -> int:
     except Exception as error:
         with click.Context(cli) as context:
             context.color = terminal.color
-            exit_code = _say_why(error, terminal)
+            exit_code = _print_error(error, terminal)
         try:
             sys.stdout.flush()
-        except OSError:  # told already, if it was this
+        except OSError:  # if this was the error, it is printed already
             _drop_stdout()
         return exit_code
 
@@ -159,8 +159,8 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
     return exit_code if isinstance(exit_code, int) else 0
 
 
-def _say_why(error: Exception, terminal: Terminal) -> int:
-    """Tell the user what ended the command; return the exit code."""
+def _print_error(error: Exception, terminal: Terminal) -> int:
+    """Print the error that ended the command; return its exit code."""
     if terminal.debug:
         traceback.print_exception(error)
     if isinstance(error, SpecError):

@@ -1,6 +1,6 @@
 """The state of a run: its recorded end, or what its launcher knows of a run that has none.
 
-An `end.json` is the truth. A run that waits in the queue of a sweep is answered for by the queue (run/sweep_queue.py),
+An `end.json` is the truth. A run that waits in the queue of a sweep is answered for by the queue (run/sweep.py),
 any other by its launcher.
 """
 
@@ -66,7 +66,7 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
 
 
 def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
-    from clusterddp.run.sweep_queue import read_queued_state
+    from clusterddp.run.sweep import read_queued_state
 
     view, now = read_queued_state(run, attempt), read_run(run)
     # The queue may have started the run, and ended, while we looked.

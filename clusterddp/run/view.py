@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -39,11 +41,11 @@ class RunView:
     attempt: int | None
     """The newest attempt; None when none was ever prepared."""
     end: AttemptEnd | None
-    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
+    """How the newest attempt ended; None while it goes on, or when no process could record it."""
     reason: str
     """Why it is in this state, in one line."""
     job: Job | None = None
-    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
+    """On Slurm: the job that carries it, as Slurm reports it; None where the files suffice."""
 
     @property
     def finished(self) -> bool:
@@ -57,3 +59,9 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
     if end.outcome == "STOPPED":
         reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+
+
+def spell_states(views: Iterable[RunView]) -> str:
+    """Count the states of runs: `3 COMPLETED, 1 FAILED`."""
+    counts = Counter(view.state.value for view in views)
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
@@ -23,9 +23,9 @@ from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.files import read_json, sync_directory, write_json, write_text
 
 _FOREIGN_AFTER_S = 24 * 3600.0
-"""When a staging directory of another machine, whose submitter cannot be asked, is swept."""
+"""When a staging directory of another machine, whose submitter cannot be asked, is removed."""
 _NAMELESS_AFTER_S = 600.0
-"""When one is swept whose submitter was killed before it could write a name into it."""
+"""When one is removed whose submitter was killed before it could write a name into it."""
 
 
 def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Plan] = rename_plan) -> Plan:
@@ -35,28 +35,38 @@ def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Pl
 
     Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
     """
-    staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
-    try:
-        make_runs_dir(plan.runs_dir)
-        sweep_staging(plan.runs_dir)
-        staging.mkdir(mode=0o700)
+    with staged(plan.runs_dir) as staging:
         _fill(staging, plan, environ)
         while not put_in_place(staging, plan.run_dir):
             plan = rename(plan)
             _write_identity(RunDir(staging), plan)
-        return plan
+    return plan
+
+
+@contextlib.contextmanager
+def staged(runs_dir: Path) -> Iterator[Path]:
+    """Make a directory beside the runs, to be filled and put in place; it is gone afterwards if it was not.
+
+    Raises: ClusterddpError: it cannot be made or filled (full, read-only, not a directory).
+    """
+    staging = runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        make_runs_dir(runs_dir)
+        remove_abandoned(runs_dir)
+        staging.mkdir(mode=0o700)
+        yield staging
     except OSError as error:
-        raise refusal(plan.runs_dir, error) from error
+        raise refusal(runs_dir, error) from error
     except ClusterddpError as error:
         if isinstance(error.__cause__, OSError):
-            raise refusal(plan.runs_dir, error.__cause__) from error
+            raise refusal(runs_dir, error.__cause__) from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def sweep_staging(runs_dir: Path) -> None:
-    """Remove what submits that were killed left behind; one that is under way is left alone."""
+def remove_abandoned(runs_dir: Path) -> None:
+    """Remove the staging directories of submits that were killed; one of a live submit is left alone."""
     for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
         with contextlib.suppress(OSError):
             if _is_abandoned(path):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.sweep import load_sweep
 from clusterddp.sweep.plan import SweepPlan, plan_sweep
 from tests.support.person import Person

@@ -17,8 +17,7 @@ from clusterddp.launchers.state import read_state
 from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir
-from clusterddp.run.sweep_queue import claim, read_queue
+from clusterddp.run.sweep import SweepDir, claim, read_queue
 from clusterddp.system.files import read_jsonl
 from tests.support.fake_gpus import FakeGpus
 from tests.support.person import Person

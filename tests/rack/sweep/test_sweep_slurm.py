@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.run.directory import list_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.run.sweep import SweepDir, read_sweep
 from clusterddp.system.files import read_json
 from tests.support.slurm_runs import await_final_end, stand_in
 from tests.support.sweep_runs import SweepPerson, log_of

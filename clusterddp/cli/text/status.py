@@ -1,4 +1,4 @@
-"""How a run is told to a person: its state, progress, ranks, why it failed, and what to type next."""
+"""How a run is shown: its state, progress and ranks, why it failed, and what to type next."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.look.printable import printable
 from clusterddp.run.record import FOREIGN
 from clusterddp.system.files import read_json
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
+    from clusterddp.look.events import NodeTransport
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
-    from clusterddp.look.transport import NodeTransport
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
@@ -43,7 +44,7 @@ def warning_text(warning: str) -> str:
 
 
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
-    """Tell all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
     lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
@@ -71,8 +72,8 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
 
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
-    """Tell why the run failed: the first failure, and the end of what that rank wrote to standard error."""
-    from clusterddp.look.status import read_log_tail
+    """Write why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    from clusterddp.look.log_file import read_log_tail
 
     code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
     lines = [f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"]
@@ -115,7 +116,7 @@ def next_steps(
 
 
 def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return what goes on with a run that has ended, or repeats it: for ranks that people started, people do."""
+    """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
     launcher = (read_json(run.record) or {}).get("launcher")
     goes_on = _has_checkpoint(run)
     if launcher in _BY_HAND:
@@ -127,7 +128,7 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
 
 
 def _has_checkpoint(run: RunDir) -> bool:
-    """Say whether there is a checkpoint, here or, of a run on SSH hosts, there."""
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
     from clusterddp.run.host_reports import read_reports
 
     here = next(run.checkpoints.glob("*.json"), None) is not None
@@ -135,7 +136,7 @@ def _has_checkpoint(run: RunDir) -> bool:
 
 
 def progress_text(progress: Progress) -> str:
-    """Tell in one line how far a run is; what is not known is left out."""
+    """Write in one line how far a run is; unknown values are left out."""
     parts = []
     if progress.epoch is not None:
         parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
@@ -150,12 +151,12 @@ def progress_text(progress: Progress) -> str:
 
 
 def phases_text(phases: Mapping[str, float]) -> str:
-    """Tell in one line how long each phase of a start took."""
+    """Write in one line how long each phase of a start took."""
     return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
 
 
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
-    """Tell what way NCCL's data takes, nodes that say the same together."""
+    """Write which way NCCL's data takes, equal nodes together."""
     nodes: dict[str, list[str]] = {}
     for transport in transports:
         devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
@@ -167,7 +168,7 @@ def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
 
 
 def measures(progress: Progress) -> list[str]:
-    """Tell loss, accuracy and speed, as far as they are known."""
+    """Write loss, accuracy and speed, as far as they are known."""
     parts = []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
@@ -211,9 +212,9 @@ def _where(status: RunStatus) -> str:
     if status.job:
         parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)
-    count = f"{status.world_size} rank" + ("s" if status.world_size > 1 else "")
+    count = format_count(status.world_size, "rank")
     if status.ranks and status.ranks[0].owns is not None:
-        programs = f"{len(status.ranks)} program" + ("s" if len(status.ranks) > 1 else "")
+        programs = format_count(len(status.ranks), "program")
         parts.append(f"{running} of {programs} running" if status.state.value == "RUNNING" else programs)
         parts.append(f"{count} of their own")
     else:
@@ -227,12 +228,12 @@ def _where(status: RunStatus) -> str:
 
 
 def _job_facts(job: Job) -> list[str]:
-    """Tell Slurm's word, where it adds to ours, and where the job is."""
+    """Write Slurm's state of the job, where it adds to ours, and where the job is."""
     parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
     if job.nodes:
         parts.append(f"on {printable(job.nodes)}")
     elif job.num_nodes:
-        parts.append(f"{job.num_nodes} node" + ("s" if job.num_nodes > 1 else ""))
+        parts.append(format_count(job.num_nodes, "node"))
     return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
 
 

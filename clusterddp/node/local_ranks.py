@@ -1,4 +1,4 @@
-"""One node's side of the gang: starts the node's ranks, watches them, ends them, records what became of each.
+"""The local ranks of a node: starts them, watches them, ends them, records how each ended.
 
 It reports to the head and obeys it; the kinds of both are listed in supervisor.py. Nothing here blocks for longer than
 a look at the process table takes.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,33 +15,27 @@ from dataclasses import dataclass, field
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
-from clusterddp.network.nccl_log import VARIABLES
-from clusterddp.node.connection_watch import ConnectionWatch
-from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
+from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.history import record_end
 from clusterddp.node.log import log_line
-from clusterddp.node.nccl_watch import NcclWatch
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
-from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter
-from clusterddp.node.stopped import StoppedRanks
-from clusterddp.ranks.environment import CORES, USERS, Variable, cookie, inherited_environment
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.node.rank_records import RankRecords, new_record, with_end
+from clusterddp.node.rank_watch import ConnectionWatch, NcclWatch, StoppedRanks
+from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter, choose_cores, plan_launch
+from clusterddp.ranks.environment import cookie
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Sweep
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
-from clusterddp.run.record import RankRecord, write_rank
-from clusterddp.run.stop import request_stop, stop_reason
-from clusterddp.system.files import is_file, read_json
-from clusterddp.system.gpu_cores import cores_for_ranks
-from clusterddp.system.storage import is_outage, storage_timeout_s
+from clusterddp.run.record import RankRecord
+from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason
+from clusterddp.system.files import is_file
+from clusterddp.system.storage import is_outage
 
 TERM_GRACE_S = 1.0
 """How long ranks have between SIGTERM and SIGKILL when the gang is ended."""
-_EMPTY_STOP_FILE_S = 0.3
-"""A stop file without content is either being written or was made by hand; the first does not last."""
 
 
 @dataclass(slots=True)
@@ -77,7 +70,7 @@ class _Attempt:
     """Those that a rank keeps to, by rank, where some are nearer to its GPU than others."""
 
 
-class Member:
+class LocalRanks:
     """The ranks of one node, from the head's order to start until the report that nothing of them is left."""
 
     def __init__(
@@ -103,10 +96,7 @@ class Member:
         """This host's; on Slurm known when its ranks are started."""
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
-        self._unwritten: dict[tuple[AttemptDir, int], RankRecord] = {}
-        """Records that the run's storage has still to take: by attempt and rank."""
-        self._write_by = float("inf")
-        """When it must have taken them, once it has refused."""
+        self._records = RankRecords()
 
     @property
     def idle(self) -> bool:
@@ -165,7 +155,7 @@ class Member:
         self._hear_news()
         if not self._cancel_seen and is_file(self._run.cancel_file):
             self._cancel_seen = True
-            self._report({"kind": "cancel", "reason": self._cancel_reason()})
+            self._report({"kind": "cancel", "reason": cancel_reason(self._run)})
         self._write_records(now)
         attempt = self._attempt
         if attempt is None:
@@ -185,7 +175,8 @@ class Member:
         if not attempt.started:
             return
         for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
-            attempt.records[record.rank] = self._unwritten[attempt.dir, record.rank] = record
+            attempt.records[record.rank] = record
+            self._records.put(attempt.dir, record)
             log_line(
                 f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}"
             )
@@ -193,7 +184,7 @@ class Member:
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
             return
-        if _is_complete(attempt.dir) if complete else is_file(attempt.dir.stop_file):
+        if is_complete(attempt.dir.stop_file) if complete else is_file(attempt.dir.stop_file):
             attempt.stop_seen = True
             self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
 
@@ -226,86 +217,42 @@ class Member:
             )
             self._attempt = attempt
             make_attempt_dirs(directory)
-            attempt.cores = self._choose_cores()
+            attempt.cores = choose_cores(self._node, self._gang.env)
             # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
-            self._starter.start({rank: self._launch_of(rank, order, attempt) for rank in node.ranks})
+            self._starter.start({rank: self._launch(rank, order, attempt) for rank in node.ranks})
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
         self._hear_news()
 
-    def _choose_cores(self) -> dict[int, str]:
-        """Choose cores near the GPUs, where ranks have one each and no scheduler has given them cores already."""
-        node, users = self._node, self._gang.env
-        if node.slurm_chooses_gpus or len(node.gpus) != len(node.ranks) or "CUDA_VISIBLE_DEVICES" in users:
-            return {}
-        if not hasattr(os, "sched_getaffinity"):
-            return {}
-        chosen = cores_for_ranks(node.gpus, frozenset(os.sched_getaffinity(0)))
-        cores = {rank: each for rank, each in zip(node.ranks, chosen, strict=True) if each is not None}
-        for each in dict.fromkeys(cores.values()):
-            log_line(
-                f"{spell_ranks([rank for rank in cores if cores[rank] == each])} keep to cores {each}, near the GPU"
-            )
-        return cores
-
-    def _launch_of(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
-        variables = attempt.network.gang.variables_of(
-            rank,
-            run_dir=str(self._run.path),
-            attempt=order["attempt"],
-            restart=order["restart"],
-            master_port=attempt.master_port,
-        )
-        if not inherited_environment().keys().isdisjoint(VARIABLES):
-            variables = {
-                name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS
-            }
-        if rank in attempt.cores:
-            variables = variables | {CORES: Variable(attempt.cores[rank], "near the rank's GPU")}
-        return Launch(
-            run_dir=self._run.path,
-            variables=variables,
-            stdout=attempt.dir.stdout(rank),
-            stderr=attempt.dir.stderr(rank),
-            listener=order.get("listener") if rank == 0 else None,
-            agent_port=order.get("agent_port"),
-            agents_listener=order.get("agents_listener"),
-        )
+    def _launch(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
+        gang, cores = attempt.network.gang, attempt.cores.get(rank)
+        return plan_launch(self._run, gang, rank, order, master_port=attempt.master_port, cores=cores)
 
     def _rank_started(self, attempt: _Attempt, news: Started) -> None:
         node, network = self._node, attempt.network
         attempt.running.add(news.rank)
-        attempt.records[news.rank] = RankRecord(
-            rank=news.rank,
-            node_rank=node.node_rank,
-            local_rank=node.ranks.index(news.rank),
-            host=node.host,
-            pid=news.pid,
+        attempt.records[news.rank] = new_record(
+            news.rank,
+            news.pid,
+            node,
             interface=network.interface,
-            master_addr=network.gang.master_addr,
-            master_port=attempt.master_port,
-            started=time.time(),
+            master=(network.gang.master_addr, attempt.master_port),
         )
         if len(attempt.records) == len(node.ranks):
-            self._unwritten |= {(attempt.dir, rank): record for rank, record in attempt.records.items()}
+            self._records.put(attempt.dir, *attempt.records.values())
             self._write_records(time.monotonic())
 
     def _write_records(self, now: float) -> None:
         """Write what is to be written of the ranks; storage that refuses is tried again by the next ticks."""
         attempt = self._attempt
         try:
-            for directory, rank in list(self._unwritten):
-                write_rank(directory, self._unwritten[directory, rank])
-                del self._unwritten[directory, rank]
+            if not self._records.write(now):
+                return
         except ClusterddpError as error:
-            self._write_by = min(self._write_by, now + storage_timeout_s())
-            if now >= self._write_by:
-                self._unwritten.clear()
-                if attempt is not None and attempt.ending is None:
-                    self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
+            if attempt is not None and attempt.ending is None:
+                self._fail(f"node {self._node.node_rank} on {self._node.host}: {error}")
             return
-        self._write_by = float("inf")
         if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
             attempt.started = True
             self._report({"kind": "started", **attempt.network.facts(), **self._starter.facts()})
@@ -339,7 +286,8 @@ class Member:
         attempt.watch.look()
         # Report first: the record waits for the disk, the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
-        attempt.records[rank] = self._unwritten[attempt.dir, rank] = _ended_record(attempt.records[rank], end)
+        attempt.records[rank] = with_end(attempt.records[rank], end)
+        self._records.put(attempt.dir, attempt.records[rank])
         self._write_records(time.monotonic())
 
     def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
@@ -357,31 +305,6 @@ class Member:
             left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
             self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
 
-    def _cancel_reason(self) -> str:
-        try:
-            by = (read_json(self._run.cancel_file) or {}).get("by")
-        except (ClusterddpError, OSError, AttributeError):
-            by = None
-        return f"cancelled by {by}" if by else "cancelled"
-
     def _fail(self, error: str) -> None:
         # It may follow from how a rank ended: that one is then the first of two equals.
         self._report({"kind": "failed", "error": error, "weight": OWN})
-
-
-def _is_complete(attempt: AttemptDir) -> bool:
-    """Say whether the stop file is there with all that will be in it."""
-    try:
-        found = attempt.stop_file.stat()
-    except OSError:
-        return False
-    return found.st_size > 0 or time.time() - found.st_mtime > _EMPTY_STOP_FILE_S
-
-
-def _ended_record(record: RankRecord, end: RankEnd) -> RankRecord:
-    error = end.error
-    if end.on_order and end.signal is not None:
-        error = "ended with the gang"
-    return dataclasses.replace(
-        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
-    )

@@ -1,24 +1,32 @@
-"""The directory of a sweep: its runs, what they share, and which task of the job array carries which run.
+"""The directory of a sweep: its runs, what they share, which task of the job array carries which run, its queue.
 
 runs/brisk-otter-3/                     one rename puts all of it in place
   sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
   env.json environment.json code        shared by the runs, which have symlinks
   queue.json CANCEL                     elsewhere than on Slurm: the process that starts the runs; that it is to end
-  launcher/                             what sbatch was told, the batch script; the log of the queue
+  launcher/                             the options of sbatch, the batch script; the log of the queue
   brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
+
+Of the processes that may take a run out of the queue (the queue itself, one that resumes the run, one that cancels it)
+the one that writes the attempt's `claim.json` first has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name, list_places, list_runs
+from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name, list_places, list_runs
+from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
+
+QueueState = Literal["RUNNING", "ENDED", "GONE", "UNKNOWN"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class SweepDir:
 
     @property
     def queue(self) -> Path:
-        """Who starts the runs, where Slurm does not (run/sweep_queue.py)."""
+        """The record of the queue, where Slurm does not start the runs."""
         return self.path / "queue.json"
 
     @property
@@ -69,7 +77,7 @@ class SweepDir:
 
     @property
     def cancel_file(self) -> Path:
-        """Whoever creates this file asks the queue to start no more."""
+        """Asks the queue to start no more runs, once it exists."""
         return self.path / "CANCEL"
 
     @property
@@ -92,7 +100,7 @@ class SweepDir:
         return names
 
     def runs(self) -> list[RunDir]:
-        """List the runs that are there, in the order of their tasks; one that somebody deleted is left out."""
+        """List the runs that are there, in the order of their tasks; a deleted one is left out."""
         return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
 
 
@@ -151,3 +159,72 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
     matches = exact or [place for place in places if place.name.startswith(name)]
     found = [SweepDir(place) for place in matches]
     return found[0] if len(found) == 1 and found[0].record.is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueRecord:
+    """`queue.json`: written by the process that starts the queue, then by the queue; a lock keeps them apart."""
+
+    process: dict[str, Any]
+    """The `ProcessIdentity` of the queue."""
+    is_starting: bool = False
+    """The process is the one that starts the queue, not the queue yet."""
+    waits_for: str = ""
+    """Why the next run is not started though its turn has come, in words."""
+    ended: float | None = None
+    """Seconds since the epoch."""
+    why: str = ""
+    """Why it ended."""
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity.from_json(self.process)
+
+    @property
+    def state(self) -> QueueState:
+        """Whether it still starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked."""
+        if self.ended is not None:
+            return "ENDED"
+        alive = self.identity.alive()
+        return "UNKNOWN" if alive is None else "RUNNING" if alive else "GONE"
+
+
+def write_queue(sweep: SweepDir, record: QueueRecord) -> None:
+    write_json(sweep.queue, dataclasses.asdict(record))
+
+
+def read_queue(sweep: SweepDir) -> QueueRecord | None:
+    """Read the record of a sweep's queue; None: none was started.
+
+    Raises: ClusterddpError: the record cannot be read.
+    """
+    return read_record(QueueRecord, sweep.queue)
+
+
+def claim(attempt: AttemptDir) -> bool:
+    """Take an attempt that waits in a queue, to start it or to end it; False: another process has it."""
+    return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
+
+
+def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
+    """Read the state of a run that the queue of its sweep has still to start."""
+    sweep = SweepDir(run.path.parent)
+    record = read_queue(sweep)
+    state = record.state if record else "GONE"
+    if record and state == "UNKNOWN":
+        here = socket.gethostname()
+        reason = f"waits in the queue of {sweep.name} on {record.identity.host}, which cannot be asked from {here}"
+        return _view(RunState.UNKNOWN, attempt, reason)
+    if record and state == "RUNNING":
+        reason = "is being started" if attempt.claim.exists() else f"waits in the queue of {sweep.name}"
+        return _view(RunState.PENDING, attempt, reason)
+    what = f"has ended: {record.why}" if record and record.ended is not None else "is gone"
+    return _view(
+        RunState.LOST,
+        attempt,
+        f"was not started: the queue of {sweep.name} {what} (clusterddp resume {sweep.name} goes on)",
+    )
+
+
+def _view(state: RunState, attempt: AttemptDir, reason: str) -> RunView:
+    return RunView(state=state, attempt=attempt.number, end=None, reason=reason)

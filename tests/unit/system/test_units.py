@@ -1,10 +1,10 @@
-"""Numbers of bytes as people read them."""
+"""How numbers with a unit are written for people."""
 
 from __future__ import annotations
 
 import pytest
 
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes, format_count
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,11 @@ from clusterddp.system.byte_sizes import format_bytes
 )
 def test_bytes_are_written_in_the_largest_unit_that_they_fill(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "rank", "1 rank"), (8, "rank", "8 ranks"), (2, "process", "2 processes"), (0, "directory", "0 directories")],
+)
+def test_a_count_has_its_noun_in_the_plural_but_for_one(count: int, noun: str, text: str) -> None:
+    assert format_count(count, noun) == text

@@ -1,4 +1,4 @@
-"""What the other nodes do when the head is lost: they end their ranks, and then see to it that the end is recorded.
+"""Failover of the head: when it is lost, the other nodes end their ranks and make sure that the end is recorded.
 
 Without Slurm each says in its own run directory what it saw. On Slurm one of them records the end and has the job
 started again, for as a rule the head's host also ran the batch script, and nobody else is left to do so: they write
@@ -22,7 +22,7 @@ from clusterddp.node.log import log_line
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss
-from clusterddp.run.directory import AttemptDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
 from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder
 from clusterddp.slurm.commands import run_slurm
@@ -37,6 +37,7 @@ _TURN_S = 0.4
 """How much later than its predecessor each node takes its turn."""
 _GIVE_UP_S = 60.0
 _ASK_AGAIN_S = 2.0
+_LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class LossOfHead:
     """The one that carries the gang's traffic on this node's host."""
 
 
-class Succession:
+class HeadFailover:
     """One node's part, from the loss of the head until it is known that the end is recorded."""
 
     def __init__(
@@ -123,7 +124,7 @@ class Succession:
             run_slurm(["scancel", self._slurm.job_id], environ=self._environ)
 
 
-class Witness:
+class LossRecorder:
     """The same where no Slurm is: each node says in its own run directory what it has seen.
 
     The head's own record, or its guard's, is the better one; but its host may be gone for good.
@@ -143,6 +144,28 @@ class Witness:
         end = _end_without_head(self._order, attempt, loss, goes_on=False)
         record_end(attempt, end, self._order.gang.token)
         return True
+
+
+class TakeoverWatch:
+    """Looks for later attempts that another start of the job has claimed; restarts in place claim nothing."""
+
+    def __init__(self, run: RunDir, first_attempt: int) -> None:
+        self._run = run
+        self._first_attempt = first_attempt
+        self._look_at = 0.0
+        self._seen = False
+
+    def look(self, now: float) -> int | None:
+        """Return the number of such an attempt, once."""
+        if self._seen or now < self._look_at:
+            return None
+        self._look_at = now + _LOOK_EVERY_S
+        with contextlib.suppress(OSError):
+            for attempt in self._run.attempts():
+                if attempt.number > self._first_attempt and attempt.is_claimed():
+                    self._seen = True
+                    return attempt.number
+        return None
 
 
 def _has_end(attempt: AttemptDir) -> bool:
