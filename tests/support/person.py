@@ -14,7 +14,7 @@ from typing import Any
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.system.files import read_jsonl
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
