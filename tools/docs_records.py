@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.sweep import SweepDir
 from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
 from clusterddp.look import status
 from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.run.view import RunState
 
 

@@ -16,7 +16,7 @@ from clusterddp.node.starter import Launch, News
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.system.gpu_cores import cores_for_ranks, read_cores, spell_cores
-from tests.process.node.test_node_rank import run_rank, write_script
+from tests.support.single_ranks import run_rank, write_script
 
 ALL = frozenset(range(16))
 TWO_SOCKETS = {"0000:17:00.0": "0-3,8-11", "0000:65:00.0": "4-7,12-15"}
