@@ -6,8 +6,9 @@ SEED ?= 1
 CASES ?= 200000
 
 RELEASE ?=
+PART ?= tests/unit tests/process
 
-.PHONY: help demo test test-slurm check unit fuzz gpu-check rack wheel clean
+.PHONY: help demo test test-slurm check unit coverage fuzz gpu-check docs rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
@@ -15,10 +16,12 @@ help:
 	@echo "make check   linters, types and import contracts only"
 	@echo "make unit    the tests that start no processes of a run, in two minutes"
 	@echo "make gpu-check  what clusterddp does on the GPUs of this machine, as a file to send: make gpu-check DATA=DIR (CIFAR-10)"
+	@echo "make coverage  which lines of clusterddp/ the tests reach that need no rack: make coverage PART=tests/unit/spec"
 	@echo "make fuzz    mutate everything that is read from outside: make fuzz SEED=1 CASES=200000"
 	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/testbed/README.md)"
 	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
 	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
+	@echo "make docs    write what docs/ takes from the code, and build the site into site/"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
 
@@ -31,6 +34,12 @@ test: check
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2 tests/unit
+
+coverage: $(VENV)/.dev
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n 2 $(PART)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seed $(SEED) --cases $(CASES)
@@ -56,11 +65,15 @@ endif
 test-slurm: $(VENV)/.dev
 	$(BIN)/python tests/slurm_releases.py $(RELEASE)
 
+docs: $(VENV)/.docs
+	$(BIN)/python tools/write_docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist build site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"clusterddp needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}; try: make PYTHON=python3.11 ...")'
@@ -74,4 +87,8 @@ $(VENV)/.train: $(VENV)/.pip pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.train
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	@touch $@

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.support.ssh_person import Person
+from tests.support.ssh_person import SshPerson
 from tests.support.ssh_place import SshPlace
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import running_rack
@@ -136,7 +136,7 @@ def spell_ratio(ours: list[Row], theirs: list[Row], name: str) -> str:
 class Bench:
     """Hosts and the ways to speak to them."""
 
-    person: Person
+    person: SshPerson
     place: SshPlace
     hosts: list[str]
     port: int
@@ -145,7 +145,7 @@ class Bench:
     def measure(self, argv: list[str], stdin: str = "") -> Row:
         """Run a command on the head; its time, and what the processor did for it there."""
         before, start = os.times(), time.monotonic()
-        variables = self.person.variables | {"PYTHONDONTWRITEBYTECODE": ""}
+        variables = self.person.variables() | {"PYTHONDONTWRITEBYTECODE": ""}
         done = self.person.rack.run(HEAD, argv, env=variables, cwd=self.place.path, timeout_s=900, stdin=stdin)
         wall_s, after = time.monotonic() - start, os.times()
         told = json.loads(done.stdout.splitlines()[-1]) if '"threads"' in done.stdout else {}
@@ -227,7 +227,7 @@ def many_hosts(count: int, peer: str | None) -> Iterator[Bench]:
     """Have a rack whose head is also all the hosts."""
     hosts = [f"127.0.{1 + number // 250}.{1 + number % 250}" for number in range(count)]
     with running_rack(RackPlan(nodes=[], slurm=False, gpus_per_host=0)) as rack:
-        person = Person(rack=rack, ports=iter([22]))
+        person = SshPerson(rack=rack, path=rack.home(HEAD), checks=False, ports=iter([22]))
         rack.run(HEAD, ["pkill", "-x", "sshd"])
         path = rack.dir / "home" / "root" / "place"
         path.mkdir()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ssh_person import Person, own_ssh_dir
+from tests.support.ssh_person import SshPerson, own_ssh_dir
 from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, find_obstacle, running_rack
@@ -15,6 +15,8 @@ LONG = (
     "sweep_local",
     "launch_local",
     "train_loop",
+    "train_stock_hooks",
+    "sim_cuda",
     "launch_table_rack",
     "slurm_failures",
     "slurm_stop",
@@ -85,7 +87,7 @@ def hosts(needs_rack: None) -> Iterator[Rack]:
 
 
 @pytest.fixture
-def person(hosts: Rack) -> Iterator[Person]:
+def person(hosts: Rack) -> Iterator[SshPerson]:
     """Somebody on their head, with a ~/.ssh of the test's own."""
     with own_ssh_dir(hosts) as person:
         yield person

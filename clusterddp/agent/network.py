@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from clusterddp.agent.listener import Listener
+from clusterddp.agent.probe import Listener, Target, probe_all
 from clusterddp.agent.types import Body, Host
-from clusterddp.agent.ways import Target, try_ways
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import read_links, resolve
 from clusterddp.network.port import walk_ports
@@ -53,7 +52,7 @@ def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Probe other hosts; return also which of `names`, addresses, take long to be looked up."""
     targets = [Target(**target) for target in request["targets"]]
     resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
-    probes = try_ways(str(request["nonce"]), targets, float(request["within_s"]))
+    probes = probe_all(str(request["nonce"]), targets, float(request["within_s"]))
     slow = [address for address, name in resolving.items() if name.result() is None]
     return {"probes": [each.facts() for each in probes], "slow_names": slow}
 

@@ -30,7 +30,7 @@ class Part(_Piece, total=False):
 
 
 class Target(TypedDict):
-    """An address to connect to (agent/ways.py)."""
+    """An address to connect to (agent/probe.py)."""
 
     target: int
     address: str

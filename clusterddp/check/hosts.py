@@ -25,7 +25,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session, ask_all
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -91,7 +91,7 @@ def _check_reached(
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-    return checks + (try_hosts(plan, sessions, network, machines, tell) if deep else [])
+    return checks + (try_hosts(sessions, network, machines, tell) if deep else [])
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:

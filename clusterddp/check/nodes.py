@@ -12,7 +12,7 @@ from clusterddp.facts.judge_torch import minor_version
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
 from clusterddp.network.interface import is_loopback
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 _SHARED_FIX = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
 _SAME_FIX = "one environment on storage that all nodes share, or the same one installed on each"

@@ -32,7 +32,7 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.submit import submit
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial

@@ -16,7 +16,6 @@ from clusterddp.launchers.ssh.gpus import lease_gpus
 from clusterddp.launchers.ssh.network import GangNetwork
 from clusterddp.launchers.ssh.sessions import HostSessions
 from clusterddp.network.paths import Findings
-from clusterddp.planning.plan import Plan
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Session
 
@@ -37,20 +36,16 @@ class TrialHost:
 
 
 def try_hosts(
-    plan: Plan,
-    sessions: HostSessions,
-    network: GangNetwork,
-    machines: Mapping[str, Machine],
-    tell: Callable[[str], None],
+    sessions: HostSessions, network: GangNetwork, machines: Mapping[str, Machine], tell: Callable[[str], None]
 ) -> list[Check]:
     """Let those hosts compute and talk, in pairs and in two rounds, that have torch and a network in common."""
     if network.chosen is None or network.findings is None:
         return [Check(name="all-reduce", results={"here": note("not tried: there is no network for it")})]
-    trial_hosts, checks = _prepare_hosts(plan, sessions, network)
+    trial_hosts, checks = _prepare_hosts(sessions, network)
     hosts = [host for host in trial_hosts if host in machines and _has_torch(machines[host])]
     if not hosts:
         return [*checks, Check(name="all-reduce", results={"here": note("not tried: no host has torch")})]
-    claims = _claims(network.findings, trial_hosts)
+    plan, claims = sessions.plan, _claims(network.findings, trial_hosts)
     with_gpus = plan.gang.backend == "nccl" and all(trial_hosts[host].gpus for host in hosts)
     tryout = _Tryout(
         sessions=sessions.by_host,
@@ -72,10 +67,9 @@ def _has_torch(machine: Machine) -> bool:
     return machine.torch is not None and machine.torch.version is not None
 
 
-def _prepare_hosts(
-    plan: Plan, sessions: HostSessions, network: GangNetwork
-) -> tuple[dict[str, TrialHost], list[Check]]:
+def _prepare_hosts(sessions: HostSessions, network: GangNetwork) -> tuple[dict[str, TrialHost], list[Check]]:
     """Return with what each host takes part: with GPUs if those that the run asks for are free."""
+    plan = sessions.plan
     assert network.chosen is not None
     assert plan.ssh is not None
     by_node = {node.node_rank: node.host for node in plan.gang.nodes if node.node_rank in network.chosen.nodes}
@@ -83,8 +77,8 @@ def _prepare_hosts(
     checks: list[Check] = []
     gpus: dict[int, tuple[str, ...]] = {}
     try:
-        by_rank = {node_rank: sessions.by_host[host] for node_rank, host in by_node.items()}
-        grants = lease_gpus(by_rank, counts, run="doctor", when_busy="refuse")
+        needed = {node_rank: sessions.by_host[host] for node_rank, host in by_node.items()}
+        grants = lease_gpus(needed, counts, run="doctor", when_busy="refuse")
         gpus = {node_rank: grant.gpus for node_rank, grant in grants.items()}
     except PreflightError as error:
         checks.append(Check(name="matmul", results={"here": note(f"tried on the CPU only: {error.message}")}))

@@ -1,19 +1,25 @@
-"""Arguments and options that several commands share: RUN, `--runs`, `-o`."""
+"""Arguments and options that several commands share: RUN, hosts, `--runs`, `-o`, where a run goes, how long to stay."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import Terminal
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep_dir import SweepDir, sweep_of
+from clusterddp.run.sweep import SweepDir, sweep_of
+
+if TYPE_CHECKING:
+    from clusterddp.spec.overrides import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT_RUNS = "runs"
@@ -34,6 +40,66 @@ class RunName(click.types.StringParamType):
         sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
         names += sweep.run_names() if sweep.tasks.is_file() else []
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
+
+
+class HostName(click.types.StringParamType):
+    """A host, or a host list; completed with the names of ~/.ssh/config."""
+
+    name = "host"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from clusterddp.ssh.config import config_names, home
+
+        names = config_names(home() / ".ssh" / "config")
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the options of the command line send a run; they override its spec."""
+
+    launcher: str | None = None
+    cpu: bool = False
+    hosts: str | None = None
+    hostfile: Path | None = None
+
+    @property
+    def names_hosts(self) -> bool:
+        return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The values of the spec that these options set."""
+        launcher = self.launcher or ("ssh" if self.names_hosts else None)
+        return ({"launcher": launcher} if launcher else {}) | ({"device": "cpu"} if self.cpu else {})
+
+    def read_hosts(self) -> Override | None:
+        """Read the hosts that the options name; None when they name none.
+
+        Raises: UsageError: two options name them, or the launcher takes no hosts. SpecError: a name or a line is wrong.
+        """
+        from clusterddp.spec.hostfile import parse_hosts, read_hostfile
+
+        if not self.names_hosts:
+            return None
+        option = "--hosts" if self.hosts is not None else "--hostfile"
+        if self.hosts is not None and self.hostfile is not None:
+            raise click.UsageError("--hosts and --hostfile both name the hosts, expected one of them")
+        if self.launcher not in (None, "ssh"):
+            raise click.UsageError(f"{option} names hosts for launcher ssh, and --launcher is {self.launcher}")
+        return read_hostfile(self.hostfile) if self.hostfile is not None else parse_hosts(self.hosts or "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartOptions:
+    """What the commands that start ranks share: where the runs lie, and how long the command stays with its run."""
+
+    runs_dir: Path
+    output: str
+    follow: bool
+    wait: bool
+    attach: bool = False
+    dry_run: bool = False
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
@@ -71,12 +137,50 @@ def runs_option(function: _F) -> _F:
 def output_option(function: _F) -> _F:
     """Declare `-o text|json`."""
     return click.option(
-        "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="What stdout carries."
+        "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Print text, or JSON for scripts."
     )(function)
 
 
+def place_options(function: _F) -> _F:
+    """Declare the options that say where a run goes; the command receives them as `place`, a `Place`."""
+    launchers = click.Choice(["local", "ssh", "slurm"])
+    hostfile = click.Path(allow_dash=True, path_type=Path)
+    return _declare(
+        _collected("place", Place)(function),
+        click.option("--launcher", type=launchers, help="What starts the ranks; overrides the spec."),
+        click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
+        click.option("--hosts", metavar="H,H", type=HostName(), help="Run over SSH on hosts such as gpu01,gpu[03-04]."),
+        click.option(
+            "--hostfile", metavar="FILE", type=hostfile,
+            help="Run over SSH on the hosts of FILE: a line `host slots=N` each.",
+        ),
+    )  # fmt: skip
+
+
+def plan_options(function: _F) -> _F:
+    """Declare the options of commands that may only plan, or stay attached to, the run that they start."""
+    return _declare(
+        function,
+        click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
+        click.option(
+            "--attach", is_flag=True, help="With ssh: stay attached; the run ends with this command, also by Ctrl-C."
+        ),
+    )
+
+
+def start_options(function: _F) -> _F:
+    """Declare the options of commands that start a run; the command receives them as `options`, a `StartOptions`."""
+    return _declare(
+        _collected("options", StartOptions)(function),
+        click.option("--wait", is_flag=True, help="Wait until the run has ended; exit code 0, 5 failed, 6 cancelled."),
+        click.option("-f", "--follow", is_flag=True, help="Wait, and show what rank 0 prints."),
+        output_option,
+        runs_option,
+    )
+
+
 def default_runs_dir(terminal: Terminal | None) -> Path:
-    """Return where runs lie when the command line does not say."""
+    """Return where runs lie without --runs."""
     return Path((terminal.environ.get("CLUSTERDDP_RUNS") if terminal else None) or _DEFAULT_RUNS)
 
 
@@ -87,6 +191,28 @@ def address(run: RunDir, terminal: Terminal) -> str:
     if place.parent.resolve() == default_runs_dir(terminal).resolve():
         return run.name
     return shlex.quote(str(run.path.resolve()))
+
+
+def _declare(function: _F, *options: Callable[[_F], _F]) -> _F:
+    """Declare options, in the order in which `--help` lists them."""
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
+    """Hand the options that are fields of a frozen class to a command as one value of that class."""
+    fields = {field.name for field in dataclasses.fields(values_class)}
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            own = {key: values.pop(key) for key in fields & values.keys()}
+            return function(**values, **{name: values_class(**own)})
+
+        return call
+
+    return decorate
 
 
 def _set_on_terminal(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import command, output_option, runs_option
-from clusterddp.cli.login import find_node, profile_option, start_at_login
-from clusterddp.cli.place import named_hosts, place_flags, place_options
+from clusterddp.cli.arguments import Place, command, output_option, place_options, runs_option
+from clusterddp.cli.login import profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
+from clusterddp.login.node import find_node
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def doctor(
     timeout_s: float,
     deep: bool,
     report: Path | None,
-    launcher: str | None,
-    cpu: bool,
-    hosts: str | None,
-    hostfile: Path | None,
+    place: Place,
     output: str,
     runs_dir: Path,
 ) -> int:
@@ -73,9 +70,7 @@ def doctor(
     clusterddp doctor job.yaml --hosts gpu01,gpu02         over SSH: the hosts, and the network between them
     clusterddp doctor job.yaml --hosts gpu01,gpu02 --deep  and how fast they compute and talk to each other
     """
-    flags = place_flags(launcher, cpu=cpu, over_ssh=bool(hosts is not None or hostfile))
-    named = named_hosts(launcher, hosts, hostfile)
-    resolved = _load(spec, overrides, profile, terminal, flags=flags, hosts=named)
+    resolved = _load(spec, overrides, profile, terminal, flags=place.flags, hosts=place.read_hosts())
     over_ssh = resolved is not None and resolved.job.launcher == "ssh"
     if deep not in (with_job, over_ssh):
         raise UsageError(
@@ -84,7 +79,7 @@ def doctor(
         )
     if (deep and with_job and resolved is None) or (report is not None and not (deep and with_job)):
         raise UsageError("--job --deep has the ranks of a spec measure, and --report keeps that: give a SPEC")
-    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal)):
+    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
     if resolved is not None and deep and with_job:
         from clusterddp.check.ranks import measure_ranks

@@ -1,4 +1,4 @@
-"""The command that says where the variables of a rank come from: explain."""
+"""The command that shows where the variables of a rank come from: explain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTE = "Under another launcher variables that are set already stay as they are;
 @output_option
 @click.pass_obj
 def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under: str | None, output: str) -> None:
-    """Say where each variable of a rank comes from, under each launcher.
+    """Show where each variable of a rank comes from, under each launcher.
 
     \b
     clusterddp explain job.yaml

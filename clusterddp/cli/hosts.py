@@ -1,19 +1,18 @@
-"""The commands hosts check and hosts trust: whether SSH gets through, and whom it may believe."""
+"""The commands hosts check and hosts trust: whether SSH reaches a host, and which host keys are trusted."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from clusterddp.cli.arguments import command, output_option
-from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error, table
+from clusterddp.cli.arguments import HostName, command, output_option
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
+from clusterddp.cli.text.ps import failure_json, failure_lines
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.look.printable import printable
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.ssh.config import Destination
@@ -23,37 +22,30 @@ if TYPE_CHECKING:
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
-class HostName(click.types.StringParamType):
-    """A host, or a host list; completed with the names of ~/.ssh/config."""
-
-    name = "host"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.ssh.config import config_names, home
-
-        names = config_names(home() / ".ssh" / "config")
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
 @command("check")
 @click.argument("hosts", metavar="HOST...", nargs=-1, required=True, type=HostName())
 @output_option
 @click.pass_obj
 def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
-    """Connect to each HOST as `ssh HOST` would, and say how that went; node[1-4] names four.
+    """Connect to each HOST as `ssh HOST` would, and report the result; node[1-4] names four.
 
-    Exit code 3 when any host fails; below it stands the command that mends it.
+    Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
     from clusterddp.spec.hosts import expand_all
     from clusterddp.ssh.connect import connect_all
 
     results = connect_all(expand_all(hosts), environ=terminal.environ)
-    found = [_row(host, result) for host, result in results.items()]
+    found = {host: _measure(result) for host, result in results.items()}
+    healthy = not any(isinstance(each, SshError) for each in found.values())
     if output == "json":
-        put_json({"healthy": all(row["ok"] for row in found), "hosts": found})
+        rows = [
+            failure_json(host, each) if isinstance(each, SshError) else {"host": host, "ok": True, **each}
+            for host, each in found.items()
+        ]
+        put_json({"healthy": healthy, "hosts": rows})
     else:
         put("\n".join(_check_lines(found)))
-    return 0 if all(row["ok"] for row in found) else PreflightError.exit_code
+    return 0 if healthy else PreflightError.exit_code
 
 
 @command("trust")
@@ -73,7 +65,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
         raise UsageError(
-            f"--yes trusts nobody unseen: {', '.join(missing)} without a fingerprint",
+            f"--yes needs the fingerprint of each host, and there is none for {', '.join(missing)}",
             hint=f"--yes {missing[0]}=SHA256:...; on the host: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub",
         )
     unknown, failed = _unknown(names, expected, terminal)
@@ -85,17 +77,21 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     if shown:
         check_expected(shown, expected)
         put("\n".join(table(_key_rows(shown))))
-        if not (yes or _confirm(len(shown))):
-            say("nothing was written")
+        question = (
+            "Is this the key of the host?" if len(shown) == 1 else f"Are these the keys of the {len(shown)} hosts?"
+        )
+        hint, refused = "--yes HOST=SHA256:..., once you compared them", "nothing was written"
+        if not (yes or confirm(question, hint=hint, refused=refused)):
+            say(refused)
             return 1
         for path, count in add_known_hosts(shown).items():
-            say(f"added {count} {'key' if count == 1 else 'keys'} to {path}")
+            say(f"added {format_count(count, 'key')} to {path}")
     return PreflightError.exit_code if failed else 0
 
 
 @click.group("hosts")
 def hosts() -> None:
-    """Look after the hosts that are reached by SSH, as your own ssh reaches them."""
+    """Check the hosts that SSH reaches, and trust their keys, as your own ssh does."""
 
 
 hosts.add_command(check)
@@ -125,7 +121,7 @@ def _parse_expected(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
 def _unknown(
     names: Sequence[str], expected: dict[str, str], terminal: Terminal
 ) -> tuple[list[Destination], list[SshError]]:
-    """Tell the hosts that known_hosts says nothing of from the others."""
+    """Return the hosts that known_hosts does not list, and the errors of the others."""
     from clusterddp.ssh.config import resolve
     from clusterddp.ssh.keys import read_known_keys
     from clusterddp.ssh.trust import check_known
@@ -152,32 +148,17 @@ def _key_rows(shown: dict[Destination, HostKey]) -> list[list[str]]:
     return rows + [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
 
 
-def _confirm(count: int) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "nobody is there to ask: standard input is no terminal",
-            hint="--yes HOST=SHA256:..., once you compared them",
-        )
-    question = "Is this the key of the host?" if count == 1 else f"Are these the keys of the {count} hosts?"
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort as abort:
-        raise KeyboardInterrupt("nothing was written") from abort
-
-
-def _row(host: str, result: Connection | SshError) -> dict[str, Any]:
-    """Describe one host, and let go of the connection."""
+def _measure(result: Connection | SshError) -> dict[str, Any] | SshError:
+    """Describe how a host was reached, and close the connection."""
     if isinstance(result, SshError):
-        return _failed(host, result)
+        return result
     with result:
         try:
             round_trip_s = result.measure_round_trip_s()
         except SshError as error:
-            return _failed(host, error)
+            return error
         way = result.destination
         return {
-            "host": host,
-            "ok": True,
             "hostname": way.hostname,
             "port": way.port,
             "user": way.user,
@@ -188,23 +169,11 @@ def _row(host: str, result: Connection | SshError) -> dict[str, Any]:
         }
 
 
-def _failed(host: str, error: SshError) -> dict[str, Any]:
-    return {"host": host, "ok": False, "phase": error.phase, "found": error.found, "fix": error.hint}
-
-
-def _check_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Lay out the hosts as one table, those that fail after the others, each with what mends it."""
+def _check_lines(found: Mapping[str, dict[str, Any] | SshError]) -> list[str]:
+    """Lay out the hosts as one table, those that fail after the others, each with its fix."""
     rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
-    for row in found:
-        if row["ok"]:
-            address = f"{row['hostname']}:{row['port']}"
-            via = ",".join(row["jumps"]) or "-"
-            rows.append([row["host"], address, row["user"], via, row["key_type"], f"{row['round_trip_ms']} ms"])
-    lines = table(rows) if len(rows) > 1 else []
-    for row in found:
-        if not row["ok"]:
-            failed = click.style("failed", fg="red", bold=True)
-            lines.append(f"{printable(row['host'])}  {failed}  {row['phase']}: {printable(row['found'])}")
-            if row["fix"]:
-                lines.append(f"      {click.style('fix:', bold=True)} {printable(row['fix'])}")
-    return lines
+    for host, each in found.items():
+        if not isinstance(each, SshError):
+            address, via = f"{each['hostname']}:{each['port']}", ",".join(each["jumps"]) or "-"
+            rows.append([host, address, each["user"], via, each["key_type"], f"{each['round_trip_ms']} ms"])
+    return [*(table(rows) if len(rows) > 1 else []), *failure_lines(found)]

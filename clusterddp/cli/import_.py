@@ -21,9 +21,15 @@ _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 
 @command("import")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--from", "kind", type=_KINDS, help="What FILE is, where it cannot be told.")
+@click.option("--from", "kind", type=_KINDS, help="The kind of FILE, where its content does not show it.")
 @click.option("--line", type=click.IntRange(min=1), help="Of a batch script: the line of the command that trains.")
-@click.option("-o", "--output", metavar="PATH", type=click.Path(path_type=Path, dir_okay=False), help="Write it there.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="PATH",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the spec to PATH, not to stdout.",
+)
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
 @click.pass_obj
 def import_(
@@ -85,7 +91,7 @@ def manifest(
 
 
 def _say_left(left: tuple[Left, ...]) -> None:
-    from clusterddp.importing.writing import HEADINGS, spell
+    from clusterddp.importing.reading import HEADINGS, spell
 
     for fate, heading in HEADINGS.items():
         lines = [spell(each) for each in left if each.fate == fate]

@@ -8,17 +8,19 @@ from types import FrameType
 
 import click
 
-from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.arguments import StartOptions, command, output_option, runs_option
 from clusterddp.cli.login import profile_option
-from clusterddp.cli.submit import stay_with
 from clusterddp.cli.terminal import Terminal, say
+from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.look.printable import printable
 
 
 @command("join")
 @click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--node-rank", type=click.IntRange(min=0), metavar="N", help="Which of the hosts this machine is.")
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), metavar="N", help="The place of this machine in ssh.hosts, from 0."
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -30,7 +32,7 @@ from clusterddp.look.printable import printable
     "--resume", metavar="RUN", help="Go on with an earlier run of these machines, from its newest checkpoint."
 )
 @click.option("--cpu", is_flag=True, help="Run the ranks on the CPU, with gloo; on all machines or none.")
-@click.option("-f", "--follow", is_flag=True, help="Show what rank 0 writes; on node 0.")
+@click.option("-f", "--follow", is_flag=True, help="Show what rank 0 prints; on node 0.")
 @output_option
 @profile_option
 @runs_option
@@ -58,7 +60,7 @@ def join(
     clusterddp join job.yaml                  on every machine, where the code lies
     clusterddp join job.yaml --follow         on the first one, to see what rank 0 writes
     clusterddp join job.yaml --resume RUN     on every machine, when it has ended before it was done
-    CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     nobody without the key takes part
+    CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     only machines with this key take part
     """
     from clusterddp.run.record import read_run
     from clusterddp.spec.load import load_spec
@@ -83,13 +85,13 @@ def join(
     )
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
     for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():
-        say(f"note: {printable(note)}")
+        say_note(note)
     job_id = read_run(joined.run).job_id
     submitted = Submitted(
         run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, connections=joined
     )
-    follow = follow and joined.node_rank == 0
-    return stay_with(submitted, terminal, verb="joined", wait=True, follow=follow, output=output)
+    options = StartOptions(runs_dir=runs_dir, output=output, follow=follow and joined.node_rank == 0, wait=True)
+    return stay_with(submitted, terminal, options, verb="joined")
 
 
 COMMANDS = {"join": join}

@@ -1,44 +1,42 @@
-"""Which commands run on a login node: the profile decides, or the run; and what of this shell goes along."""
+"""Which commands run on a login node: the profile decides, or the run; and how their output appears here."""
 
 from __future__ import annotations
 
 import functools
-import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.login_streams import Output, RunNote
-from clusterddp.cli.terminal import Terminal, say
-from clusterddp.errors import RunNotFoundError, SpecError, SshError, UsageError
-from clusterddp.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
+from clusterddp.cli.terminal import Terminal, say, writing_stdout
+from clusterddp.errors import RunNotFoundError
+from clusterddp.login.node import (
+    AT_LOGIN,
+    FirstLine,
+    Node,
+    choose_variables,
+    demand_node,
+    explain_cut,
+    find_node,
+    node_of_run,
+)
+from clusterddp.login.record import find_sent_run, list_sent_runs
+from clusterddp.look.printable import printable
 from clusterddp.run.directory import find_run
-from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Errand, Word
+    from clusterddp.remote.uploader import Progress
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.spec.ssh_section import Login
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
-_SPEC, _CONFIG = "spec.yaml", "config.yaml"
 _STARTING = frozenset({"submit", "rerun", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """A login node, and the profile that names it."""
-
-    profile: str
-    login: Login
-    secrets: tuple[str, ...] = ()
+_LARGE_UPLOAD_BYTES = 5_000_000
+"""From this size on an upload is worth a line."""
 
 
 def profile_option(function: _F) -> _F:
@@ -58,10 +56,10 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
     def decide(*, profile: str | None, **values: Any) -> Any:
         context = click.get_current_context()
         terminal: Terminal = context.obj
-        if _AT_LOGIN in terminal.environ:
+        if AT_LOGIN in terminal.environ:
             return function(**values)
         if profile is not None:
-            return _go(demand_node(profile, terminal), context, {})
+            return _go(demand_node(profile, terminal.environ), context, {})
         if "names" in values:
             return _each_where_it_is(function, context, values)
         if values["name"] is None:
@@ -73,48 +71,24 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
     return profile_option(decide)
 
 
-def find_node(profile: str | None, terminal: Terminal) -> Node | None:
-    """Find the login node of a profile, by default of the default one; None: it has none, or we are there."""
-    if _AT_LOGIN in terminal.environ:
-        return None
-    from clusterddp.spec.profiles import read_profile_login
-
-    found = read_profile_login(terminal.environ, profile)
-    return Node(profile=found[0], login=found[1]) if found else None
-
-
-def demand_node(profile: str, terminal: Terminal) -> Node:
-    """Find the login node of a profile.
-
-    Raises: UsageError: it has none.
-    """
-    node = find_node(profile, terminal)
-    if node is None:
-        hint = f"without --profile this is asked here; `login: HOST` below profiles.{profile} of the configuration"
-        raise UsageError(f"profile {profile} names no login node", hint=hint)
-    return node
-
-
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
     """Run the command that is being run, which has read a spec, on the login node, with its code."""
-    from clusterddp.login.commands import Errand, Sent, plan_code
-    from clusterddp.spec.profiles import config_path
+    from clusterddp.login.commands import SPEC, Sent, errand_with_code
 
     context = click.get_current_context()
     terminal: Terminal = context.obj
     if resolved is None:
         return _go(node, context, {})
-    code = plan_code(resolved.job, working_dir=Path.cwd(), runs_dir=runs_dir.absolute(), environ=terminal.environ)
-    config = config_path(terminal.environ)
-    files = {_SPEC: resolved.text, _CONFIG: config.read_text() if config else ""}
-    errand = Errand(
-        arguments=_words(context, {"spec": Sent(_SPEC)}, ["--profile", node.profile]),
-        variables=_variables(terminal, resolved.job.secrets) | {"CLUSTERDDP_CONFIG": Sent(_CONFIG)},
-        code=code,
-        files=files,
+    node = Node(profile=node.profile, login=node.login, secrets=resolved.job.secrets)
+    errand = errand_with_code(
+        resolved,
+        _words(context, {"spec": Sent(SPEC)}, ["--profile", node.profile]),
+        _variables(terminal, node),
+        runs_dir=runs_dir,
+        environ=terminal.environ,
         discard=discard,
     )
-    return _run(Node(profile=node.profile, login=node.login, secrets=resolved.job.secrets), errand, context)
+    return _run(node, errand, context)
 
 
 def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
@@ -125,19 +99,65 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     from clusterddp.login.commands import Errand
 
     context = click.get_current_context()
-    said = bytearray()
-    errand = Errand(arguments=arguments, variables=_variables(context.obj, ()))
-    if code := _run(node, errand, context, write_out=said.extend):
+    answer = bytearray()
+    errand = Errand(arguments=arguments, variables=_variables(context.obj, node))
+    if code := _run(node, errand, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
-    return bytes(said)
+    return bytes(answer)
+
+
+class _Output:
+    """The output of a command on the login node, as it appears here."""
+
+    def __init__(self, params: Mapping[str, Any], first_line: FirstLine | None) -> None:
+        on_terminal = sys.stdout.isatty()
+        self._first_line = first_line
+        # The login node does not know of this terminal; the line on stderr has named the run already.
+        self._hides_name = on_terminal and params.get("output") != "json"
+        # What ranks print must not command the terminal.
+        self._escapes = on_terminal and ("tail_lines" in params or params.get("follow")) and not params.get("raw")
+        self._line = b""
+        self._said_upload = False
+
+    def write_out(self, data: bytes) -> None:
+        first = b""
+        if self._first_line:
+            first, data = self._first_line.read(data)
+        if first and not self._hides_name:
+            self._put(first)
+        if not self._escapes:
+            self._put(data)
+            return
+        *lines, self._line = (self._line + data).split(b"\n")
+        self._put(b"".join(printable(line.rstrip(b"\r")).encode() + b"\n" for line in lines))
+
+    def write_err(self, data: bytes) -> None:
+        sys.stderr.buffer.write(data)
+        sys.stderr.flush()
+
+    def finish(self) -> None:
+        """Write what the last line has, if it has no end."""
+        if self._line:
+            self._put(printable(self._line).encode())
+
+    def watch(self, progress: Progress) -> None:
+        """Print once that something large is being sent."""
+        if progress.total_bytes >= _LARGE_UPLOAD_BYTES and not self._said_upload:
+            self._said_upload = True
+            say(str(progress))
+
+    def _put(self, data: bytes) -> None:
+        with writing_stdout():
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
 
 
 def _go(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the command that is being run on the login node, about a run that is there."""
     from clusterddp.login.commands import Errand
 
-    variables = _variables(context.obj, node.secrets)
-    return _run(node, Errand(arguments=_words(context, changed, []), variables=variables), context)
+    errand = Errand(arguments=_words(context, changed, []), variables=_variables(context.obj, node))
+    return _run(node, errand, context)
 
 
 def _run(
@@ -145,72 +165,33 @@ def _run(
 ) -> int:
     from clusterddp.login.commands import run_at_login
 
-    terminal: Terminal = context.obj
-    note = None
-    if context.info_name in _STARTING and not context.params.get("dry_run"):
-        note = RunNote(lambda run: _note(node, run, context.params["runs_dir"]))
-    output = Output(context.params, note)
+    params = context.params
+    submits = context.info_name in _STARTING and not params.get("dry_run")
+    first_line = FirstLine(node, params["runs_dir"]) if submits else None
+    output = _Output(params, first_line)
     code = run_at_login(
         node.login,
         errand,
-        environ=terminal.environ,
+        environ=context.obj.environ,
         write_out=write_out or output.write_out,
         write_err=output.write_err,
         watch=output.watch,
     )
     output.finish()
     if code is None:
-        raise _cut(node, context, errand, note)
+        named = str(errand.arguments[-1]) if params.get("name") or params.get("names") else None
+        raise explain_cut(node, first_line.run if first_line else named, submits=submits)
     return code
-
-
-def _cut(node: Node, context: click.Context, errand: Errand, note: RunNote | None) -> SshError:
-    """Say what is known when the connection broke."""
-    found, hint = "the connection broke", "try again"
-    if note and note.run is None:
-        found += "; whether a job was submitted is not known here"
-        hint = f"clusterddp list --profile {node.profile}"
-    elif note or {"name", "names"} & context.params.keys():
-        found += "; that does not touch the run, which goes on"
-        name = note.run if note else str(errand.arguments[-1])
-        hint = f"clusterddp status {shlex.quote(name or '')} --profile {node.profile}"
-    return SshError(node.login.host, "ask", found, hint=hint, dropped=True)
-
-
-def _note(node: Node, run: str, runs_dir: Path) -> None:
-    """Keep in mind where a run is, so that the next command finds it by its name."""
-    login = node.login.model_dump(mode="json")
-    write_sent_run(
-        runs_dir, SentRun(run=run, profile=node.profile, login=login, secrets=node.secrets, created_ns=time.time_ns())
-    )
-
-
-def _node_of(sent: SentRun, terminal: Terminal) -> Node:
-    """Find the login node of a run: as the profile has it now, if it still names that host.
-
-    A host that no profile of the user's names gets none of the run's secrets.
-    """
-    from clusterddp.spec.ssh_section import Login
-
-    login = Login.model_validate(sent.login)
-    try:
-        node = find_node(sent.profile, terminal)
-    except SpecError:  # there is no such profile any more
-        node = None
-    if node is None or node.login.host != login.host:
-        return Node(profile=sent.profile, login=login)
-    login = node.login.model_copy(update={"runs_dir": login.runs_dir})
-    return Node(profile=sent.profile, login=login, secrets=sent.secrets)
 
 
 def _where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
     """Run a command about one run."""
     if sent := find_sent_run(values["runs_dir"], values["name"]):
-        return _go(_node_of(sent, context.obj), context, {"name": sent.name_there(values["name"])})
+        return _go(node_of_run(sent, context.obj.environ), context, {"name": sent.name_there(values["name"])})
     try:
         return function(**values)
     except RunNotFoundError:
-        node = find_node(None, context.obj)
+        node = find_node(None, context.obj.environ)
         if node is None:
             raise
     return _go(node, context, {})
@@ -223,9 +204,9 @@ def _each_where_it_is(function: Callable[..., Any], context: click.Context, valu
     there: dict[str, tuple[Node, list[str]]] = {}
     for name in values["names"]:
         sent = find_sent_run(runs_dir, name)
-        node = _node_of(sent, terminal) if sent else None
+        node = node_of_run(sent, terminal.environ) if sent else None
         if node is None and not _is_here(runs_dir, name):
-            node = find_node(None, terminal)
+            node = find_node(None, terminal.environ)
         if node is None:
             here.append(name)
         else:
@@ -275,16 +256,8 @@ def _words(context: click.Context, changed: Mapping[str, Any], more: list[str]) 
     return [context.info_name or "", *options, *more, "--", *arguments]
 
 
-def _variables(terminal: Terminal, secrets: Sequence[str]) -> dict[str, Word]:
-    """Choose what goes along of this shell: values of the spec, the run's secrets by name, how text is shown."""
-    environ = terminal.environ
-    chosen: dict[str, Word] = {name: environ[name] for name in secrets if name in environ}
-    chosen |= {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP__")}
-    chosen["CLUSTERDDP_CONFIG"] = ""
-    if terminal.debug:
-        chosen["CLUSTERDDP_DEBUG"] = "1"
-    if terminal.no_color:
-        chosen["NO_COLOR"] = "1"
-    elif terminal.color or (sys.stdout.isatty() and sys.stderr.isatty()):
-        chosen["FORCE_COLOR"] = "1"
-    return chosen
+def _variables(terminal: Terminal, node: Node) -> dict[str, Word]:
+    color = terminal.color
+    if color is None and sys.stdout.isatty() and sys.stderr.isatty():
+        color = True
+    return {**choose_variables(terminal.environ, node.secrets, debug=terminal.debug, color=color)}

@@ -16,25 +16,26 @@ from clusterddp.cli.terminal import Terminal, say, say_error, writing_stdout
 from clusterddp.errors import ClusterddpError, SpecError
 
 _COMMANDS = {
-    "demo": ("demo", "Run", "two ranks learn on this machine, in under a minute"),
+    "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("setup", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes"),
     "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
-    "join": ("join", "Run", "take part in a run, typed on each of its machines"),
+    "join": ("join", "Run", "take part in a run; start it on each of its machines"),
     "rerun": ("submit", "Run", "start the spec of an earlier run again"),
-    "resume": ("submit", "Run", "go on from a run's newest checkpoint"),
-    "worker": ("worker", "Run", "be one rank, under torchrun, srun, mpirun, or by hand"),
+    "resume": ("submit", "Run", "continue a run from its newest checkpoint"),
+    "worker": ("worker", "Run", "run one rank, started by torchrun, srun, mpirun, or by hand"),
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
-    "ps": ("ps", "Look", "show which processes of runs live here or on hosts, and what is left over"),
-    "gc": ("ps", "Run", "end what is left over of runs here or on hosts"),
-    "explain": ("explain", "Settings", "say where each rank variable comes from under each launcher"),
+    "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
+    "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
+    "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
+    "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }
@@ -51,10 +52,26 @@ _NOTES = """
 A run, or a sweep of runs, is named by its name, the beginning of it, @last, or its directory.
 Exit codes: 0 ok, 1 error, 2 wrong usage or spec, 3 machines not ready, 4 no such run,
             5 the run failed, 6 it was cancelled, 130 Ctrl-C
+More: clusterddp help
 """
 
 _INTERRUPTED = 128 + 2
 _BROKEN_PIPE = 128 + 13
+EXIT_CODES = {
+    0: "It worked. With --wait, --follow and wait: the run completed. status, logs and list exit with 0 in whatever "
+    "state the run is.",
+    1: "An error of clusterddp or of the machine, such as a full disk. wait: --timeout is over.",
+    2: "Wrong usage, or the spec is wrong.",
+    3: "The machines are not ready: too few GPUs, torch is missing, Slurm refuses the job or does not answer, the "
+    "connection to a login node breaks. doctor: something is red. hosts, ps, gc: a host cannot be reached, or shows "
+    "the wrong key.",
+    4: "No such run.",
+    5: "The run failed (submit --wait, submit --follow, wait, demo). demo: also below 95 %.",
+    6: "The run was cancelled, or stopped at a checkpoint.",
+    _INTERRUPTED: "Ctrl-C.",
+    _BROKEN_PIPE: "The reader of the output went away: clusterddp list | head -1.",
+}
+"""What scripts may rely on; docs/reference/errors.md is made of it."""
 
 
 class CommandIndex(click.Group):
@@ -119,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run_and_report(list(sys.argv[1:] if arguments is None else arguments), Terminal(os.environ))
     except KeyboardInterrupt as interrupt:
-        if interrupt.args:  # what became of what was interrupted
+        if interrupt.args:  # how the interrupted start ended
             say(str(interrupt))
         return _INTERRUPTED
 
@@ -137,10 +154,10 @@ def _run_and_report(arguments: list[str], terminal: Terminal) -> int:
     except Exception as error:
         with click.Context(cli) as context:
             context.color = terminal.color
-            exit_code = _say_why(error, terminal)
+            exit_code = _print_error(error, terminal)
         try:
             sys.stdout.flush()
-        except OSError:  # told already, if it was this
+        except OSError:  # if this was the error, it is printed already
             _drop_stdout()
         return exit_code
 
@@ -159,8 +176,8 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
     return exit_code if isinstance(exit_code, int) else 0
 
 
-def _say_why(error: Exception, terminal: Terminal) -> int:
-    """Tell the user what ended the command; return the exit code."""
+def _print_error(error: Exception, terminal: Terminal) -> int:
+    """Print the error that ended the command; return its exit code."""
     if terminal.debug:
         traceback.print_exception(error)
     if isinstance(error, SpecError):

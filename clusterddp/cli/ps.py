@@ -1,19 +1,17 @@
-"""The commands ps and gc: what lives of runs on machines, and the end of what a power cut or a kill has left there."""
+"""The commands ps and gc: the processes of runs on machines, and the cleanup of what a power cut or a kill left."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.arguments import RunName, command, output_option, runs_option
-from clusterddp.cli.hosts import HostName
-from clusterddp.cli.terminal import Terminal, put, put_json, say
+from clusterddp.cli.arguments import HostName, RunName, command, output_option, runs_option
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.directory import find_run
 from clusterddp.run.record import read_run
@@ -31,9 +29,20 @@ def _machine_options(function: _F) -> _F:
     for decorate in (
         runs_option,
         output_option,
-        click.option("--dir", "root", metavar="DIR", help="ssh.dir of the spec, where it is not ~/.clusterddp."),
-        click.option("--python", metavar="PATH", help="The Python of --hosts, where it is not python3."),
-        click.option("--hosts", multiple=True, metavar="HOST,..", type=HostName(), help="Not here: node[1-4],gpu7."),
+        click.option(
+            "--dir",
+            "root",
+            metavar="DIR",
+            help="Directory of runs on a machine: ssh.dir of the spec, else ~/.clusterddp.",
+        ),
+        click.option("--python", metavar="PATH", help="The Python on --hosts; default: python3."),
+        click.option(
+            "--hosts",
+            multiple=True,
+            metavar="HOST,..",
+            type=HostName(),
+            help="These hosts over SSH, not this machine: node[1-4],gpu7.",
+        ),
         click.argument("name", metavar="[RUN]", type=RunName(), default=None, required=False),
     ):
         function = decorate(function)
@@ -53,14 +62,14 @@ def ps(
     output: str,
     runs_dir: Path,
 ) -> int:
-    """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, who answers for them.
+    """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
     A run is left over when no supervisor, guard or task of it lives on a host while other processes of it do; `gc` ends
     those. Processes are known by the cookie in their environment: one that has overwritten its environment is not
     found. Exit code 3 when a host cannot be asked.
     """
-    from clusterddp.cli.clearing import say_unmarked
-    from clusterddp.cli.ps_text import failure_json, process_lines, run_json
+    from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
+    from clusterddp.look.clearing import left_over_of
 
     with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
         found = machines.look(_tokens(name, runs_dir))
@@ -74,18 +83,11 @@ def ps(
         put_json({"hosts": rows})
     else:
         put("\n".join(process_lines(found)))
-        left_over = [
-            (host, run)
-            for host, runs in found.items()
-            if not isinstance(runs, SshError)
-            for run in runs
-            if run.answered_by is None
-        ]
-        for host, run in left_over:
-            say_unmarked(host, run)
+        left_over = left_over_of(found)
+        say_unmarked(left_over)
         if left_over:
             words = [name] if name else []
-            words += ["--hosts", ",".join(dict.fromkeys(host for host, _ in left_over))] if hosts else []
+            words += ["--hosts", ",".join(left_over)] if hosts else []
             say(f"{shlex.join(['clusterddp', 'gc', *words])} ends what is left over")
     return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
 
@@ -94,7 +96,7 @@ def ps(
 @_machine_options
 @click.option("--older-than", metavar="30d", help="Also remove runs that ended that long ago, and what they needed.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("-n", "--dry-run", is_flag=True, help="Show it and do nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be ended and removed; do nothing.")
 @click.pass_obj
 def gc(
     terminal: Terminal,
@@ -111,36 +113,38 @@ def gc(
 ) -> int:
     """End what is left over of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
 
-    Only processes that carry the cookie of a run for which nobody answers: no live run, nothing of other people. With
-    --older-than 30d (h, d, w) also directories under ~/.clusterddp of those machines: runs that ended, with their
-    checkpoints there; snapshots and packages that no run needs.
+    Ends only processes that carry the cookie of a run without a live supervisor, guard or task: never a live run,
+    never a process of another user. With --older-than 30d (h, d, w) it also removes directories under ~/.clusterddp of
+    those machines: runs that ended, with their checkpoints there; snapshots and packages that no run needs.
 
-    Exit code 1 when something would not go, 3 when a host cannot be asked.
+    Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
-    from clusterddp.cli.clearing import Clearing
+    from clusterddp.cli.text import ps as text
+    from clusterddp.look.clearing import Clearing, answers
 
     older_than_s = _read_age(older_than) if older_than else None
     if name and older_than:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
     with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
         show = say if output == "json" else put
-        tokens = _tokens(name, runs_dir)
-        clearing = Clearing(machines=machines, tokens=tokens, older_than_s=older_than_s, put=show)
+        clearing = Clearing(machines=machines, tokens=_tokens(name, runs_dir), older_than_s=older_than_s)
         clearing.look()
-        if lines := clearing.lines():
+        if lines := text.clearing_lines(clearing):
             show("\n".join(lines))
-        clearing.say_what_stays()
-        if not clearing.question:
-            if any(not isinstance(runs, SshError) for runs in clearing.found.values()):
+        text.say_kept(clearing)
+        question = text.clearing_question(clearing)
+        if not question:
+            if answers(clearing.found):
                 say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
         elif not dry_run:
-            if not (yes or _confirm(clearing.question)):
-                say("nothing was ended, nothing was removed")
+            refused = "nothing was ended, nothing was removed"
+            if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
+                say(refused)
                 return 1
             clearing.carry_out()
-            clearing.tell()
+            text.say_cleared(clearing, show)
     if output == "json":
-        put_json(clearing.to_json())
+        put_json(text.clearing_json(clearing))
     return clearing.exit_code
 
 
@@ -192,12 +196,3 @@ def _read_age(text: str) -> float:
         # What is younger may be part of a submit that is under way.
         raise UsageError(f"--older-than {text}: an age of an hour or more is expected", hint="12h, 30d, 4w")
     return int(match[1]) * _UNIT_S[match[2]]
-
-
-def _confirm(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("nobody is there to ask: standard input is no terminal", hint="--yes, or -n to look only")
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort as abort:
-        raise KeyboardInterrupt("nothing was ended, nothing was removed") from abort

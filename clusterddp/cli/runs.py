@@ -15,9 +15,9 @@ import click
 
 from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.status_text import list_lines, status_lines
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
+from clusterddp.cli.text.status import list_lines, status_lines
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
@@ -26,7 +26,7 @@ from clusterddp.results.reports import demand_sight, is_out_of_sight
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir, find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
-from clusterddp.run.sweep_dir import find_sweep
+from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _RUNS_AT_ONCE = 1000
 @works_at_login
 @run_argument()
 @click.option("-a", "--all-ranks", is_flag=True, help="One line per rank, however many there are.")
-@click.option("-w", "--watch", is_flag=True, help="Go on showing it until the run has ended.")
+@click.option("-w", "--watch", is_flag=True, help="Update the display until the run has ended.")
 @output_option
 @runs_option
 @click.pass_obj
@@ -127,7 +127,7 @@ def logs(
 def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Path) -> int:
     """Wait until a run has ended.
 
-    The exit code tells how: 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
+    The exit code is 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
     """
     sweep = find_sweep(runs_dir, name)
     if sweep:
@@ -147,7 +147,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.submission.submit import cancel as cancel_run
-    from clusterddp.sweep.cancel import cancel_sweep
+    from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
     for name in names:
@@ -208,7 +208,7 @@ COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel, "lis
 
 
 def _fetched_status(run: RunDir, sync: Synchroniser) -> RunStatus:
-    """Read the run's status; of a run that has ended, when what its spec says is here."""
+    """Read the run's status; of a run that has ended, after its results are copied back."""
     from clusterddp.look.status import read_status
 
     sync.update()
@@ -252,7 +252,7 @@ def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal
 
 
 def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
-    """Point to the rank that failed first when somebody reads rank 0's log of a failed attempt."""
+    """Name the rank that failed first to a reader of rank 0's log of a failed attempt."""
     attempts = run.attempts()
     if not attempts:
         return

@@ -1,4 +1,4 @@
-"""Commands that prepare: init, schema, completion."""
+"""Commands to begin with: demo, init, schema, completion."""
 
 from __future__ import annotations
 
@@ -8,18 +8,52 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.arguments import command
-from clusterddp.cli.login import ask_login, find_node, profile_option
-from clusterddp.cli.terminal import Terminal, put, put_json, say
-from clusterddp.errors import UsageError
-from clusterddp.look.printable import printable
+from clusterddp.cli.arguments import address, command, runs_option
+from clusterddp.cli.login import ask_login, profile_option
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.watch import say_ending, say_note, watch_until_ended
+from clusterddp.errors import RunFailedError, UsageError
+from clusterddp.login.node import find_node
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json, write_text
 from clusterddp.system.templates import read_template
 
+_ACCURACY = 0.95
+"""What the demo always reaches."""
 _ACTIVATION = {
     "bash": 'add to ~/.bashrc:  eval "$(clusterddp completion bash)"',
     "zsh": 'add to ~/.zshrc, after compinit:  eval "$(clusterddp completion zsh)"',
     "fish": "clusterddp completion fish > ~/.config/fish/completions/clusterddp.fish",
 }
+
+
+@command("demo")
+@runs_option
+@click.pass_obj
+def demo(terminal: Terminal, *, runs_dir: Path) -> int:
+    """Let two ranks on this machine learn to tell shapes apart: no spec, no network, no GPU, under a minute.
+
+    Ctrl-C ends the run.
+    """
+    from clusterddp.planning.placement import Request
+    from clusterddp.planning.plan import plan_run
+    from clusterddp.spec.load import load_spec
+    from clusterddp.submission.submit import cancel, submit
+
+    resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
+    plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))
+    submitted = submit(plan)
+    run = RunDir(Path(submitted.run_dir))
+    try:
+        say(f"{submitted.run}: {plan.gang.world_size} ranks on this machine learn to tell generated shapes apart")
+        view = watch_until_ended(run, terminal)
+    except KeyboardInterrupt:
+        say(f"\n{submitted.run}: {cancel(run)}")
+        raise
+    if view.state.value != "COMPLETED":
+        return say_ending(run, view, terminal)
+    say_result(run, terminal)
+    return 0
 
 
 @command("init")
@@ -41,26 +75,25 @@ def init(
     """Write a commented spec to PATH (job.yaml) to start from.
 
     With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
-    cluster's: partition, GPUs, cores, memory, time limit, account; and what follows from how the cluster is set up is
-    said. A PATH of - is standard output.
+    cluster's: partition, GPUs, cores, memory, time limit, account; and notes say what follows from how the cluster is
+    set up. A PATH of - is standard output.
     """
-    from clusterddp.cli.starter_spec import slurm_spec
-    from clusterddp.system.files import write_text
-
     if partition is not None and launcher != "slurm":
         raise UsageError("--partition is for --launcher slurm")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no directory {path.parent}")
     text, notes = read_template(f"init_{launcher}.yaml"), list[str]()
-    if launcher == "slurm" and (node := find_node(profile, terminal)):
+    if launcher == "slurm" and (node := find_node(profile, terminal.environ)):
         more = ["--partition", partition] if partition else []
         text = ask_login(node, ["init", "--launcher", "slurm", *more, "-"]).decode()
     elif launcher == "slurm":
+        from clusterddp.slurm.starter import slurm_spec
+
         text, notes = slurm_spec(text, terminal.environ, partition)
     if str(path) == "-":
         put(text.rstrip("\n"))
         for note in notes:
-            say(f"note: {printable(note)}")
+            say_note(note)
         return
     if force:
         write_text(path, text)
@@ -69,7 +102,7 @@ def init(
     name = shlex.quote(str(path))
     say(f"wrote {path}")
     for note in notes:
-        say(f"note: {printable(note)}")
+        say_note(note)
     say(f"  check it  clusterddp submit {name} --dry-run")
     say(f"  run it    clusterddp submit {name} --follow")
 
@@ -107,8 +140,36 @@ def completion(ctx: click.Context, *, shell: str) -> None:
         raise UsageError(f"{shell}: click has no completion for it")
     root = ctx.find_root().command
     put(script_class(root, {}, "clusterddp", "_CLUSTERDDP_COMPLETE").source())
-    if sys.stdout.isatty():  # in a start-up file of a shell nobody wants to read this every time
+    if sys.stdout.isatty():  # not where a start-up file of a shell evaluates this
         say(f"# {_ACTIVATION[shell]}")
 
 
-COMMANDS = {"init": init, "schema": schema, "completion": completion}
+COMMANDS = {"demo": demo, "init": init, "schema": schema, "completion": completion}
+
+
+def say_result(run: RunDir, terminal: Terminal) -> None:
+    """Print what was learned, and what to try next.
+
+    Raises: RunFailedError: the accuracy is below what the demo always reaches.
+    """
+    summary = read_json(run.summary) or {}
+    accuracy = float(summary.get("accuracy") or 0.0)
+    seconds = float(summary.get("train_seconds") or 0.0)
+    say(
+        f"{accuracy:.1%} of {summary.get('eval_samples')} unseen images classified correctly, "
+        f"after {duration(seconds)} of training on {summary.get('world_size')} ranks"
+    )
+    where = address(run, terminal)
+    if accuracy < _ACCURACY:
+        raise RunFailedError(
+            f"{run.name} completed, but {accuracy:.1%} is below the {_ACCURACY:.0%} that it should reach",
+            hint=f"clusterddp logs {where} --rank all",
+        )
+    say("next:")
+    for what, text in (
+        ("what happened, rank by rank", f"clusterddp status {where}"),
+        ("what rank 0 wrote", f"clusterddp logs {where}"),
+        ("the same with four ranks", f"clusterddp rerun {where} resources.procs_per_node=4 --wait"),
+        ("a spec of your own", "clusterddp init"),
+    ):
+        say(f"  {what:<28} {text}")

@@ -1,16 +1,17 @@
-"""What the standard streams can show, and how the command talks: data to stdout, talk to stderr."""
+"""What the standard streams can show, and how a command prints: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.look.printable import UNSAFE, printable
 
 _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
@@ -33,18 +34,18 @@ class Terminal:
         return True if self.environ.get("FORCE_COLOR", "") not in {"", "0"} else None
 
     def can_redraw(self, stream: Any) -> bool:
-        """Say whether `stream` is a terminal on which a line can be drawn again."""
+        """Return whether `stream` is a terminal on which a line can be drawn again."""
         return bool(stream.isatty()) and self.environ.get("TERM", "") not in {"", "dumb"}
 
 
 def put(text: str) -> None:
-    """Write data for whoever asked for it; what others wrote may be part of it."""
+    """Print data to stdout; text of other programs may be part of it."""
     with writing_stdout():
         click.echo(_harmless(text))
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
-    """Write one JSON value for a script; what would command a terminal is written as JSON escapes it."""
+    """Print one JSON value for a script; control characters are printed as JSON escapes them."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     with writing_stdout():
         click.echo("\n".join(UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")))
@@ -52,7 +53,7 @@ def put_json(value: Any, *, indent: int | None = 1) -> None:
 
 @contextlib.contextmanager
 def writing_stdout() -> Iterator[None]:
-    """Tell an error of stdout (a full disk) from one of a run's files; a reader that went away is no error.
+    """Name stdout in its errors (a full disk), as they are none of a run's files; a closed reader is no error here.
 
     Raises: ClusterddpError, BrokenPipeError.
     """
@@ -65,21 +66,34 @@ def writing_stdout() -> Iterator[None]:
 
 
 def say(text: str = "") -> None:
-    """Tell the person at the terminal something that is no data; what others wrote may be part of it."""
+    """Print a message to stderr; text of other programs may be part of it."""
     click.echo(_harmless(text), err=True)
 
 
 def say_error(message: str, *, hint: str | None = None) -> None:
-    """Tell what went wrong, and what to do about it; what others wrote may be part of both."""
+    """Print an error and its hint to stderr; text of other programs may be part of both."""
     say(f"{click.style('error:', fg='red', bold=True)} {message}")
     if hint:
         say(f"{click.style('hint:', bold=True)} {hint}")
 
 
+def confirm(question: str, *, hint: str, refused: str) -> bool:
+    """Ask the user a question of yes or no; Ctrl-C is no, with `refused` as its message.
+
+    Raises: UsageError: standard input is no terminal; `hint` says how to do without the question.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("cannot ask: standard input is no terminal", hint=hint)
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as abort:
+        raise KeyboardInterrupt(refused) from abort
+
+
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
     """Lay out rows in columns as wide as their widest cell, colour not counted; the first row is the heading.
 
-    What others wrote may be part of a cell: no line ends in it.
+    Text of other programs may be part of a cell: a line end in it is escaped.
     """
     rows = [[cell.replace("\n", printable("\n")) for cell in row] for row in rows]
     widths = [max(len(click.unstyle(cell)) for cell in column) for column in zip(*rows, strict=True)]

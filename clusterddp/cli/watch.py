@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from clusterddp.cli.arguments import address
-from clusterddp.cli.status_text import (
-    SAYS_IT_ALL,
-    measures,
-    next_steps,
-    progress_text,
-    root_cause_lines,
-    state_text,
-    warning_text,
-)
-from clusterddp.cli.terminal import Terminal, duration, say, writing_stdout
+import click
+
+from clusterddp.cli.arguments import StartOptions, address
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, writing_stdout
+from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
+from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import demand_sight
@@ -27,36 +23,72 @@ from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
-    from clusterddp.look.progress import Progress
+    from clusterddp.run.attempts import Closeable
     from clusterddp.run.view import RunView
+    from clusterddp.submission.submit import Submitted
 
 _POLL_INTERVAL_S = 0.25
 _SIGHT_S = 60.0
 """How long the hosts of a run of which nothing is known are asked again and again, where no limit is given."""
-_LINE_INTERVAL_S = 10.0
-"""How long nothing is said where a line cannot be drawn again, unless something has happened."""
-_WAITING_LINE_INTERVAL_S = 300.0
-"""The same while the run waits its turn, which may take days."""
 
-Show = Callable[["RunView", "Progress | None"], None]
+
+def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
+    """Print what was started and stay with it as long as the options say; return the exit code."""
+    run = RunDir(Path(submitted.run_dir))
+    with _attached(run, submitted.connections) if submitted.connections else contextlib.nullcontext():
+        say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
+        if options.output == "json":
+            facts = {"run": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
+            put_json(facts | {"run_dir": str(submitted.run_dir)}, indent=None)
+        elif not sys.stdout.isatty():  # on a terminal the line above has said the name
+            put(submitted.run)
+        if not (submitted.connections or options.wait or options.follow):
+            where = address(run, terminal)
+            say(f"  follow  clusterddp logs -f {where}")
+            say(f"  status  clusterddp status {where}")
+            say(f"  cancel  clusterddp cancel {where}")
+            return 0
+        with Synchroniser([run], terminal.environ, say=say_note) as sync:
+            with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
+                if options.follow:
+                    stream = sys.stderr if options.output == "json" else sys.stdout
+                    write_logs(run, "0", sync, follow=True, stream=stream)
+                view = watch_until_ended(run, terminal, sync)
+            return say_ending(run, view, terminal, sync)
+
+
+@contextlib.contextmanager
+def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
+    """Let the run end with this command, however that ends."""
+    from clusterddp.submission.submit import cancel
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\n{run.name} is attached to this command, and ends with it")
+        try:
+            say(f"{run.name} {cancel(run)}")
+        except ClusterddpError as error:
+            say(f"{error.message}; its hosts end it when the heartbeats of this command stop")
+        raise
+    finally:
+        connections.close()
 
 
 @contextlib.contextmanager
 def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
-    """Keep the run's files as new as they can be; let Ctrl-C end the watching, not the run, and say so."""
+    """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
     with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
         yield sync
 
 
 def say_note(text: str) -> None:
-    """Tell what happens beside the run."""
+    """Print a note to stderr."""
     say(f"note: {printable(text)}")
 
 
 def say_unfetched(run: RunDir) -> None:
-    """Tell that a run's hosts still have something that its spec wants here, and why."""
+    """Print that not all results were copied back from the run's hosts, and why."""
     from clusterddp.run.host_state import read_silence
 
     why = "; ".join(["", *read_silence(run).values()])
@@ -65,7 +97,7 @@ def say_unfetched(run: RunDir) -> None:
 
 @contextlib.contextmanager
 def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
-    """Let Ctrl-C end the watching, not the run, and say so."""
+    """Let Ctrl-C end the watching, not the run, and print that the run goes on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -76,12 +108,12 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
 def watch_until_ended(
     run: RunDir, terminal: Terminal, sync: Synchroniser = NO_HOSTS, *, timeout_s: float | None = None
 ) -> RunView:
-    """Show how the run goes on until it has ended; `sync` downloads its files meanwhile.
+    """Show how the run goes on until it has ended; `sync` keeps its files as new as they can be.
 
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
     by then, or for a minute where there is no limit, and nothing is known of it.
     """
-    with _bar(terminal) if terminal.can_redraw(sys.stderr) else _lines(run) as show:
+    with progress_bar(terminal) if terminal.can_redraw(sys.stderr) else progress_lines(run) as show:
         return _poll(run, show, timeout_s, sync)
 
 
@@ -96,7 +128,7 @@ def write_logs(
     escape: bool | None = None,
     stream: TextIO | None = None,
 ) -> bool:
-    """Write the logs of ranks to `stream`, or to stdout; say whether there was anything.
+    """Write the logs of ranks to `stream`, or to stdout; return whether there was anything.
 
     `escape` None: escape control characters when the stream is a terminal.
     """
@@ -108,7 +140,7 @@ def write_logs(
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
     sync.want_logs(chosen, newest if attempt is None else attempt)
-    if not follow or tail_lines is not None:  # who follows all of it sees the beginning while the rest is on its way
+    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
         sync.update_logs()
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
@@ -130,12 +162,12 @@ def write_logs(
     with writing_stdout():
         out.flush()
     if escape and last and not last.endswith((b"\n", b"\r")):
-        say()  # what is said next begins on a line of its own
+        say()  # the next message begins on a line of its own
     return bool(last)
 
 
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
-    """Fetch what the spec says, tell how a run ended, and return the exit code that stands for it."""
+    """Copy the results back, print how the run ended, and return the exit code that stands for it."""
     from clusterddp.look.status import find_job_log
 
     fetched = sync.download()
@@ -186,68 +218,3 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) 
         if timeout_s is not None and waited_s >= timeout_s:
             raise ClusterddpError(f"{run.name} is still {view.state.value} after {timeout_s:g} s")
         time.sleep(_POLL_INTERVAL_S)
-
-
-@contextlib.contextmanager
-def _lines(run: RunDir) -> Iterator[Show]:
-    """Show a line when the state changes, after each epoch, and from time to time."""
-    said: tuple[object, ...] = ()
-    said_at = 0.0
-
-    def show(view: RunView, progress: Progress | None) -> None:
-        nonlocal said, said_at
-        # A new epoch begins with a new accuracy: one line for both.
-        news = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
-        waits = view.state.value in {"PENDING", "REQUEUED"}
-        facts = (view.state, view.attempt, view.reason if waits else news)
-        interval_s = _WAITING_LINE_INTERVAL_S if waits else _LINE_INTERVAL_S
-        if view.finished or (facts == said and time.monotonic() - said_at < interval_s):
-            return
-        said, said_at = facts, time.monotonic()
-        reason = "" if view.state.value in SAYS_IT_ALL else printable(view.reason)
-        text = progress_text(progress) if progress and not waits else reason
-        say(f"{run.name} {view.state.value}  {text}".rstrip())
-
-    yield show
-
-
-@contextlib.contextmanager
-def _bar(terminal: Terminal) -> Iterator[Show]:
-    """Show a bar on stderr, gone when the run has ended."""
-    from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
-
-    console = Console(stderr=True, no_color=terminal.no_color or None, highlight=False)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        TimeElapsedColumn(),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        yield _shown_by(bar)
-
-
-def _shown_by(bar: Bar) -> Show:
-    task = bar.add_task("PENDING", total=None, facts="")
-
-    def show(view: RunView, progress: Progress | None) -> None:
-        description, facts = view.state.value, ""
-        if view.state.value in {"PENDING", "REQUEUED", "UNKNOWN"}:
-            facts = printable(view.reason)
-        elif progress:
-            description = f"epoch {progress.epoch}/{progress.epochs}" if progress.epochs else description
-            eta = [f"{duration(progress.eta_s)} left"] if progress.eta_s else []
-            facts = "  ".join(measures(progress) + eta)
-        bar.update(
-            task,
-            description=description,
-            facts=facts,
-            total=None if progress is None or progress.fraction is None else 1.0,
-            completed=(progress.fraction or 0.0) if progress else 0.0,
-        )
-
-    return show

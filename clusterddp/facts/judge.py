@@ -20,8 +20,8 @@ from clusterddp.facts.logind import Logout
 from clusterddp.facts.machine import Data, Directory, Machine
 from clusterddp.facts.torch import Torch
 from clusterddp.network.interface import is_loopback
-from clusterddp.system.byte_sizes import format_bytes
 from clusterddp.system.gpu_lease import spell_busy
+from clusterddp.system.units import format_bytes
 
 _GIB = 2**30
 _MIN_FREE, _FEW_FREE = 100 * 2**20, 5 * _GIB

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 ROOT_GROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")

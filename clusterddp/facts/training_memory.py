@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 _MB = 1_000_000
 _PROCESS = 60 * _MB

@@ -9,14 +9,12 @@ from pathlib import Path, PurePath
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.command import Command, read_command
-from clusterddp.importing.findings import Findings
-from clusterddp.importing.hosts import set_hosts
+from clusterddp.importing.files import set_hosts
+from clusterddp.importing.findings import Findings, set_variable
+from clusterddp.importing.job import SIZES, GivenOptions, read_sbatch_lines, read_sizes, set_sizes
 from clusterddp.importing.launch_line import read_launch_line
-from clusterddp.importing.sbatch import Given, read_sbatch_lines
 from clusterddp.importing.shell import Statement, Word, split_statements
-from clusterddp.importing.sizes import SIZES, read_sizes, set_sizes
 from clusterddp.importing.starters import carry_levels, count_ranks
-from clusterddp.importing.surroundings import set_variable
 from clusterddp.importing.values import Text, Variables, as_argument, as_written, split_assignment
 from clusterddp.spec.slurm_options import OWNED
 
@@ -49,7 +47,7 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None,
     """Read a batch script into `findings`; nothing of it is executed.
 
     `line`: where the command that trains stands, when there are several. `place`: where it looks for hostfiles.
-    Raises: UsageError: no command that trains can be told, or more than one.
+    Raises: UsageError: no command that trains is found, or more than one.
     """
     job = read_sbatch_lines(text, findings)
     of_job = read_sizes(job, Findings(source=findings.source))
@@ -199,7 +197,7 @@ def _choose(candidates: Sequence[Candidate], findings: Findings, line: int | Non
     return chosen[0]
 
 
-def _name(given: Mapping[str, Given], findings: Findings) -> None:
+def _name(given: GivenOptions, findings: Findings) -> None:
     entry = given.get("job_name")
     written = entry.option.value.text if entry and entry.option.value else ""
     name = spec_name(written or PurePath(findings.source).stem)
@@ -213,7 +211,7 @@ def spec_name(text: str) -> str:
     return _NAME.sub("_", text).lstrip("._-")[:64].rstrip("._-") or "imported"
 
 
-def _carry_options(given: Mapping[str, Given], findings: Findings) -> None:
+def _carry_options(given: GivenOptions, findings: Findings) -> None:
     """Carry the options of sbatch that are no sizes; clusterddp's own are listed."""
     for name, entry in given.items():
         option = entry.option

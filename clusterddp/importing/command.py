@@ -19,7 +19,7 @@ from clusterddp.importing.options import (
     take_options,
 )
 from clusterddp.importing.shell import split_statements
-from clusterddp.importing.values import Text, Variables
+from clusterddp.importing.values import Text, Variables, fixed_number
 
 Starter = Literal["srun", "mpirun", "horovodrun", "torchrun", "launch", "accelerate", "deepspeed"]
 _BY_NAME: dict[str, tuple[Starter, OptionTable]] = {
@@ -52,6 +52,15 @@ class Level:
 
     starter: Starter
     options: tuple[Option, ...]
+
+    def value(self, name: str) -> Text | None:
+        """Return the value of an option, the last one given."""
+        return next((option.value for option in reversed(self.options) if option.name == name), None)
+
+    def number(self, *names: str) -> int | None:
+        """Return the first count from 1 that these options give for all ranks alike."""
+        values = [self.value(name) for name in names]
+        return next((number for value in values if value and (number := fixed_number(value))), None)
 
 
 @dataclass(slots=True)

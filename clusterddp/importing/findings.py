@@ -6,11 +6,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from clusterddp.importing.values import Text, as_written, is_fixed
 from clusterddp.planning.environment import is_secret
+from clusterddp.spec.scalars import RANK_VARIABLES
 
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec does not carry it; before: it has to be done before a submit; ours: clusterddp does it by itself."""
 
+_SET_ANYWAY = {
+    "OMP_NUM_THREADS": "resources.cpus_per_task sets it",
+    "PYTHONUNBUFFERED": "it is always set",
+}
+_TRAVELS = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(\S+)")
 
 
@@ -45,8 +52,30 @@ class Findings:
             self.values[section] = value
 
     def lose(self, text: str, why: str, line: int | None = None, *, fate: Fate = "lost") -> None:
-        """Say what of the file the spec does not carry."""
+        """List what of the file the spec does not carry."""
         self.left.append(Left(fate=fate, text=_SECRET_VALUE.sub(_masked, text), why=why, source=self.source, line=line))
+
+
+def set_variable(name: str, value: Text, findings: Findings, line: int | None) -> None:
+    """Put a variable into the spec's env, or list why not; the value of a secret is repeated nowhere."""
+    text = f"export {name}={as_written(value.text)}"
+    if is_secret(name, value.text):
+        text = f"export {name}=..."
+        secrets = findings.values.setdefault("secrets", [])
+        if name not in secrets and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            secrets.append(name)
+        findings.lose(text, f"a secret: its value is not stored, export {name} where you submit", line, fate="before")
+    elif name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
+        findings.lose(text, "clusterddp sets it for each rank", line, fate="ours")
+    elif name in _SET_ANYWAY and (not is_fixed(value) or name != "OMP_NUM_THREADS"):
+        findings.lose(text, _SET_ANYWAY[name], line, fate="ours")
+    elif is_fixed(value):
+        findings.values.setdefault("env", {})[name] = value.text
+    elif _TRAVELS.fullmatch(name):
+        findings.lose(text, "in the shell that submits: this variable goes along", line, fate="before")
+    else:
+        unknown = ", ".join(dict.fromkeys(value.unknown)) or "the rank"
+        findings.lose(text, f"only the shell of the job knows {unknown}; env takes fixed values", line)
 
 
 def _masked(match: re.Match[str]) -> str:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.importing.command import Command, Level
+from clusterddp.importing.files import Host, list_hosts
 from clusterddp.importing.findings import Findings
-from clusterddp.importing.hosts import Host, list_hosts
+from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions
 from clusterddp.importing.options import Option
-from clusterddp.importing.sbatch import Given
-from clusterddp.importing.sizes import GPU_SIZES, SIZES
 from clusterddp.importing.values import Text, as_written, fixed_number, is_fixed
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import expand_all
@@ -40,7 +39,7 @@ _HOSTFILES = ("hostfile", "machinefile", "f")
 class LaunchLine:
     """What the options of the starting programs say of the size; the job's own options are the rest."""
 
-    given: dict[str, Given]
+    given: GivenOptions
     """The job's options, with those that the line adds or puts in their place."""
     settled: set[str] = field(default_factory=set)
     """Names of options that `given`, `hosts` or the number of ranks follows."""
@@ -48,14 +47,12 @@ class LaunchLine:
     """The hosts that the ranks are started on, where the line names them, with the ranks of each."""
 
     def hosts_to_write(self, ranks_per_node: int) -> tuple[Host, ...]:
-        """Return the hosts; only where they have different numbers of ranks does each say its own."""
+        """Return the hosts; only where they have different numbers of ranks does each name its own."""
         alike = len({slots for _, slots in self.hosts}) == 1
         return tuple((host, None if alike else slots or ranks_per_node) for host, slots in self.hosts)
 
 
-def read_launch_line(
-    command: Command, job: Mapping[str, Given], findings: Findings, line: int, place: Path
-) -> LaunchLine:
+def read_launch_line(command: Command, job: GivenOptions, findings: Findings, line: int, place: Path) -> LaunchLine:
     """Read what a command line says of nodes, tasks and hosts; where the job says something else, that is listed.
 
     `place`: the directory in which hostfiles are looked for.
@@ -79,8 +76,8 @@ def ranks_of_mapping(value: Text) -> int | None:
 class _Reader:
     """Goes through the starting programs of one line, from the outermost inwards; the innermost decides."""
 
-    def __init__(self, job: Mapping[str, Given], findings: Findings, line: int, place: Path) -> None:
-        self.found = LaunchLine(given=dict(job))
+    def __init__(self, job: GivenOptions, findings: Findings, line: int, place: Path) -> None:
+        self.found = LaunchLine(given=GivenOptions(job))
         self._job = job
         self._findings = findings
         self._line = line

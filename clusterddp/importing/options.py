@@ -212,7 +212,7 @@ def _whole_name(name: str, table: OptionTable) -> str:
 
 
 def _value_follows(name: str, rest: deque[Text], table: OptionTable) -> bool:
-    """Say whether the next word is the value of this option; of an unknown one nobody can be sure."""
+    """Return whether the next word is the value of this option; of an unknown option that is a guess."""
     if not rest:
         return False
     if name in table.values or name in (table.counts or {}):
@@ -223,7 +223,7 @@ def _value_follows(name: str, rest: deque[Text], table: OptionTable) -> bool:
 
 
 def is_program(name: str) -> bool:
-    """Say whether a word is the name of a program that starts others, or Python."""
+    """Return whether a word is the name of a program that starts others, or Python."""
     base = name.rstrip("0123456789.")
     return base in {"python", "torchrun", "accelerate", "deepspeed", "bash", "sh", "mpirun", "mpiexec", "srun", "env",
                     "apptainer", "singularity", "horovodrun", "numactl", "nsys", "time"}  # fmt: skip

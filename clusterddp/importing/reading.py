@@ -1,21 +1,30 @@
-"""Which file it is, and the reading of it: from files of other launchers to one spec."""
+"""From files of other launchers to one spec: which file it is, its reading, and the YAML with what is not carried."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from clusterddp.errors import UsageError
-from clusterddp.importing.accelerate import MARKS, read_accelerate_config
+from clusterddp.errors import SpecError, UsageError
 from clusterddp.importing.batch import read_batch_script, spec_name
-from clusterddp.importing.findings import Findings
-from clusterddp.importing.gluon import SECTION, read_gluon_config
-from clusterddp.importing.hosts import read_env_file, read_hosts
-from clusterddp.importing.sections import read_values
-from clusterddp.importing.writing import Imported, write_spec
+from clusterddp.importing.files import (
+    ACCELERATE_MARKS,
+    GLUON_SECTION,
+    read_accelerate_config,
+    read_env_file,
+    read_gluon_config,
+    read_hosts,
+    read_values,
+)
+from clusterddp.importing.findings import Fate, Findings, Left
+from clusterddp.spec.load import ResolvedSpec, load_spec
 from clusterddp.spec.textfile import decode, read_bytes
+from clusterddp.spec.tree import escape
+from clusterddp.spec.write import spec_yaml
 from clusterddp.spec.yamlfile import parse
 
 Kind = Literal["slurm", "gluoncv", "accelerate", "hostfile", "env"]
@@ -24,10 +33,28 @@ MAX_SCRIPT = 250_000
 """Characters of a batch script; a file of another kind has at most 1 MB."""
 
 
+HEADINGS: dict[Fate, str] = {
+    "lost": "Not carried over, look at each",
+    "before": "To do before you submit, in the shell that submits",
+    "ours": "Left out because clusterddp does it",
+}
+_MAX_SHOWN = 160
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What an import gives."""
+
+    text: str
+    """The spec, its comments included."""
+    resolved: ResolvedSpec
+    left: tuple[Left, ...]
+
+
 def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int | None = None) -> Imported:
     """Read files of other launchers and write the spec that they come to; nothing in them is executed.
 
-    `kind`: what they are, where it cannot be told. `line`: where the command of a batch script stands.
+    `kind`: their kind, where their content does not show it. `line`: where the command of a batch script stands.
     Raises: UsageError, SpecError: a file is none of these, or cannot become a spec.
     """
     merged = Findings(source=", ".join(path.name for path in paths))
@@ -44,7 +71,15 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int |
     if "entry" not in merged.values:
         merged.set("entry.script", "train.py")
         merged.lose("entry.script", "no file names a program: write yours in place of train.py")
-    return write_spec(merged)
+    return _write_spec(merged)
+
+
+def spell(left: Left) -> str:
+    """Write in one line what is left of the file, and why."""
+    text = " ".join(left.text.split())
+    text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    place = f"{left.source}:{left.line}: " if left.line is not None else ""
+    return escape(f"{place}{text}  ({' '.join(left.why.split())})")
 
 
 def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
@@ -68,14 +103,14 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
 
 
 def _kind_of(path: Path, text: str) -> Kind:
-    """Tell a file by its marks, never by a guess."""
+    """Return the kind of a file by its marks, never by a guess."""
     if re.search(r"^#SBATCH\b", text, re.MULTILINE):
         return "slurm"
     if path.name == ".deepspeed_env":
         return "env"
-    if re.search(rf"^{SECTION}\s*:", text, re.MULTILINE):
+    if re.search(rf"^{GLUON_SECTION}\s*:", text, re.MULTILINE):
         return "gluoncv"
-    if any(re.search(rf"^{mark}\s*:", text, re.MULTILINE) for mark in MARKS):
+    if any(re.search(rf"^{mark}\s*:", text, re.MULTILINE) for mark in ACCELERATE_MARKS):
         return "accelerate"
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
@@ -84,8 +119,8 @@ def _kind_of(path: Path, text: str) -> Kind:
     if lines and any(re.search(r"\bslots\s*=|^[^\s:/]+:[0-9]+$", line) for line in lines):
         return "hostfile"
     raise UsageError(
-        f"{path}: cannot be told what this is: no #SBATCH line, no {SECTION}, no hosts with slots, no NAME=value lines",
-        hint=f"--from says it: {', '.join(KINDS)}",
+        f"{path}: is of no known kind: no #SBATCH line, no {GLUON_SECTION}, no hosts with slots, no NAME=value lines",
+        hint=f"--from names its kind: {', '.join(KINDS)}",
     )
 
 
@@ -96,3 +131,57 @@ def _merge(values: dict[str, Any], key: str, value: Any) -> None:
         values["secrets"] = list(dict.fromkeys([*values.get("secrets", []), *value]))
     else:
         values.setdefault(key, value)
+
+
+def _write_spec(findings: Findings) -> Imported:
+    """Write the spec; what a spec does not take is said with the reason.
+
+    Raises: SpecError: what remains is no spec.
+    """
+    values, left = copy.deepcopy(findings.values), list(findings.left)
+    order = ["name", "launcher", "device", "resources", "slurm", "ssh", "network", "container", "env", "secrets",
+             "restarts", "entry", "train"]  # fmt: skip
+    values = {key: values[key] for key in order if key in values}
+    resolved = _settle(values, left, findings.source)
+    left.sort(key=lambda each: (list(HEADINGS).index(each.fate), each.source, each.line or 0))
+    comments = [f"# {findings.source}, as a spec of clusterddp: clusterddp import"]
+    for fate, heading in HEADINGS.items():
+        lines = [f"#   {spell(each)}" for each in left if each.fate == fate]
+        comments += [f"# {heading}:", *lines] if lines else []
+    text = "\n".join([*map(escape, comments), spec_yaml(values)])
+    return Imported(text=text, resolved=resolved, left=tuple(left))
+
+
+def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSpec:
+    """Read the spec as a submit would; what it refuses is taken out and listed, until it reads."""
+    while True:
+        try:
+            return load_spec(spec_yaml(values), environ={})
+        except SpecError as error:
+            refused = {problem.key: problem for problem in error.problems}
+            taken = [(key, _take(values, key.split("."))) for key in sorted(refused, key=_place_in_list, reverse=True)]
+            if not any(found for _, found in taken):
+                raise
+            for key, found in taken:
+                if found:
+                    problem = refused[key]
+                    why = problem.message + (f"; {problem.hint}" if problem.hint else "")
+                    left.append(Left(fate="lost", text=f"{key}: {found[0]}", why=why, source=source))
+
+
+def _place_in_list(key: str) -> tuple[int, ...]:
+    """Order keys so that, taken from the last, no entry of a list moves before it is taken."""
+    return tuple(int(part) for part in key.split(".") if part.isascii() and part.isdigit())
+
+
+def _take(values: Any, path: list[str]) -> tuple[Any] | None:
+    """Take the value at a path out; None when nothing is there, or the spec could not do without it."""
+    if path in (["name"], ["entry"], ["entry", "script"], ["entry", "module"], ["entry", "command"], ["ssh", "hosts"]):
+        return None
+    for part in path[:-1]:
+        values = values.get(part) if isinstance(values, dict) else None
+    if isinstance(values, dict) and path[-1] in values:
+        return (values.pop(path[-1]),)
+    if isinstance(values, list) and path[-1].isdigit() and int(path[-1]) < len(values):
+        return (values.pop(int(path[-1])),)
+    return None

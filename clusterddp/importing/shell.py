@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 _BREAKS = frozenset(" \t\n;&|()<>")
-_GLOB = frozenset("*?[")
 _BRACES = re.compile(r"\{([^{}\s]*)\}")
 _RUN = re.compile(r"[A-Za-z0-9_./:,+@%-]+")
 _QUOTED_RUN = re.compile(r'[^"$`\\]+')
+_BLANKS = re.compile(r"(?:[ \t]|\\\n)*")
+_REST_OF_LINE = re.compile(r"[^\n]*")
+_OPERATOR = re.compile(r";;|&&|\|\||\|&|.", re.DOTALL)
+_REDIRECTS = re.compile(r"[<>]|&>|0<|[123]>")
+_REDIRECTION = re.compile(r"[^<>]*[<>&|-]*")
+_EXPANSION = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|[-@*#?$!0-9])")
+_NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[@*]\])?(?::-([^$`\\'\"]*))?")
+"""What `${...}` holds where its value can be followed: a name, all items of an array, a default."""
 _MAX_DEPTH = 50
 """Quotes, `$(...)` and arrays are followed to this depth; what is deeper counts as never closed."""
 _ESCAPED_IN_QUOTES = frozenset('$`"\\\n')
-_NAME_FIRST = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-_NAME = _NAME_FIRST | frozenset("0123456789")
+
+
+Kind = Literal["text", "variable", "opaque"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a word: text, a variable's value, or what only a shell could tell."""
+    """A part of a word: text, a variable's value, or what only a shell could compute."""
 
-    kind: Literal["text", "variable", "opaque"]
+    kind: Kind
     text: str
     """Of a variable its name; `[@]` behind it for all items of an array."""
     raw: str
@@ -64,47 +73,45 @@ class Statement:
     """A quote or bracket in it is never closed."""
 
 
-def split_statements(text: str, first_line: int = 1) -> list[Statement]:
+def split_statements(text: str) -> list[Statement]:
     """Split shell text into its statements, comments left out; any text is taken."""
-    return _Scanner(text, first_line).statements()
+    return [each for each in _Scanner(text).statements() if each.words or each.redirections]
 
 
 class _Scanner:
-    def __init__(self, text: str, first_line: int) -> None:
+    def __init__(self, text: str) -> None:
         self._text = text.replace("\r\n", "\n")
         self._at = 0
         self._broken = False
         self._depth = 0
         self._heredocs: list[str] = []
-        self._line, self._counted = first_line, 0
+        self._line, self._counted = 1, 0
         """The line of the character at `_counted`."""
 
-    def statements(self) -> list[Statement]:
-        found = []
+    def statements(self) -> Iterator[Statement]:
         while self._at < len(self._text):
-            statement = self._statement()
-            if statement.words or statement.redirections:
-                found.append(statement)
-        return found
+            yield self._statement()
 
     def _statement(self) -> Statement:
-        self._skip_blanks()
+        self._take(_BLANKS)
         begin, words, redirections, ended_by = self._at, list[Word](), list[str](), ""
         self._broken = False
         end = begin
         while self._at < len(self._text) and not ended_by:
             char = self._text[self._at]
             if char == "#":
-                self._skip_comment()
-            elif char in "<>" or self._redirects_a_number():
+                self._take(_REST_OF_LINE)
+            elif _REDIRECTS.match(self._text, self._at):
                 redirections.append(self._redirection())
                 end = self._at
             elif char in "\n;&|()":
-                ended_by = self._operator()
+                ended_by = self._take(_OPERATOR)
+                if ended_by == "\n":
+                    self._skip_heredocs()
             else:
                 words.append(self._word())
                 end = self._at
-            self._skip_blanks()
+            self._take(_BLANKS)
         return Statement(
             line=self._line_of(begin),
             text=" ".join(self._text[begin:end].replace("\\\n", " ").split()),
@@ -120,33 +127,13 @@ class _Scanner:
         self._counted = at
         return self._line
 
-    def _operator(self) -> str:
-        for operator in (";;", "&&", "||", "|&"):
-            if self._text.startswith(operator, self._at):
-                self._at += len(operator)
-                return operator
-        char = self._text[self._at]
-        self._at += 1
-        if char == "\n":
-            self._skip_heredocs()
-        return char
-
-    def _redirects_a_number(self) -> bool:
-        """Say whether `2>` begins here; `&>` as well."""
-        rest = self._text[self._at : self._at + 3]
-        return rest.startswith(("&>", "0<", "1>", "2>", "3>"))
-
     def _redirection(self) -> str:
         begin = self._at
-        while self._at < len(self._text) and self._text[self._at] not in "<>":
-            self._at += 1
-        while self._at < len(self._text) and self._text[self._at] in "<>&|-":
-            self._at += 1
-        operator = self._text[begin : self._at]
+        operator = self._take(_REDIRECTION)
         if self._text.startswith("(", self._at):  # <(command)
             self._opaque_bracket(self._at)
             return self._text[begin : self._at]
-        self._skip_blanks()
+        self._take(_BLANKS)
         has_word = self._at < len(self._text) and self._text[self._at] not in "\n;&|()<>#"
         word = self._word() if has_word else None
         if word is not None and operator.endswith(("<<", "<<-")):
@@ -156,26 +143,30 @@ class _Scanner:
     def _skip_heredocs(self) -> None:
         for delimiter in self._heredocs:
             while self._at < len(self._text):
-                end = self._text.find("\n", self._at)
-                end = len(self._text) if end < 0 else end
-                line = self._text[self._at : end]
-                self._at = min(len(self._text), end + 1)
+                line = self._take(_REST_OF_LINE)
+                self._at = min(len(self._text), self._at + 1)
                 if line.strip("\t") == delimiter:
                     break
         self._heredocs.clear()
 
-    def _skip_blanks(self) -> None:
-        while self._at < len(self._text):
-            if self._text.startswith("\\\n", self._at):
-                self._at += 2
-            elif self._text[self._at] in " \t":
-                self._at += 1
-            else:
-                return
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        """Go behind what a pattern matches here, and return it."""
+        match = pattern.match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return match[0] if match else ""
 
-    def _skip_comment(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
+    def _take_to(self, mark: str) -> None:
+        """Go behind the next such mark but the one here; where there is none, all the rest is taken."""
+        end = self._text.find(mark, self._at + 1)
+        self._broken |= end < 0
+        self._at = len(self._text) if end < 0 else end + 1
+
+    def _piece(
+        self, kind: Kind, begin: int, *, quoted: bool, text: str | None = None, default: str | None = None
+    ) -> Piece:
+        """Return what was read since `begin` as a piece; `text`: what it stands for, where that is another text."""
+        raw = self._text[begin : self._at]
+        return Piece(kind=kind, text=raw if text is None else text, raw=raw, quoted=quoted, default=default)
 
     def _word(self) -> Word:
         begin, pieces, items = self._at, list[Piece](), None
@@ -195,7 +186,7 @@ class _Scanner:
         while self._at < len(self._text) and self._text[self._at] != ")":
             char = self._text[self._at]
             if char == "#":
-                self._skip_comment()
+                self._take(_REST_OF_LINE)
             elif char in _BREAKS:
                 self._at += 1
             else:
@@ -215,82 +206,62 @@ class _Scanner:
         if char in "$`":
             return [self._expansion(quoted=False)]
         begin = self._at
-        if run := _RUN.match(self._text, begin):
-            self._at = run.end()
-            return [Piece(kind="text", text=run[0], raw=run[0], quoted=False)]
+        if self._take(_RUN):
+            return [self._piece("text", begin, quoted=False)]
         self._at += 1
         if char == "\\":
             follower = self._text[self._at : self._at + 1]
             self._at += len(follower)
             text = "" if follower == "\n" else follower or char
-            return [Piece(kind="text", text=text, raw=self._text[begin : self._at], quoted=True)]
+            return [self._piece("text", begin, quoted=True, text=text)]
         at_begin = begin == 0 or self._text[begin - 1] in _BREAKS or self._text[begin - 1] == "="
-        computed = char in _GLOB or (char == "~" and at_begin) or (char == "{" and self._expands_braces(begin))
-        return [Piece(kind="opaque" if computed else "text", text=char, raw=char, quoted=False)]
-
-    def _expands_braces(self, at: int) -> bool:
-        """Say whether a shell makes several words of `{a,b}` or `{1..3}` here; `{a}` it leaves alone."""
-        match = _BRACES.match(self._text, at)
-        return match is not None and ("," in match[1] or ".." in match[1])
+        braces = _BRACES.match(self._text, begin)  # `{a,b}` and `{1..3}` become several words, `{a}` stays
+        computed = char in "*?[" or (char == "~" and at_begin)
+        computed = computed or (braces is not None and ("," in braces[1] or ".." in braces[1]))
+        return [self._piece("opaque" if computed else "text", begin, quoted=False)]
 
     def _single_quoted(self) -> Piece:
         begin = self._at
-        end = self._text.find("'", begin + 1)
-        self._broken |= end < 0
-        self._at = len(self._text) if end < 0 else end + 1
-        raw = self._text[begin : self._at]
-        return Piece(kind="text", text=raw[1:] if end < 0 else raw[1:-1], raw=raw, quoted=True)
+        self._take_to("'")
+        is_closed = self._at > begin + 1 and self._text[self._at - 1] == "'"
+        return self._piece("text", begin, quoted=True, text=self._text[begin + 1 : self._at - is_closed])
 
     def _double_quoted(self) -> list[Piece]:
-        begin = self._at
         self._at += 1
         pieces = [Piece(kind="text", text="", raw='"', quoted=True)]
         while self._at < len(self._text) and self._text[self._at] != '"':
-            char = self._text[self._at]
+            begin, char = self._at, self._text[self._at]
             if char in "$`":
                 pieces.append(self._expansion(quoted=True))
-                continue
-            follower = self._text[self._at + 1 : self._at + 2]
-            escapes = char == "\\" and follower in _ESCAPED_IN_QUOTES and follower != ""
-            run = _QUOTED_RUN.match(self._text, self._at)
-            raw = run[0] if run else self._text[self._at : self._at + 1 + escapes]
-            self._at += len(raw)
-            text = ("" if follower == "\n" else follower) if escapes else raw
-            pieces.append(Piece(kind="text", text=text, raw=raw, quoted=True))
+            elif self._take(_QUOTED_RUN):
+                pieces.append(self._piece("text", begin, quoted=True))
+            else:  # a backslash
+                follower = self._text[begin + 1 : begin + 2]
+                escapes = follower in _ESCAPED_IN_QUOTES
+                self._at += 1 + escapes
+                text = follower.strip("\n") if escapes else char
+                pieces.append(self._piece("text", begin, quoted=True, text=text))
         self._broken |= self._at >= len(self._text)
         self._at = min(len(self._text), self._at + 1)
-        return pieces if self._at > begin else []
+        return pieces
 
     def _expansion(self, *, quoted: bool) -> Piece:
+        """Read what begins with `$` or a backquote."""
         begin = self._at
-        if self._text[begin] == "`":
-            return self._backquoted(quoted=quoted)
-        follower = self._text[begin + 1 : begin + 2]
-        if follower == "(":
-            self._opaque_bracket(begin + 1)
-        elif follower == "{":
+        if self._text.startswith("${", begin):
             return self._braced(quoted=quoted)
-        elif follower in _NAME_FIRST and follower:
-            self._at += 1
-            while self._at < len(self._text) and self._text[self._at] in _NAME:
-                self._at += 1
-            raw = self._text[begin : self._at]
-            return Piece(kind="variable", text=raw[1:], raw=raw, quoted=quoted)
-        elif follower and (follower in "@*#?$!-" or follower.isdigit()):
-            self._at += 2
+        if self._text.startswith("$(", begin):
+            self._opaque_bracket(begin + 1)
+        elif self._text[begin] == "`":
+            self._take_to("`")
+        elif match := _EXPANSION.match(self._text, begin):
+            self._at = match.end()
+            if match[1]:
+                return self._piece("variable", begin, quoted=quoted, text=match[1])
         else:
             self._at += 1
-            return Piece(kind="text", text="$", raw="$", quoted=quoted)
-        raw = self._text[begin : self._at]
-        return Piece(kind="opaque", text=raw, raw=raw, quoted=quoted)
-
-    def _backquoted(self, *, quoted: bool) -> Piece:
-        begin = self._at
-        end = self._text.find("`", begin + 1)
-        self._broken |= end < 0
-        self._at = len(self._text) if end < 0 else end + 1
-        raw = self._text[begin : self._at]
-        return Piece(kind="opaque", text=raw, raw=raw, quoted=quoted)
+            return self._piece("text", begin, quoted=quoted)
+        return self._piece("opaque", begin, quoted=quoted)
 
     def _braced(self, *, quoted: bool) -> Piece:
         """Read `${NAME}`, `${NAME[@]}`, `${NAME:-default}`; any other `${...}` is opaque."""
@@ -302,15 +273,11 @@ class _Scanner:
             if depth == 0 and self._at > begin + 1:
                 break
         self._broken |= depth > 0
-        raw = self._text[begin : self._at]
-        inner = raw[2:-1]
-        name, colon, default = inner.partition(":-")
-        base = name.removesuffix("[@]").removesuffix("[*]")
-        named = base[:1] in _NAME_FIRST and base != "" and all(char in _NAME for char in base)
-        if not named or any(char in "$`\\'\"" for char in default):
-            return Piece(kind="opaque", text=raw, raw=raw, quoted=quoted)
-        text = base if base == name else f"{base}[@]"
-        return Piece(kind="variable", text=text, raw=raw, quoted=quoted, default=default if colon else None)
+        named = _NAMED.fullmatch(self._text[begin + 2 : self._at - 1])
+        if named is None:
+            return self._piece("opaque", begin, quoted=quoted)
+        text = named[1] + ("[@]" if named[2] else "")
+        return self._piece("variable", begin, quoted=quoted, text=text, default=named[3])
 
     def _opaque_bracket(self, begin: int) -> None:
         """Go behind the bracket that opens at `begin`; quotes in it may hold other brackets."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from clusterddp.importing.command import STARTS_RANKS, Command, Level
-from clusterddp.importing.findings import Findings
+from clusterddp.importing.findings import Findings, set_variable
+from clusterddp.importing.job import Sizes
 from clusterddp.importing.launch_line import LaunchLine, ranks_of_mapping
 from clusterddp.importing.options import Option, words
-from clusterddp.importing.sizes import Sizes
-from clusterddp.importing.surroundings import set_variable
-from clusterddp.importing.values import Text, as_written, fixed_number, is_fixed
+from clusterddp.importing.values import Text, as_written, is_fixed
 from clusterddp.spec.slurm_options import SRUN_OPTIONS
 
 _RENDEZVOUS = "the ranks find each other by clusterddp's own rendezvous"
@@ -57,6 +56,18 @@ _ACCELERATE_VARIABLES = {
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
 }
 """What `accelerate launch` hands to its ranks in their environment."""
+
+
+_CONTAINER_KEYS = {
+    "container_image": "image",
+    "apptainer_image": "image",
+    "container_mounts": "mounts",
+    "apptainer_bind": "mounts",
+    "apptainer_B": "mounts",
+    "container_workdir": "workdir",
+    "apptainer_pwd": "workdir",
+}
+"""Options of pyxis and of apptainer -> keys of the spec's container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +116,7 @@ def carry_levels(command: Command, findings: Findings, line: int, *, settled: Co
 def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
     text = f"{level.starter} {as_written(option.text)}"
     value = option.value or Text("")
-    carry = _CARRIED.get(option.name)
-    if option.name in _HANDLED:
-        return
-    if carry is not None and is_fixed(value) and carry(value.text, findings, line):
+    if option.name in _HANDLED or (is_fixed(value) and _carry_anywhere(option.name, value.text, findings, line)):
         return
     if level.starter == "srun" and option.name in SRUN_OPTIONS and is_fixed(value):
         findings.set(f"slurm.{option.name}", value.text or True)
@@ -122,19 +130,55 @@ def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
     elif option.name in _OURS:
         findings.lose(text, _OURS[option.name], line, fate="ours")
     else:
-        findings.lose(text, f"no key of a spec says this option of {level.starter}", line)
+        findings.lose(text, f"a spec has no key for this option of {level.starter}", line)
+
+
+def _carry_anywhere(name: str, value: str, findings: Findings, line: int) -> bool:
+    """Carry an option that means the same whichever program it is given to; False: it is none of these."""
+    if key := _CONTAINER_KEYS.get(name):
+        container = findings.values.setdefault("container", {})
+        if key == "mounts":
+            container.setdefault("mounts", []).extend(mount for mount in value.split(",") if mount)
+        else:
+            runtime = {"runtime": "apptainer" if name.startswith("apptainer") else "pyxis"} if key == "image" else {}
+            container |= {**runtime, key: value}
+    elif name == "max_restarts" and re.fullmatch("[0-9]{1,6}", value):
+        findings.set("restarts", int(value))
+    elif name in {"cpu", "use_cpu"}:
+        findings.set("device", "cpu")
+    elif name == "apptainer_nv":
+        findings.lose("apptainer --nv", "the container sees the GPUs of a run that has some", line, fate="ours")
+    elif name == "export":
+        _carry_export(value, findings, line)
+    else:
+        return False
+    return True
+
+
+def _carry_export(value: str, findings: Findings, line: int) -> None:
+    for part in value.split(","):
+        name, equals, content = part.partition("=")
+        if equals:
+            set_variable(name, Text(content), findings, line)
+        elif part not in {"", "ALL"}:
+            why = "variables of known kinds go along from the shell that submits; env sets others"
+            findings.lose(f"--export={part}", why, line, fate="before")
 
 
 def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
-    given = {option.name: option.value for option in level.options}
     if level.starter == "accelerate":
-        total = _number(given.get("num_processes"))
+        total = level.number("num_processes")
         return _share(total, sizes.nodes) if total else Ranks(per_node=sizes.gpus_per_node or 1)
-    wanted = given.get("num_gpus" if level.starter == "deepspeed" else "nproc_per_node")
+    counts = "num_gpus" if level.starter == "deepspeed" else "nproc_per_node"
+    wanted = level.value(counts)
     doubts: tuple[str, ...] = ()
-    if level.starter != "deepspeed" and sizes.nodes > 1 and "nnodes" not in given:
+    if (
+        level.starter != "deepspeed"
+        and sizes.nodes > 1
+        and not any(option.name == "nnodes" for option in level.options)
+    ):
         doubts = (f"{level.starter} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
-    if number := _number(wanted):
+    if number := level.number(counts):
         return Ranks(per_node=number, doubts=doubts)
     if level.starter == "deepspeed" and any(slots for _, slots in launch.hosts):
         return _count_on_hosts(launch)
@@ -151,15 +195,12 @@ def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
 
 
 def _count_tasks(level: Level, sizes: Sizes, so_far: Ranks) -> Ranks:
-    given = {option.name: option.value for option in level.options}
-    for name in ("ntasks_per_node", "npernode", "ppn"):
-        if number := _number(given.get(name)):
-            return Ranks(per_node=number)
-    if (mapped := given.get("map_by")) and (number := ranks_of_mapping(mapped)):
+    if number := level.number("ntasks_per_node", "npernode", "ppn"):
         return Ranks(per_node=number)
-    for name in ("ntasks", "np", "num_proc"):
-        if number := _number(given.get(name)):
-            return _share(number, sizes.nodes)
+    if (mapped := level.value("map_by")) and (number := ranks_of_mapping(mapped)):
+        return Ranks(per_node=number)
+    if number := level.number("ntasks", "np", "num_proc"):
+        return _share(number, sizes.nodes)
     return so_far
 
 
@@ -176,73 +217,3 @@ def _share(total: int, nodes: int) -> Ranks:
     each = max(1, -(-total // nodes))
     doubt = f"{total} ranks do not go into {nodes} nodes: the spec has {each} on each"
     return Ranks(per_node=each, doubts=() if each * nodes == total else (doubt,))
-
-
-def _number(value: Text | None) -> int | None:
-    return fixed_number(value) if value else None
-
-
-def _restarts(value: str, findings: Findings, line: int) -> bool:
-    is_number = re.fullmatch("[0-9]{1,6}", value) is not None
-    if is_number:
-        findings.set("restarts", int(value))
-    return is_number
-
-
-def _image(value: str, findings: Findings, line: int) -> bool:
-    findings.values.setdefault("container", {}).update({"runtime": "pyxis", "image": value})
-    return True
-
-
-def _apptainer(value: str, findings: Findings, line: int) -> bool:
-    findings.values.setdefault("container", {}).update({"runtime": "apptainer", "image": value})
-    return True
-
-
-def _mounts(value: str, findings: Findings, line: int) -> bool:
-    mounts = findings.values.setdefault("container", {}).setdefault("mounts", [])
-    mounts += [mount for mount in value.split(",") if mount]
-    return True
-
-
-def _workdir(value: str, findings: Findings, line: int) -> bool:
-    findings.values.setdefault("container", {})["workdir"] = value
-    return True
-
-
-def _apptainer_gpus(value: str, findings: Findings, line: int) -> bool:
-    findings.lose("apptainer --nv", "the container sees the GPUs of a run that has some", line, fate="ours")
-    return True
-
-
-def _export(value: str, findings: Findings, line: int) -> bool:
-    for part in value.split(","):
-        name, equals, content = part.partition("=")
-        if equals:
-            set_variable(name, Text(content), findings, line)
-        elif part not in {"", "ALL"}:
-            why = "variables of known kinds go along from the shell that submits; env sets others"
-            findings.lose(f"--export={part}", why, line, fate="before")
-    return True
-
-
-def _on_cpu(value: str, findings: Findings, line: int) -> bool:
-    findings.set("device", "cpu")
-    return True
-
-
-_CARRIED: dict[str, Callable[[str, Findings, int], bool]] = {
-    "max_restarts": _restarts,
-    "container_image": _image,
-    "container_mounts": _mounts,
-    "container_workdir": _workdir,
-    "apptainer_image": _apptainer,
-    "apptainer_bind": _mounts,
-    "apptainer_B": _mounts,
-    "apptainer_pwd": _workdir,
-    "apptainer_nv": _apptainer_gpus,
-    "export": _export,
-    "cpu": _on_cpu,
-    "use_cpu": _on_cpu,
-}
-"""Options with a place of their own in a spec, by name, whichever program they are given to."""

@@ -1,4 +1,4 @@
-"""What the words of a script come to, as far as the script itself says; the rest stays as it is written."""
+"""The values of a script's words, as far as the script itself sets them; the rest stays as it is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACEHOLDERS = {
     "WORLD_SIZE": "world_size", "OMPI_COMM_WORLD_SIZE": "world_size", "PMI_SIZE": "world_size",
     "MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port",
 }  # fmt: skip
-"""Variables that say where a rank stands -> the placeholder that says it in the arguments of an entry."""
+"""Variables that locate a rank -> the placeholder for them in the arguments of an entry."""
 _MARK = "\0"
 """Around the name of a placeholder in a text; no file that is read has it."""
 MAX_EXPANSION = 5_000_000
@@ -26,7 +26,7 @@ MAX_EXPANSION = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, and which parts of it only a shell could tell; those stand in it as they are written."""
+    """A text, and which parts of it only a shell could compute; those stand in it as they are written."""
 
     text: str
     unknown: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Variables:
     """The variables of a script, as far as a reader can follow them."""
 
     given: Mapping[str, str] = field(default_factory=dict)
-    """What Slurm would set, where the options of the job say it."""
+    """What Slurm would set, where the options of the job decide it."""
     values: dict[str, tuple[Text, ...]] = field(default_factory=dict)
     """What the script has set; an array has several values, or none."""
     used: set[str] = field(default_factory=set)
@@ -128,7 +128,7 @@ def as_written(text: str) -> str:
 
 
 def is_fixed(text: Text) -> bool:
-    """Say whether a text is the same for every rank and known here."""
+    """Return whether a text is the same for every rank and known here."""
     return not text.unknown and _MARK not in text.text
 
 
@@ -162,7 +162,7 @@ def _concatenated(texts: Iterable[Text], between: str = "") -> Text:
 
 
 def _split(value: Text) -> list[Text]:
-    """Split at blanks, but not within what only a shell could tell; those parts stand in the text in their order."""
+    """Split at blanks, but not within what only a shell could compute; those parts stand in the text in their order."""
     words: list[tuple[list[str], list[str]]] = []
     at, joins = 0, False
     for unknown in (*value.unknown, ""):

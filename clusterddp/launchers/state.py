@@ -1,6 +1,6 @@
 """The state of a run: its recorded end, or, where none is recorded, the state that its launcher reads.
 
-An `end.json` is always right. The queue of a sweep answers for a run that waits in it (run/sweep_queue.py), the
+An `end.json` is always right. The queue of a sweep answers for a run that waits in it (run/sweep.py), the
 launcher for any other run.
 """
 
@@ -66,7 +66,7 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
 
 
 def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
-    from clusterddp.run.sweep_queue import read_queued_state
+    from clusterddp.run.sweep import read_queued_state
 
     view, now = read_queued_state(run, attempt), read_run(run)
     # The queue may have started the run and exited meanwhile.

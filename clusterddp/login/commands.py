@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError, UsageError
+from clusterddp.login.node import AT_LOGIN
 from clusterddp.planning.program import plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_code
@@ -20,11 +21,12 @@ from clusterddp.ssh.session import HostAccess, Session, open_sessions
 from clusterddp.system.file_set import choose_files
 
 if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
     from clusterddp.spec.ssh_section import Login
 
-AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
-"""Set where a command runs for a laptop: it looks for no further login node."""
+SPEC, _CONFIG = "spec.yaml", "config.yaml"
+"""Names of the files that go along with a command."""
 NEEDS = (
     "click>=8.1.7,<9",
     "platformdirs>=4.0,<5",
@@ -69,6 +71,31 @@ class Errand:
     files: Mapping[str, str] = field(default_factory=dict)
     discard: bool = False
     """Nothing of it is needed afterwards."""
+
+
+def errand_with_code(
+    resolved: ResolvedSpec,
+    arguments: Sequence[Word],
+    variables: Mapping[str, Word],
+    *,
+    runs_dir: Path,
+    environ: Mapping[str, str],
+    discard: bool,
+) -> Errand:
+    """Make the errand of a command that has read a spec here: the spec, the configuration and the code go along.
+
+    Raises: UsageError: the spec names paths that mean nothing there.
+    """
+    from clusterddp.spec.profiles import config_path
+
+    config = config_path(environ)
+    return Errand(
+        arguments=arguments,
+        variables={**variables, "CLUSTERDDP_CONFIG": Sent(_CONFIG)},
+        code=plan_code(resolved.job, working_dir=Path.cwd(), runs_dir=runs_dir.absolute(), environ=environ),
+        files={SPEC: resolved.text, _CONFIG: config.read_text() if config else ""},
+        discard=discard,
+    )
 
 
 def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]) -> Code:

@@ -54,7 +54,7 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
     Raises: ClusterddpError: a host gave something that is no name, or the disk refuses.
     """
     if not _NAME.fullmatch(sent.run):
-        raise ClusterddpError(f"{sent.login['host']}: says that the run is {sent.run[:80]!r}, which is no name")
+        raise ClusterddpError(f"{sent.login['host']}: reports the run name {sent.run[:80]!r}, which is not valid")
     folder = runs_dir / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
+from clusterddp.look.log_file import LogFile
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -17,11 +16,6 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_gang, read_ranks
 from clusterddp.system.files import read_json
-
-PIECE_BYTES = 64 * 1024
-"""A line longer than this is handed on in pieces, so that no line is too long for memory."""
-_TURN_BYTES = 16 * PIECE_BYTES
-"""How much of one file is read before it is the next one's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,85 +174,6 @@ def _newest_attempt(run: RunDir) -> int | None:
     return attempts[-1].number if attempts else None
 
 
-class LogFile:
-    """One growing file, read from a position onwards; it is open only while it is read."""
-
-    def __init__(self, path: Path, *, tail_lines: int | None = None) -> None:
-        self.path = path
-        self._position = 0 if tail_lines is None else position_of_last_lines(path, tail_lines)
-        self._begun = b""  # the beginning of a line whose end has not been written yet
-        self._inode: int | None = None
-
-    def read(self) -> Iterator[bytes]:
-        """Yield the lines that were finished since the last call; about 1 MB a call at most.
-
-        A carriage return ends a line too: progress bars write nothing else for minutes.
-        """
-        try:
-            found = os.stat(self.path)
-            size, inode, self._inode = found.st_size, self._inode, found.st_ino
-            if size < self._position or inode not in {None, found.st_ino}:  # emptied, or another one: begin anew
-                self._position, self._begun = 0, b""
-            if size == self._position:
-                return
-            with open(self.path, "rb") as file:
-                file.seek(self._position)
-                for _ in range(_TURN_BYTES // PIECE_BYTES):
-                    if not (block := file.read(PIECE_BYTES)):
-                        return
-                    self._position += len(block)
-                    yield from self._split(block)
-        except FileNotFoundError:
-            return
-
-    def read_all(self) -> Iterator[bytes]:
-        """Yield everything there is, an unfinished last line too."""
-        while True:
-            position = self._position
-            yield from self.read()
-            if self._position == position:
-                break
-        if self._begun:
-            yield self._begun
-            self._begun = b""
-
-    def _split(self, block: bytes) -> Iterator[bytes]:
-        *lines, last = (self._begun + block).splitlines(keepends=True)
-        yield from lines
-        if last.endswith(b"\n"):
-            yield last
-            last = b""
-        elif len(last) >= PIECE_BYTES:
-            cut = _character_boundary(last)
-            yield last[:cut]
-            last = last[cut:]
-        self._begun = last
-
-
-def position_of_last_lines(path: Path, count: int) -> int:
-    """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more."""
-    try:
-        with open(path, "rb") as file:
-            position = size = file.seek(0, os.SEEK_END)
-            if count <= 0:
-                return size
-            while position > 0:
-                block_bytes = min(PIECE_BYTES, position)
-                position -= block_bytes
-                file.seek(position)
-                block = file.read(block_bytes)
-                end = len(block)
-                if position + end == size and block.endswith(b"\n"):
-                    end -= 1  # this one ends the last line, it begins none
-                while (end := block.rfind(b"\n", 0, end)) >= 0:
-                    count -= 1
-                    if count == 0:
-                        return position + end + 1
-    except FileNotFoundError:
-        pass
-    return 0
-
-
 @dataclass(slots=True)
 class _RankLog:
     """One of the two log files of a rank."""
@@ -284,11 +199,3 @@ def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], tai
         for rank in ranks
         for path in (attempt.stdout(rank), attempt.stderr(rank))
     ]
-
-
-def _character_boundary(data: bytes) -> int:
-    """Find a place near the end of `data` where no UTF-8 character is cut."""
-    for cut in range(len(data) - 1, max(0, len(data) - 4), -1):
-        if data[cut] & 0xC0 != 0x80:
-            return cut
-    return len(data)

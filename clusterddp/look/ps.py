@@ -59,7 +59,7 @@ class ThisMachine:
 
 
 class Hosts:
-    """Hosts over SSH, asked all at once; connections stay while somebody thinks about an answer."""
+    """Hosts over SSH, asked all at once; connections stay open while the user is asked."""
 
     def __init__(self, accesses: Sequence[HostAccess], environ: Mapping[str, str]) -> None:
         self._accesses = {access.host: access for access in accesses}
@@ -67,7 +67,7 @@ class Hosts:
         self._sessions: dict[str, Session | SshError] = {}
 
     def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
-        """Tell what lives of runs on each host."""
+        """Find the live processes of runs on each host."""
         facts = {host: {"tokens": None if tokens is None else list(tokens)} for host in self._accesses}
         replies = self._ask("table.look", facts)
         return _read(replies, lambda reply: reply["runs"])
@@ -80,7 +80,7 @@ class Hosts:
         return _read(replies, lambda reply: reply["ended"])
 
     def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
-        """Tell what lies on each host that is that old and needed by nothing."""
+        """Find what on each host is that old and not needed by any run."""
         facts = {host: {"older_than_s": older_than_s} for host in self._accesses}
         replies = self._ask("table.stored", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["stored"])

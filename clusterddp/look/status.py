@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.launchers.state import read_state
-from clusterddp.look.printable import printable
+from clusterddp.look.events import NodeTransport, count_lost_rows, read_start_phases, read_transports, warn_of_sockets
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
-from clusterddp.look.transport import NodeTransport, read_transports, warn_of_sockets
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_silence
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
-from clusterddp.system.files import read_jsonl
-from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
 
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
-"""PENDING: not started yet. RUNNING. COMPLETED: ended with exit code 0. FAILED: ended with another one by itself.
-KILLED: ended by a signal, as the whole gang is when one rank fails. NOT_STARTED: the run ended before its turn.
-LOST: its end was not recorded, and the run is over. UNKNOWN: it belongs to a machine that cannot be asked from here."""
-
-
-class _AnyEvent(TypedDict):
-    event: str
-
-
-class _Event(_AnyEvent, total=False):
-    """A row of the run's history, as far as it is read here."""
-
-    attempt: int | None
-    time: float
-    phases: dict[str, float]
+"""PENDING: not started yet. RUNNING: started, and its end is not recorded. COMPLETED: ended with exit code 0.
+FAILED: ended by itself with another exit code. KILLED: ended by a signal, as all ranks are when one fails.
+NOT_STARTED: the run ended before this rank was started. LOST: the run is over and the end of this rank was not
+recorded. UNKNOWN: the rank is on a machine that cannot be asked from here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +35,16 @@ class RankStatus:
     node_rank: int
     local_rank: int
     host: str
+    """Where the rank runs, or is planned to run."""
     pid: int | None
     interface: str | None
+    """Network interface of the rank's traffic."""
     master_addr: str | None
     master_port: int | None
+    """With `master_addr`: where the ranks meet."""
     state: RankState
     exit_code: int | None
-    """As a shell would say it: 128 + signal for a rank that a signal ended; None until it has ended."""
+    """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
     owns: tuple[int, ...] | None = None
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
@@ -70,25 +55,31 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """A run as its files tell it, at one moment."""
+    """A run at one moment, by its files."""
 
     run: str
     state: RunState
     reason: str
     """Why it is in this state, in words; empty when the state says it all."""
     launcher: str
+    """`local`, `ssh`, `slurm`, `join`; `none` for ranks that another launcher started."""
     job_id: str | None
+    """Slurm's job id, the pid of the local task, or what started the ranks."""
     attempt: int | None
     """The newest attempt; None before the first one starts."""
     world_size: int
+    """Ranks in all."""
     progress: Progress | None
+    """How far the built-in trainer is; None for a program of your own."""
     ranks: tuple[RankStatus, ...]
+    """The ranks of the newest attempt."""
     root_cause: RootCause | None
+    """The first failure of a run that FAILED."""
     created: float
     """Seconds since the epoch."""
     ended: float | None
     job: Job | None = None
-    """On Slurm: the job as Slurm told it; None where the files say all."""
+    """On Slurm: the job as Slurm reports it; None where the files suffice."""
     silent: tuple[str, ...] = ()
     """On SSH hosts: which of them did not answer last, in words."""
     job_log: str | None = None
@@ -96,7 +87,7 @@ class RunStatus:
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
-    """What the state does not tell and a person should look at."""
+    """What a user should look at though the state does not show it."""
     transports: tuple[NodeTransport, ...] = ()
     """By node, of those whose NCCL has said so in the newest attempt."""
     lost_rows: int = 0
@@ -127,7 +118,7 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One line of `list`: what can be told without looking at ranks."""
+    """One line of `list`: what is known without reading the records of ranks."""
 
     run: str
     state: RunState
@@ -136,8 +127,11 @@ class RunSummary:
     job_id: str | None
     attempt: int | None
     progress: Progress | None
+    """As in `status`."""
     created: float
+    """Seconds since the epoch."""
     ended: float | None
+    """Seconds since the epoch."""
     variant: str = ""
     """In a sweep: what tells this run from the others."""
 
@@ -184,7 +178,7 @@ def read_status(run: RunDir) -> RunStatus:
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
-        lost_rows=sum(_lost_rows(row) for row in read_jsonl(run.events)),
+        lost_rows=count_lost_rows(run),
     )
 
 
@@ -213,58 +207,10 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
     )
 
 
-def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
-    """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
-
-    prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
-    the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
-    ranks have met. data: until the data set is there. first_step: until it is done, with all that is built for it. The
-    last three are rank 0's, and known of the built-in trainer only. `start`: what start.json holds.
-    """
-    events: dict[str, _Event] = {}
-    for row in read_jsonl(run.events):
-        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-            event = build(_Event, row)
-            events |= {event["event"]: event} if event.get("attempt") == attempt else {}
-    phases: dict[str, float] = {}
-    submitted = events["submitted"].get("time") if "submitted" in events else None
-    if submitted is not None and attempt == record.base_attempt:
-        phases["prepare"] = submitted - _created(record)
-    imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
-    if submitted is not None and "started" in start:
-        phases["launch"] = start["started"] - submitted - (imported or 0.0)
-    steps = dict(events["first_step"].get("phases", {})) if "first_step" in events else {}
-    own = steps.pop("import", None)
-    if imported is not None or own is not None:
-        phases["import"] = (imported or 0.0) + (own or 0.0)
-    return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
-
-
 def find_job_log(run: RunDir) -> str | None:
     """Find what the batch script of a run on Slurm wrote, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
-
-
-def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
-    """Read the last lines of a log that hold anything, fit for a terminal; none when there is no such file."""
-    try:
-        # A link, or a pipe that nobody writes to, may lie where another user can write.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return []
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 16 * 1024))
-            lines = file.read(16 * 1024).splitlines()
-    except OSError:
-        return []
-    kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
-    return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]
-
-
-def _lost_rows(event: dict[str, Any]) -> int:
-    rows = event.get("rows") if event.get("event") == "rows_lost" else 0
-    return rows if isinstance(rows, int) else 0
 
 
 def _created(record: RunRecord) -> float:

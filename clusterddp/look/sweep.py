@@ -9,14 +9,13 @@ from typing import Any
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.look.status import RunSummary, read_summary
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
-from clusterddp.run.sweep_queue import QueueRecord, read_queue
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep
 from clusterddp.run.view import RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepStatus:
-    """A sweep as its files, and Slurm, tell it at one moment."""
+    """A sweep at one moment, by its files and Slurm's answer."""
 
     sweep: str
     launcher: str

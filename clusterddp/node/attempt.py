@@ -166,28 +166,6 @@ class Attempt:
         cause = RootCause(rank=rank, host=host, exit_code=0, error=words, log=None)
         return Failure(cause=cause, restartable=True)
 
-    def restart_after(self, end: AttemptEnd, *, on_slurm: bool, final: bool, able: bool) -> Restart:
-        """Decide what follows `end`, when the run still has restarts and no user has cancelled it.
-
-        `final`: something has happened after which nothing is started again; `able`: all supervisors are there to start
-        it, and have confirmed that nothing of this attempt is left.
-        """
-        if end.outcome in {"COMPLETED", "CANCELLED"}:
-            return "none"
-        if self.job_ends:
-            # Slurm takes the job away; what failed meanwhile, failed because of that or fails again.
-            return "another job"
-        if end.outcome == "STOPPED":
-            return "here" if self.stopped_by_time_limit and able and not final else "none"
-        cause = self.cause() if self._failures else None
-        # A node that is lost after a SIGTERM of Slurm's still counts: srun ends a step so when a task was killed.
-        stopped = self.stop_reason is not None and (self.stopped_by_people or not (cause and cause.job_restartable))
-        if cause is None or stopped:
-            return "none"
-        if cause.restartable and able and not final:
-            return "here"
-        return "another job" if on_slurm and (cause.job_restartable or cause.restartable) and not final else "none"
-
     def _spell(self, ranks: Iterable[int]) -> str:
         return spell_ranks(self._gang.carried_by(ranks))
 
@@ -197,6 +175,52 @@ class Attempt:
             return dataclasses.replace(cause, rank=None)
         log = self._run.attempt(self.number).stderr(cause.rank).relative_to(self._run.path)
         return dataclasses.replace(cause, log=str(log))
+
+
+class Restarts:
+    """Decides after each attempt whether another one follows, and which process starts it."""
+
+    def __init__(self, gang: Gang, *, first_attempt: int, first_restart: int, on_slurm: bool) -> None:
+        self._gang = gang
+        self._first_attempt = first_attempt
+        self._first_restart = first_restart
+        self._on_slurm = on_slurm
+        self.final = False
+        """True once something has happened after which no process starts another attempt."""
+        self.crippled = False
+        """True once a node or a task is lost: these supervisors start no other attempt."""
+
+    def before(self, attempt: Attempt) -> int:
+        """Return how many restarts lie before an attempt."""
+        return self._first_restart + attempt.number - self._first_attempt
+
+    def left_after(self, attempt: Attempt) -> bool:
+        """Return whether another restart is allowed after an attempt."""
+        return self.before(attempt) < self._gang.restarts
+
+    def after(self, attempt: Attempt, end: AttemptEnd, *, all_gone: bool) -> Restart:
+        """Decide what follows `end`, when the run still has restarts and no user has cancelled it.
+
+        `all_gone`: all supervisors have confirmed that nothing of the attempt is left.
+        """
+        able = all_gone and not self.crippled
+        if end.outcome in {"COMPLETED", "CANCELLED"}:
+            return "none"
+        if attempt.job_ends:
+            # Slurm takes the job away; what failed meanwhile, failed because of that or fails again.
+            return "another job"
+        if end.outcome == "STOPPED":
+            return "here" if attempt.stopped_by_time_limit and able and not self.final else "none"
+        cause = attempt.cause() if attempt.settling else None
+        # A node that is lost after a SIGTERM of Slurm's still counts: srun ends a step so when a task was killed.
+        stopped = attempt.stop_reason is not None and (
+            attempt.stopped_by_people or not (cause and cause.job_restartable)
+        )
+        if cause is None or stopped or self.final:
+            return "none"
+        if cause.restartable and able:
+            return "here"
+        return "another job" if self._on_slurm and (cause.job_restartable or cause.restartable) else "none"
 
 
 def _may_be_earlier(end: RankEnd) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 
+from clusterddp.node.attempt import Attempt
+from clusterddp.node.rank import ENDING
+from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
 from clusterddp.ranks.environment import node_cookies
 from clusterddp.run.cleanup import sweep
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd
+from clusterddp.system.files import is_file
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm once they have given up."""
@@ -44,6 +50,19 @@ class Ending:
         cookies = node_cookies(self._gang.token, *lost)
         if cookies:
             sweep(*cookies, timeout_s=3.0)
+
+    def conclude(self, attempt: Attempt, run: RunDir, address: str, port: int) -> AttemptEnd:
+        """Remove what only a running attempt needs; return how it ended, with what may be left of it.
+
+        `address`, `port`: the master's, where ranks connect that train together.
+        """
+        directory = run.attempt(attempt.number)
+        for name in (ENDING, RENDEZVOUS_FILE):
+            with contextlib.suppress(OSError):
+                directory.path.joinpath(name).unlink(missing_ok=True)
+        confirmed = not self._gang.entry.stop_aware or is_file(directory.stopped)
+        end = self.add_leftovers(attempt.verdict(stop_confirmed=confirmed))
+        return dataclasses.replace(end, warning=attempt.warn_of_apart(end, address, port))
 
     def add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Say in the end's reason what may be left, and where."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.gang import Gang
-from clusterddp.run.outcome import RootCause, signal_name
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.outcome import RootCause, loss_of_node, signal_name
 from clusterddp.system.files import read_tail
 
 CERTAIN = 0
@@ -122,6 +123,25 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
         words += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
     cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=words, log=None, traceback=end.traceback)
     return Failure(cause=cause, weight=end.weight, restartable=True)
+
+
+def failure_of_nodes(
+    gang: Gang, nodes: Sequence[Node], what: str, *, attempt: AttemptDir | None, place: Node | None
+) -> Failure:
+    """Return the failure of all ranks of `nodes` by something that is no rank's fault, seen at `place` if not there.
+
+    `attempt`: the one whose ranks had started; None: none had.
+    """
+    ranks, seen = [rank for node in nodes for rank in node.ranks], place or nodes[0]
+    cause = loss_of_node(
+        what,
+        host=seen.host,
+        ranks=seen.ranks if place else ranks,
+        ranks_in_words=spell_ranks(gang.carried_by(ranks)),
+        attempt=attempt,
+        whose="its " if len(nodes) < len(gang.nodes) else "",
+    )
+    return Failure(cause=cause, job_restartable=True)
 
 
 def read_error_file(path: Path) -> tuple[str | None, str | None]:

@@ -29,10 +29,12 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import failed_by, loss_of_node
 from clusterddp.run.record import read_ranks, write_rank
+from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
 
 OTHERS_END_S = 2.5
@@ -59,6 +61,24 @@ class Facts:
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
     """On Slurm: another start of the job may begin another attempt."""
+
+    @classmethod
+    def of_order(cls, order: SupervisorOrder) -> Facts:
+        """Return what the guard of this process, the supervisor of the order's node, knows at first."""
+        node = order.node
+        others = tuple(each.node_rank for each in order.gang.nodes if each.node_rank != node.node_rank)
+        return cls(
+            run_dir=str(order.run.path),
+            token=order.gang.token,
+            node_rank=node.node_rank,
+            host=node.host,
+            ranks=node.ranks,
+            ranks_in_words=spell_ranks(order.gang.carried_by(node.ranks)),
+            other_nodes=others if order.is_head else (),
+            supervisor_pid=os.getpid(),
+            attempt=order.attempt,
+            restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
+        )
 
     @property
     def is_head(self) -> bool:

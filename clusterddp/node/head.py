@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import is_cut_off
-from clusterddp.node.attempt import Attempt, Restart
+from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.ending import Ending
-from clusterddp.node.failure import Failure, RankEnd
+from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes
 from clusterddp.node.guard import Guard
-from clusterddp.node.history import EndRecord, log, log_end, record_start
+from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, bring_home
 from clusterddp.node.joined import JoinedNodes
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log_line
-from clusterddp.node.rank import ENDING
 from clusterddp.node.rendezvous import Rendezvous
-from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import AttemptEnd, loss_of_node, signal_name
+from clusterddp.run.outcome import signal_name
 from clusterddp.system.files import is_file
-from clusterddp.system.storage import storage_timeout_s
 
 _JUDGE_QUIET_S = 1.0
 """So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
@@ -56,9 +51,10 @@ class Head:
         self._gang = gang
         self._guard = guard
         self._tell = tell
-        self._first_attempt = first_attempt
-        self._first_restart = first_restart
         self._job = job
+        self._restarts = Restarts(
+            gang, first_attempt=first_attempt, first_restart=first_restart, on_slurm=job is not None
+        )
         self._joined = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
@@ -67,17 +63,11 @@ class Head:
         """Where the ranks of each node stand on the network."""
         self._interface = gang.nodes[0].interface or gang.interface
         """This host's; on Slurm known when its ranks have started."""
-        self._start_recorded = False
+        self._start = StartRecord()
         self._ending: Ending | None = None
         """Set while the gang is being ended."""
         self._record: EndRecord | None = None
         """Set while the end of the attempt waits for the run's storage."""
-        self._start_due = float("inf")
-        """When the record of the start has to be there, once the storage has refused it."""
-        self._final = False
-        """True once something has happened after which the gang is not started again."""
-        self._crippled = False
-        """True once a node or a task is lost: the gang is not started again by these supervisors."""
 
     @property
     def hurried(self) -> bool:
@@ -180,7 +170,7 @@ class Head:
         """Do what time asks for while the gang starts or runs."""
         if attempt.begun is None and not attempt.is_over(now):
             self._await_joins(now)
-        if len(self._started_nodes) == len(self._gang.nodes) and not self._start_recorded:
+        if len(self._started_nodes) == len(self._gang.nodes) and not self._start.written:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
@@ -217,33 +207,22 @@ class Head:
         attempt.begun = now
         self._guard.know(started=True)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
-        order: Message = {
-            "kind": "start",
-            "attempt": attempt.number,
-            "restart": self._restarts_before(attempt),
-            "master_addr": self._rendezvous.address,
-            "master_port": self._rendezvous.port,
-            "agent_port": self._rendezvous.agent_port,
-            "networks": self._joined.faster_networks(self._rendezvous.address),
-        }
-        listeners = {"listener": self._rendezvous.listener, "agents_listener": self._rendezvous.agents_listener}
+        networks = self._joined.faster_networks(self._rendezvous.address)
+        order = self._rendezvous.start_order(attempt.number, self._restarts.before(attempt), networks)
         for node in gang.nodes:
-            self._tell(node.node_rank, order | listeners if node is gang.nodes[0] else order)
+            self._tell(node.node_rank, order | self._rendezvous.listeners if node is gang.nodes[0] else order)
 
     def _record_start(self, now: float) -> None:
-        directory = self._run.attempt(self._attempt.number)
-        try:
-            record_start(directory, self._gang, self._rendezvous, self._started_nodes)
-        except (ClusterddpError, OSError) as error:
-            self._start_due = min(self._start_due, now + storage_timeout_s())
-            if now < self._start_due and self._ending is None:
-                return  # the next tick tries again
+        directory, last_try = self._run.attempt(self._attempt.number), self._ending is not None
+        error = self._start.write(
+            directory, self._gang, self._rendezvous, self._started_nodes, now=now, last_try=last_try
+        )
+        if error is not None:
             log_line(f"the start could not be recorded: {error}")
-            self._fail(Failure.at(self._gang.nodes[0].host, str(error), rank=0), now)
-        self._start_recorded, self._start_due = True, float("inf")
+            self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
 
     def _cancel(self, reason: str) -> None:
-        self._final = True
+        self._restarts.final = True
         if self._ending is None and self._attempt.cancel_reason is None:
             self._attempt.cancel_reason = reason
 
@@ -266,7 +245,7 @@ class Head:
 
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
         if self._ending is not None:
-            self._final = True  # Who asks for a stop does not want another start.
+            self._restarts.final = True  # Who asks for a stop does not want another start.
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
@@ -275,24 +254,16 @@ class Head:
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
-        ranks = [rank for node in nodes for rank in node.ranks]
-        seen = place or nodes[0]
-        cause = loss_of_node(
-            what,
-            host=seen.host,
-            ranks=seen.ranks if place else ranks,
-            ranks_in_words=spell_ranks(self._gang.carried_by(ranks)),
-            attempt=None if self._attempt.begun is None else self._run.attempt(self._attempt.number),
-            whose="its " if len(nodes) < len(self._gang.nodes) else "",
-        )
-        self._fail(Failure(cause=cause, job_restartable=True), now)
+        begun = self._attempt.begun is not None
+        attempt = self._run.attempt(self._attempt.number) if begun else None
+        self._fail(failure_of_nodes(self._gang, nodes, what, attempt=attempt, place=place), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
         if self._job is not None and failure.job_restartable:
-            self._crippled = True
+            self._restarts.crippled = True
         else:
-            self._final = True
+            self._restarts.final = True
         if self._ending is None:
             self._attempt.fail(failure, now)
 
@@ -309,24 +280,19 @@ class Head:
     def _conclude(self, ending: Ending, now: float) -> None:
         """Record how the attempt ended; start the next one or finish."""
         attempt = self._attempt
-        if attempt.begun is not None and not self._start_recorded:
+        if attempt.begun is not None and not self._start.written:
             self._record_start(now)
-        directory = self._run.attempt(attempt.number)
-        for name in (ENDING, RENDEZVOUS_FILE):
-            with contextlib.suppress(OSError):
-                directory.path.joinpath(name).unlink(missing_ok=True)
-        end = ending.add_leftovers(attempt.verdict(stop_confirmed=self._stop_confirmed()))
-        warning = attempt.warn_of_apart(end, self._rendezvous.address, self._rendezvous.port)
-        end = dataclasses.replace(end, warning=warning)
-        restart = self._restart_after(end, all_gone=ending.all_gone)
-        if restart == "here" and not self._make_next(attempt):
+        end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
+        may_restart = not is_file(self._run.cancel_file) and self._restarts.left_after(attempt)
+        restart = self._restarts.after(attempt, end, all_gone=ending.all_gone) if may_restart else "none"
+        if restart == "here" and not make_next_attempt(self._run, attempt.number + 1):
             restart = "none"
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")
         if restart == "here":
-            restarts_left = self._job is not None and self._restarts_before(attempt) + 1 < self._gang.restarts
+            restarts_left = self._job is not None and self._restarts.before(attempt) + 1 < self._gang.restarts
             self._guard.know(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
-        self._record = EndRecord(directory, end, self._gang.token)
+        self._record = EndRecord(self._run.attempt(attempt.number), end, self._gang.token)
         self._await_record(self._record, now)
 
     def _await_record(self, record: EndRecord, now: float) -> None:
@@ -343,20 +309,10 @@ class Head:
         else:
             self._finish(1 if end.outcome == "FAILED" else 0)
 
-    def _make_next(self, attempt: Attempt) -> bool:
-        """Make the next attempt's directory; False: another start of the job has, while this one was cut off."""
-        try:
-            self._run.attempt(attempt.number + 1).path.mkdir(mode=0o700)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            log_line(f"the next attempt's directory cannot be made: {error}")
-        return True
-
     def _next_attempt(self) -> None:
         self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
         self._started_nodes.clear()
-        self._start_recorded = False
+        self._start = StartRecord()
         self._ending = None
 
     def _finish(self, exit_code: int) -> None:
@@ -366,22 +322,3 @@ class Head:
     def _tell_all(self, order: Message) -> None:
         for node_rank in self._joined.pids.keys() - self._lost:
             self._tell(node_rank, order)
-
-    def _restart_after(self, end: AttemptEnd, *, all_gone: bool) -> Restart:
-        attempt = self._attempt
-        if is_file(self._run.cancel_file) or self._restarts_before(attempt) >= self._gang.restarts:
-            return "none"
-        return attempt.restart_after(
-            end,
-            on_slurm=self._job is not None,
-            final=self._final,
-            able=all_gone and not self._crippled,
-        )
-
-    def _restarts_before(self, attempt: Attempt) -> int:
-        return self._first_restart + attempt.number - self._first_attempt
-
-    def _stop_confirmed(self) -> bool:
-        if not self._gang.entry.stop_aware:
-            return True
-        return is_file(self._run.attempt(self._attempt.number).stopped)

@@ -50,6 +50,49 @@ def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes:
     write_json(attempt.start, facts)
 
 
+def make_next_attempt(run: RunDir, number: int) -> bool:
+    """Make the next attempt's directory; False: another start of the job has, while this one was cut off."""
+    try:
+        run.attempt(number).path.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        log_line(f"the next attempt's directory cannot be made: {error}")
+    return True
+
+
+class StartRecord:
+    """The record of an attempt's start on its way to the run's storage, which may be away for a while."""
+
+    def __init__(self) -> None:
+        self.written = False
+        """True as well when it was given up."""
+        self._due = float("inf")
+        """When it has to be there, once the storage has refused it."""
+
+    def write(
+        self,
+        attempt: AttemptDir,
+        gang: Gang,
+        rendezvous: Rendezvous,
+        nodes: Mapping[int, Message],
+        *,
+        now: float,
+        last_try: bool,
+    ) -> str | None:
+        """Write it, as `record_start` does; return why it is given up, once its time is over or with `last_try`."""
+        try:
+            record_start(attempt, gang, rendezvous, nodes)
+        except (ClusterddpError, OSError) as error:
+            self._due = min(self._due, now + storage_timeout_s())
+            if now < self._due and not last_try:
+                return None  # the next tick retries
+            self.written = True
+            return str(error)
+        self.written = True
+        return None
+
+
 class EndRecord:
     """The end of an attempt on its way to the run's storage.
 

@@ -189,3 +189,24 @@ def _take_over(process: subprocess.Popen[bytes]) -> int:
     """Leave the waiting to `reap`, which collects whatever ends, and keep Popen from warning about it."""
     process.returncode = 0
     return process.pid
+
+
+class Signals:
+    """Signals as bytes on a pipe, so that the loop hears them where it waits for everything else."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        # A handler and not SIG_IGN for those that mean nothing, too: what is ignored stays ignored in the ranks.
+        for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of Slurm's has blocked them
+
+    def take(self) -> set[int]:
+        """Return the numbers of the signals since the last call."""
+        try:
+            return set(os.read(self.reader, 4096))
+        except BlockingIOError:
+            return set()

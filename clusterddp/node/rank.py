@@ -211,7 +211,7 @@ def _write_error_file(words: str, told: str) -> None:
 def _record_end(exit_code: int, error: str = "", told: str = "") -> None:
     """Record this rank's own end where no supervisor does."""
     if "CLUSTERDDP_ALONE" in os.environ:
-        from clusterddp.node.alone import record_end
+        from clusterddp.node.unsupervised import record_end
 
         record_end(exit_code, error, told)
 

@@ -15,12 +15,13 @@ from clusterddp.network.socket_links import tell_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
+from clusterddp.node.head_server import HeadHere
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import SUPERVISORS, listen, listen_on_walk
 from clusterddp.node.log import log_line
 from clusterddp.node.peer import Limits
 from clusterddp.node.tasks import Tasks
-from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
+from clusterddp.node.uplink import HeadElsewhere, Uplink
 from clusterddp.rendezvous.client import Search
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.supervisors import SupervisorOrder

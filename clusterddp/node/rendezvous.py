@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback, named_interface
 from clusterddp.network.port import LAST_OF_ALL, hold_port, reserve_port
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang
 
 
@@ -39,6 +40,23 @@ class Rendezvous:
             self._holder = hold_port(self.port, listening=self._listens)
         if self._gang.start == "torchrun" and self.agent_port is None:
             self._open_for_agents()
+
+    def start_order(self, attempt: int, restart: int, networks: object) -> Message:
+        """Return the order to start the ranks of an attempt; node 0's also needs `listeners`."""
+        return {
+            "kind": "start",
+            "attempt": attempt,
+            "restart": restart,
+            "master_addr": self.address,
+            "master_port": self.port,
+            "agent_port": self.agent_port,
+            "networks": networks,
+        }
+
+    @property
+    def listeners(self) -> Message:
+        """The descriptors that node 0 passes on, to rank 0 and to its torchrun agent."""
+        return {"listener": self.listener, "agents_listener": self.agents_listener}
 
     @property
     def listener(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from clusterddp.network.nccl_log import VARIABLES
+from clusterddp.node.log import log_line
 from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import SUPERVISOR_PID, Variable
-from clusterddp.run.gang import Entry
+from clusterddp.ranks.environment import CORES, SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.outcome import signal_name
+from clusterddp.system.gpu_cores import cores_for_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,3 +238,43 @@ class _ForkServer:
         """End it, and the ranks that wait for it."""
         signal_group(self.pid, signal.SIGKILL)
         self.close()
+
+
+def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
+    """Choose cores near the GPUs, by rank, where ranks have a GPU each and no scheduler has given them cores.
+
+    `environ`: the user's own variables; one that names GPUs keeps the ranks on all cores.
+    """
+    if node.slurm_chooses_gpus or len(node.gpus) != len(node.ranks) or "CUDA_VISIBLE_DEVICES" in environ:
+        return {}
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    chosen = cores_for_ranks(node.gpus, frozenset(os.sched_getaffinity(0)))
+    cores = {rank: each for rank, each in zip(node.ranks, chosen, strict=True) if each is not None}
+    for each in dict.fromkeys(cores.values()):
+        ranks = spell_ranks([rank for rank in cores if cores[rank] == each])
+        log_line(f"{ranks} keep to cores {each}, near the GPU")
+    return cores
+
+
+def plan_launch(
+    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, master_port: int, cores: str | None
+) -> Launch:
+    """Return what a rank of the attempt that the head orders to start is started with; `cores`: it keeps to these."""
+    attempt = run.attempt(int(order["attempt"]))
+    variables = gang.variables_of(
+        rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
+    )
+    if not inherited_environment().keys().isdisjoint(VARIABLES):
+        variables = {name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS}
+    if cores is not None:
+        variables = variables | {CORES: Variable(cores, "near the rank's GPU")}
+    return Launch(
+        run_dir=run.path,
+        variables=variables,
+        stdout=attempt.stdout(rank),
+        stderr=attempt.stderr(rank),
+        listener=order.get("listener") if rank == 0 else None,
+        agent_port=order.get("agent_port"),
+        agents_listener=order.get("agents_listener"),
+    )

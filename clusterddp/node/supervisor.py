@@ -33,46 +33,23 @@ import traceback
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
+from clusterddp.node.failover import HeadFailover, LossOfHead, LossRecorder, TakeoverWatch
 from clusterddp.node.failure import CERTAIN
-from clusterddp.node.fence import Fence
 from clusterddp.node.guard import Facts, Guard, bury
+from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
-from clusterddp.node.member import Member
-from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, reap
+from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.starter import Children
-from clusterddp.node.succession import LossOfHead, Succession, Witness
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.storage import set_storage_timeout
 from clusterddp.wire import read_object
 
 _POLL_S = 0.2
 _HURRIED_POLL_S = 0.02
-
-
-class Signals:
-    """Signals as bytes on a pipe, so that the loop hears them where it waits for everything else."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self._writer, False)
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # A handler and not SIG_IGN for those that mean nothing, too: what is ignored stays ignored in the ranks.
-        for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of Slurm's has blocked them
-
-    def take(self) -> set[int]:
-        """Return the numbers of the signals since the last call."""
-        try:
-            return set(os.read(self.reader, 4096))
-        except BlockingIOError:
-            return set()
 
 
 class Parent:
@@ -123,11 +100,7 @@ class Supervisor:
         environment = inherited_environment()
         self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
-        self._children: Children | Torchrun | None = None
-        if order.gang.start == "torchrun":
-            self._children = Torchrun(order, environment, self._selector, self._tasks, self._clock)
-        elif self._tasks is None:
-            self._children = Children(environment, os.getpid(), order.gang.entry)
+        self._children = self._make_starter(environment)
         starter = self._children or self._tasks
         assert starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
@@ -142,15 +115,9 @@ class Supervisor:
             allocation=self._allocation,
             now=self._clock.now,
         )
-        self._succession: Succession | Witness | None = None
-        self._fence: Fence | None = None
-        if order.slurm is not None and self._allocation is not None:
-            self._fence = Fence(order.run, order.attempt)
-            if not order.is_head:
-                self._succession = Succession(order, order.slurm, self._allocation, environment)
-        elif order.spans_hosts and not order.is_head:
-            self._succession = Witness(order)
-        self._member = Member(
+        self._takeover = TakeoverWatch(order.run, order.attempt) if order.slurm is not None else None
+        self._failover = self._make_failover(environment)
+        self._ranks = LocalRanks(
             order.run,
             order.gang,
             order.node,
@@ -159,6 +126,21 @@ class Supervisor:
             report=self.uplink.report,
             guard_pid=lambda: guard.pid,
         )
+
+    def _make_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
+        """Return what starts the ranks here; None: Slurm's tasks do."""
+        if self._order.gang.start == "torchrun":
+            return Torchrun(self._order, environment, self._selector, self._tasks, self._clock)
+        return Children(environment, os.getpid(), self._order.gang.entry) if self._tasks is None else None
+
+    def _make_failover(self, environment: dict[str, str]) -> HeadFailover | LossRecorder | None:
+        """Return what acts when the head is lost; None: this is the head, or its loss ends this process, too."""
+        order = self._order
+        if order.is_head:
+            return None
+        if order.slurm is not None and self._allocation is not None:
+            return HeadFailover(order, order.slurm, self._allocation, environment)
+        return LossRecorder(order) if order.spans_hosts else None
 
     def run(self) -> int:
         """Go on until the head says that the run is over, or is lost, and nothing of this node is left."""
@@ -174,36 +156,36 @@ class Supervisor:
                 self._children.on_exits(exits)
             if self._allocation is not None:
                 self._allocation.on_exits(exits)
-            self._member.tick(now)
+            self._ranks.tick(now)
             self._await_tasks()
             self._watch_successors(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
-                    self._member.obey(order, now)
+                    self._ranks.obey(order, now)
             self._say_joined()
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
     def _is_done(self, now: float) -> bool:
-        idle = self._member.idle
-        if self._succession is None or self.uplink.head_lost is None:
+        idle = self._ranks.idle
+        if self._failover is None or self.uplink.head_lost is None:
             return idle
-        attempt = self._order.run.attempt(self._member.attempt_number)
-        loss = LossOfHead(why=self.uplink.head_lost, interface=self._member.interface)
-        return self._succession.step(attempt, loss, idle=idle, now=now)
+        attempt = self._order.run.attempt(self._ranks.attempt_number)
+        loss = LossOfHead(why=self.uplink.head_lost, interface=self._ranks.interface)
+        return self._failover.step(attempt, loss, idle=idle, now=now)
 
     def _watch_successors(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""
-        if self._fence is None or (later := self._fence.look(now)) is None:
+        if self._takeover is None or (later := self._takeover.look(now)) is None:
             return
         error = f"attempt {later} of the run has begun elsewhere"
         log_line(error)
         self.uplink.report({"kind": "failed", "error": error, "weight": CERTAIN})
-        self._member.begin_end(now)
+        self._ranks.begin_end(now)
 
     @property
     def _hurried(self) -> bool:
-        return self._member.ending or self.uplink.hurried
+        return self._ranks.ending or self.uplink.hurried
 
     def end_torchrun(self, exit_code: int) -> None:
         """Leave nothing of torchrun behind, where it has started the ranks."""
@@ -246,7 +228,7 @@ class Supervisor:
             log_line(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
             over_ssh = self._order.over_ssh
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
-            self._member.begin_end(now)
+            self._ranks.begin_end(now)
 
     def _hear_line(self, line: bytes) -> None:
         try:
@@ -270,23 +252,10 @@ def main() -> int:
     with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
         open_log(order.run, order.node.node_rank)
     become_subreaper()
-    others = [node.node_rank for node in order.gang.nodes if node is not order.node]
-    facts = Facts(
-        run_dir=str(order.run.path),
-        token=order.gang.token,
-        node_rank=order.node.node_rank,
-        host=order.node.host,
-        ranks=order.node.ranks,
-        ranks_in_words=spell_ranks(order.gang.carried_by(order.node.ranks)),
-        other_nodes=tuple(others) if order.node.node_rank == 0 else (),
-        supervisor_pid=os.getpid(),
-        attempt=order.attempt,
-        restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
-    )
     keep = order.hold if order.tasks is None else (order.tasks, *order.hold)
     for descriptor in keep:
         os.set_inheritable(descriptor, False)
-    guard = Guard(facts, inherited_environment(), log=sys.stderr.fileno(), keep=keep)
+    guard = Guard(Facts.of_order(order), inherited_environment(), log=sys.stderr.fileno(), keep=keep)
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard)

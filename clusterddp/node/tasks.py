@@ -18,9 +18,9 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.node.gpus import TaskGpus, choose_gpus
 from clusterddp.node.log import log_line
 from clusterddp.node.starter import Ended, Launch, Lost, News, Started
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
@@ -209,3 +209,56 @@ def _receive(sock: socket.socket) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, TypeError):
         return {"kind": "gone"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskGpus:
+    """What one task was given."""
+
+    visible: tuple[str, ...] | None
+    """CUDA_VISIBLE_DEVICES; None: it is not set."""
+    bound: bool
+    """True when Slurm was asked to bind GPUs to tasks."""
+
+    @classmethod
+    def of(cls, visible: str | None, *, bound: bool) -> TaskGpus:
+        names = None if visible is None else tuple(filter(None, (name.strip() for name in visible.split(","))))
+        return cls(visible=names, bound=bound)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuChoice:
+    """What the ranks of a node get.
+
+    Users expect LOCAL_RANK to index what a rank sees. Slurm shows all tasks the same GPUs (--gpus-per-node, --gres), or
+    each its own (--gpus-per-task, --gpu-bind), and where it also confines tasks to their devices, every task's own GPU
+    is number 0.
+    """
+
+    visible: tuple[str, ...] | None = None
+    """For CUDA_VISIBLE_DEVICES of all ranks; None: each keeps what its task has."""
+    device: int | None = None
+    """Which of the GPUs that it sees is a rank's own; None: LOCAL_RANK says."""
+    one_each: bool = False
+    """Each rank sees its own of `visible` alone: CUDA shows a process one slice (MIG)."""
+
+
+def choose_gpus(tasks: Sequence[TaskGpus]) -> GpuChoice:
+    """Choose for the ranks of a node; the tasks come in the order of their local ranks."""
+    lists = [task.visible for task in tasks]
+    if not lists or any(not names for names in lists):
+        return GpuChoice()
+    known = [names for names in lists if names]
+    if len(set(known)) == 1:
+        enough = len(known[0]) >= len(known)
+        if enough and len(known) > 1 and known[0][0].startswith("MIG-"):
+            return GpuChoice(visible=known[0], one_each=True)
+        return GpuChoice() if enough or not tasks[0].bound else GpuChoice(device=0)
+    firsts = [names[0] for names in known]
+    if len(set(firsts)) < len(firsts):
+        return GpuChoice(device=0)
+    numbered = all(name.isdigit() for names in known for name in names)
+    if not numbered:
+        # Devices by their ids, perhaps hidden from the other tasks: CUDA stops reading at the first that it cannot see.
+        return GpuChoice(device=0)
+    return GpuChoice(visible=tuple(dict.fromkeys([*firsts, *(name for names in known for name in names)])))

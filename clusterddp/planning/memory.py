@@ -10,7 +10,7 @@ from clusterddp.facts.memory import free_bytes
 from clusterddp.facts.training_memory import split_batch, training_memory
 from clusterddp.planning.placement import Placement
 from clusterddp.spec.image_sets import BUILT_IN, IMAGE_SETS
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 
 
 def fit_memory(

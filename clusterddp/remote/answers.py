@@ -35,7 +35,7 @@ class Look(TypedDict):
 
 
 class ProbeResult(TypedDict):
-    """A try to connect (agent/ways.py)."""
+    """A try to connect (agent/probe.py)."""
 
     target: int
     address: str

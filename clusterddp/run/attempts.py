@@ -15,7 +15,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
 from clusterddp.run.outcome import AttemptEnd, cancelled, read_end, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.spool import read_spooled, spool_end
-from clusterddp.run.sweep_queue import claim
+from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import sync_directory
 from clusterddp.system.storage import retry_outage

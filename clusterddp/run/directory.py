@@ -37,10 +37,12 @@ class AttemptDir:
 
     @property
     def start(self) -> Path:
+        """How the attempt began: ranks, master address and port, supervisors."""
         return self.path / "start.json"
 
     @property
     def end(self) -> Path:
+        """How the attempt ended; the first process to write it is right."""
         return self.path / "end.json"
 
     @property
@@ -64,13 +66,16 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
+        """One record for each rank: host, pid, start, end, exit code."""
         return self.path / "ranks"
 
     @property
     def logs(self) -> Path:
+        """What the ranks printed."""
         return self.path / "logs"
 
     def rank_record(self, rank: int) -> Path:
+        """Start and end of one rank."""
         return self.ranks / f"{rank:03d}.json"
 
     def error_file(self, rank: int) -> Path:
@@ -78,9 +83,11 @@ class AttemptDir:
         return self.ranks / f"{rank:03d}.error.json"
 
     def stdout(self, rank: int) -> Path:
+        """Standard output of one rank."""
         return self.logs / f"rank-{rank:03d}.out"
 
     def stderr(self, rank: int) -> Path:
+        """Standard error of one rank."""
         return self.logs / f"rank-{rank:03d}.err"
 
     def nccl(self, rank: int) -> Path:
@@ -100,38 +107,47 @@ class RunDir:
 
     @property
     def spec(self) -> Path:
+        """The spec as resolved: overrides and profile included."""
         return self.path / "spec.yaml"
 
     @property
     def plan(self) -> Path:
+        """The plan that was carried out, as `submit -n -o json` prints it."""
         return self.path / "plan.json"
 
     @property
     def record(self) -> Path:
+        """What the run is: name, launcher, job id, when it was submitted and by which process."""
         return self.path / "run.json"
 
     @property
     def environment(self) -> Path:
+        """Packages, git commit, Python, torch, GPUs and driver of the machine that submitted."""
         return self.path / "env.json"
 
     @property
     def code(self) -> Path:
+        """A link to the snapshot of the code, which runs with the same content share."""
         return self.path / "code"
 
     @property
     def events(self) -> Path:
+        """The history of the run, a row for each event."""
         return self.path / "events.jsonl"
 
     @property
     def metrics(self) -> Path:
+        """What the trainer measured; docs/metrics.md has the keys."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
+        """The trainer's result, when it came to its end."""
         return self.path / "summary.json"
 
     @property
     def checkpoints(self) -> Path:
+        """The trainer's checkpoints, each with a manifest that has its sum."""
         return self.path / "checkpoints"
 
     @property
@@ -141,6 +157,7 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
+        """The same figures for TensorBoard."""
         return self.path / "tb"
 
     @property

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir
-from clusterddp.system.files import is_file, read_regular, write_json
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.system.files import is_file, read_json, read_regular, write_json
 from clusterddp.wire import read_object
 
+_EMPTY_STOP_FILE_S = 0.3
+"""A stop file without content is being written, or was made by hand; the first does not last."""
 LOOK_EVERY_S = 0.25
 """How often a program that asks in every step looks for the file."""
 
@@ -68,6 +70,24 @@ def stop_reason(stop_file: Path) -> str:
         return str(data["reason"])
     except (OSError, ValueError, KeyError, ClusterddpError):
         return f"the file {stop_file.name}"
+
+
+def is_complete(stop_file: Path) -> bool:
+    """Return whether the stop file is there with its whole content; a user may have made it empty."""
+    try:
+        found = stop_file.stat()
+    except OSError:
+        return False
+    return found.st_size > 0 or time.time() - found.st_mtime > _EMPTY_STOP_FILE_S
+
+
+def cancel_reason(run: RunDir) -> str:
+    """Return by whom the run was cancelled, as far as its CANCEL file names that."""
+    try:
+        by = (read_json(run.cancel_file) or {}).get("by")
+    except (ClusterddpError, OSError, AttributeError):
+        by = None
+    return f"cancelled by {by}" if by else "cancelled"
 
 
 def confirm_stop(attempt: AttemptDir, progress: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -17,13 +19,21 @@ class RunState(str, Enum):
     """The states of a run; the words are what scripts may rely on."""
 
     PENDING = "PENDING"
+    """Not started yet: in a queue, or being started."""
     RUNNING = "RUNNING"
+    """Its ranks run."""
     REQUEUED = "REQUEUED"
+    """An attempt has ended and the next one is on its way."""
     COMPLETED = "COMPLETED"
+    """All ranks ended with exit code 0."""
     FAILED = "FAILED"
+    """A rank, a process of clusterddp or a host failed; `root_cause` has the first one."""
     CANCELLED = "CANCELLED"
+    """Cancelled, or stopped at a checkpoint."""
     LOST = "LOST"
+    """No process of it is left, and no end was recorded: a power cut, or Slurm forgot the job. `resume` goes on."""
     UNKNOWN = "UNKNOWN"
+    """The host or Slurm cannot be asked now; `reason` has what was last known."""
 
     @property
     def finished(self) -> bool:
@@ -39,11 +49,11 @@ class RunView:
     attempt: int | None
     """The newest attempt; None when none was ever prepared."""
     end: AttemptEnd | None
-    """How the newest attempt ended; None while it goes on, or when nobody could record it."""
+    """How the newest attempt ended; None while it goes on, or when no process could record it."""
     reason: str
     """Why it is in this state, in one line."""
     job: Job | None = None
-    """On Slurm: the job that carries it, as Slurm told it; None where the files say all."""
+    """On Slurm: the job that carries it, as Slurm reports it; None where the files suffice."""
 
     @property
     def finished(self) -> bool:
@@ -57,3 +67,9 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
     if end.outcome == "STOPPED":
         reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+
+
+def spell_states(views: Iterable[RunView]) -> str:
+    """Count the states of runs: `3 COMPLETED, 1 FAILED`."""
+    counts = Counter(view.state.value for view in views)
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())

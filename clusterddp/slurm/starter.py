@@ -1,14 +1,19 @@
-"""What a first spec for a cluster says, and what follows for its runs from how the cluster is set up."""
+"""The first spec for a cluster: the template with the cluster's values, and what its settings mean for runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from clusterddp.errors import UsageError
-from clusterddp.slurm.cluster import Cluster
+from clusterddp.errors import SlurmError, UsageError
+from clusterddp.slurm.cluster import Cluster, read_cluster
 from clusterddp.slurm.partitions import Association, NodeGroup, Partition
+from clusterddp.system.units import format_count
 
+_COMMENT_COLUMN = 30
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_NO_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", "auto"}
 _FIRST_TIME_S = 2 * 3600
 _CPU_RANKS, _CPU_CORES = 2, 8
 _MEMORY_SHARE = 0.9
@@ -26,6 +31,26 @@ class Filled:
     """The key whose line in the template this one takes."""
     is_suggestion: bool = False
     """It stays a comment."""
+
+
+def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | None) -> tuple[str, list[str]]:
+    """Fill the template with the cluster's facts; return it with what people should know about it.
+
+    Where Slurm cannot be asked, the template stays as it is, and why is among the notes.
+    Raises: UsageError: the cluster has no partition of that name.
+    """
+    named = [Filled(key="partition", value=partition_name, why="as you named it")] if partition_name else []
+    try:
+        cluster = read_cluster(environ)
+    except SlurmError as error:
+        return fill_template(template, named), [f"{error.message}: the values in it are examples, check each of them"]
+    partition = choose_partition(cluster, partition_name)
+    restarts = Filled(key="restarts", value="1", why="after a failure, preemption or the time limit")
+    notes = [f"from cluster {cluster.name or 'without a name'}, Slurm {cluster.version or 'of an unknown version'}"]
+    if partition is None:
+        notes.append("no partition of it takes jobs of yours now: the values in it are examples, check each of them")
+    filled = [*(fill_in(cluster, partition) if partition else named), restarts]
+    return fill_template(template, filled), [*notes, *consequences(cluster, partition)]
 
 
 def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | None:
@@ -48,7 +73,9 @@ def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | N
 def fill_in(cluster: Cluster, partition: Partition) -> tuple[Filled, ...]:
     """Compute the values of a first spec for one node of a partition."""
     default = "the default partition" if partition.is_default else "a partition of this cluster"
-    filled = [Filled(key="partition", value=partition.name, why=f"{default}: {_count(partition.num_nodes, 'node')}")]
+    filled = [
+        Filled(key="partition", value=partition.name, why=f"{default}: {format_count(partition.num_nodes, 'node')}")
+    ]
     group = typical_nodes(partition)
     if group is not None:
         filled += _fill_node(partition, group)
@@ -88,7 +115,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
         yield f"a sweep has at most {max(cluster.max_array_size - 1, 0)} runs (MaxArraySize)"
     limits = [association.max_submit for association in cluster.associations if association.max_submit is not None]
     if limits:
-        yield f"you may have {_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
+        yield f"you may have {format_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
         yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
     for words in cluster.unanswered:
@@ -104,11 +131,11 @@ def time_text(seconds: int) -> str:
 
 def _fill_node(partition: Partition, group: NodeGroup) -> Iterator[Filled]:
     if group.num_gpus:
-        kinds = " + ".join(f"{count} x {name}" if name else _count(count, "GPU") for name, count in group.gpus)
+        kinds = " + ".join(f"{count} x {name}" if name else format_count(count, "GPU") for name, count in group.gpus)
         ranks, share = group.num_gpus, 1.0
         yield Filled(key="gpus_per_node", value=str(ranks), why=f"a node of {partition.name} has {kinds}; a rank each")
         cores = max(1, group.cpus // ranks)
-        why = f"{group.cpus} CPUs shared by {_count(ranks, 'rank')}"
+        why = f"{group.cpus} CPUs shared by {format_count(ranks, 'rank')}"
     else:
         ranks = min(_CPU_RANKS, max(1, group.cpus))
         cores = max(1, min(_CPU_CORES, group.cpus // ranks))
@@ -173,5 +200,23 @@ def why_not(cluster: Cluster, partition: Partition) -> str:
     return f"it is for the groups {', '.join(partition.allow_groups or ())}"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def fill_template(template: str, values: Sequence[Filled]) -> str:
+    """Put each value into the line of its key, which may have been a comment before."""
+    for value in values:
+        line = re.compile(rf"^( *)(?:# )?{re.escape(value.instead_of or value.key)}:.*$", re.MULTILINE)
+        assert line.search(template), value.key
+        mark = "# " if value.is_suggestion else ""
+        text = f"{mark}{value.key}: {_scalar(value.value)}"
+
+        def written(match: re.Match[str], text: str = text, why: str = value.why) -> str:
+            return f"{match[1] + text:<{_COMMENT_COLUMN}}# {why}" if why else match[1] + text
+
+        template = line.sub(written, template, count=1)
+    return template
+
+
+def _scalar(text: str) -> str:
+    """Write a value so that YAML reads it as the same text."""
+    if text.isdecimal() or (_PLAIN.fullmatch(text) and text.lower() not in _NO_TEXT):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

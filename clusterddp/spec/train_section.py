@@ -123,7 +123,7 @@ class TrainSpec(Section):
         default="exact",
         description="How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
         "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (each rank takes steps of its own; "
-        "after each another H-th of the weights is sent, to be the mean of all ranks'), or auto (the fastest of exact "
+        "each step averages another 1/H of the weights across ranks), or auto (the fastest of exact "
         "and comm_allow, by measuring). All but exact change results.",
     )
     comm_allow: tuple[Comm, ...] = Field(

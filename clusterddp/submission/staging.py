@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
@@ -33,27 +33,37 @@ def make_run(plan: Plan, environ: Mapping[str, str], rename: Callable[[Plan], Pl
 
     Raises: ClusterddpError: the directory cannot be made (full, read-only, not a directory); nothing is left behind.
     """
-    staging = plan.runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
-    try:
-        make_runs_dir(plan.runs_dir)
-        remove_abandoned_staging(plan.runs_dir)
-        staging.mkdir(mode=0o700)
+    with staged(plan.runs_dir) as staging:
         _fill(staging, plan, environ)
         while not put_in_place(staging, plan.run_dir):
             plan = rename(plan)
             _write_identity(RunDir(staging), plan)
-        return plan
+    return plan
+
+
+@contextlib.contextmanager
+def staged(runs_dir: Path) -> Iterator[Path]:
+    """Make a staging directory, which the caller fills and renames; remove it afterwards unless it was renamed.
+
+    Raises: ClusterddpError: the directory cannot be made or filled (full, read-only, not a directory).
+    """
+    staging = runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        make_runs_dir(runs_dir)
+        remove_abandoned(runs_dir)
+        staging.mkdir(mode=0o700)
+        yield staging
     except OSError as error:
-        raise refusal(plan.runs_dir, error) from error
+        raise refusal(runs_dir, error) from error
     except ClusterddpError as error:
         if isinstance(error.__cause__, OSError):
-            raise refusal(plan.runs_dir, error.__cause__) from error
+            raise refusal(runs_dir, error.__cause__) from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def remove_abandoned_staging(runs_dir: Path) -> None:
+def remove_abandoned(runs_dir: Path) -> None:
     """Remove the staging directories of killed submits; those of submits under way stay."""
     for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.stop import request_stop
-from clusterddp.run.sweep_queue import claim
+from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 from clusterddp.submission.staging import make_run

@@ -16,7 +16,7 @@ from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.arrays import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
 
@@ -86,7 +86,7 @@ def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: M
 
 
 def queue_width(plan: Plan, throttle: int | None) -> int | None:
-    """Say how many runs like this one a queue has going at a time; None: as many as there are GPUs for."""
+    """Return how many runs like this one a queue keeps running at a time; None: as many as there are GPUs for."""
     needs_gpus = any(node.gpus for node in (plan.ssh.hosts if plan.ssh else plan.gang.nodes))
     return throttle or (None if needs_gpus else 1)
 

@@ -26,8 +26,7 @@ from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import ProcessIdentity, read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
-from clusterddp.run.sweep_queue import QueueRecord, write_queue
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_sweep, write_queue
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.plan import queue_width
 from clusterddp.sweep.queued_run import start_queued
@@ -138,7 +137,7 @@ class Queue:
         return True
 
     def _start(self, run: RunDir) -> bool:
-        """Start one run; False: it has ended, or somebody else has it.
+        """Start one run; False: it has ended, or another process has it.
 
         Raises: GpusInUseError: it waits on.
         """
@@ -181,7 +180,7 @@ class Queue:
         self._note(words)
 
     def _note(self, words: str) -> None:
-        """Let everybody read what is waited for."""
+        """Record what the queue waits for."""
         if words == self._record.waits_for:
             return
         self._record = dataclasses.replace(self._record, waits_for=words)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import end_queued
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
-from clusterddp.run.sweep_dir import SweepDir, read_sweep, write_sweep
-from clusterddp.run.sweep_queue import QueueRecord, read_queue, write_queue
-from clusterddp.run.view import RunView
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
+from clusterddp.run.view import RunView, spell_states
 from clusterddp.submission.submit import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
@@ -63,9 +61,9 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSwe
     """
     try:
         return _started(sweep, sweep.runs(), environ)
-    except BaseException:  # who interrupts a submit does not want the runs
+    except BaseException:  # an interrupted submit leaves no runs
         with contextlib.suppress(ClusterddpError):
-            cancel_queued(sweep)
+            cancel_queued(sweep, environ)
         take_back(sweep)
         raise
 
@@ -95,12 +93,11 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     return _started(sweep, left, environ)
 
 
-def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
-    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Say what became of them.
+def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = False) -> str:
+    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Report what they ended as.
 
     Raises: ClusterddpError: some have not ended in time.
     """
-    environ = inherited_environment()
     runs = sweep.runs()
     waited = [run for run in runs if end_queued(run, "cancelled with its sweep before it was started")]
     _end_queue(sweep)
@@ -123,12 +120,6 @@ def cancel_queued(sweep: SweepDir, *, save: bool = False) -> str:
     return f"ended: {states}" if going or waited else f"has already ended: {states}"
 
 
-def spell_states(views: Iterable[RunView]) -> str:
-    """Count the states: `3 COMPLETED, 1 FAILED`."""
-    counts = Counter(view.state.value for view in views)
-    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
-
-
 def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> SubmittedSweep:
     record = read_sweep(sweep)
     pid = _start_queue(sweep, environ)
@@ -144,7 +135,7 @@ def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
     Raises: UsageError: there is one. ClusterddpError: it did not start.
     """
     environment = process_environment("", environ)
-    # The runs have cookies of their own; who clears up after a run must not take the queue for a part of it.
+    # The runs have cookies of their own; a cleanup after a run must not end the queue with it.
     environment.pop(COOKIE)
     with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
         sweep.cancel_file.unlink(missing_ok=True)
@@ -187,7 +178,7 @@ def _await_queue(sweep: SweepDir, process: subprocess.Popen[bytes]) -> None:
 def _locked(sweep: SweepDir) -> Iterator[int]:
     """Hold the lock of the queue; what inherits the descriptor holds it, too.
 
-    Raises: UsageError: somebody else has it.
+    Raises: UsageError: another process has it.
     """
     descriptor = os.open(sweep.queue_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -11,7 +11,7 @@ from clusterddp.run.attempts import Tell, end_run, final_end, silence
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
-from clusterddp.run.sweep_queue import claim
+from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
@@ -25,7 +25,7 @@ from clusterddp.submission.submit import (
 
 
 def start_queued(run: RunDir, tell: Tell = silence) -> bool:
-    """Take a run out of the queue and start it; False: somebody else has taken it.
+    """Take a run out of the queue and start it; False: another process has taken it.
 
     Raises: GpusInUseError: it waits on. ClusterddpError: it cannot be started; that is then its recorded end.
     KeyboardInterrupt: the start was broken off; that is its recorded end likewise.
@@ -71,7 +71,7 @@ def queue_again(run: RunDir, view: RunView) -> None:
 
 
 def is_left(run: RunDir, view: RunView) -> bool:
-    """Say whether a run of a sweep has not been carried out: it was lost, cancelled, or never got as far as a rank.
+    """Return whether a run of a sweep has not been carried out: it was lost, cancelled, or never got as far as a rank.
 
     A run that failed has a result.
     """
@@ -82,7 +82,7 @@ def is_left(run: RunDir, view: RunView) -> bool:
 
 def _put_back(run: RunDir, attempt: AttemptDir) -> None:
     write_run(run, dataclasses.replace(read_run(run), queued=True))
-    if run.cancel_file.exists():  # who cancelled it meanwhile took it for one that is being started
+    if run.cancel_file.exists():  # a cancel meanwhile found it being started
         end_run(run, cancelled(CANCELLED_IN_QUEUE))
         return
     attempt.claim.unlink(missing_ok=True)

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterddp.errors import ClusterddpError
 from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
-from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
-from clusterddp.submission.staging import make_runs_dir, put_in_place, refusal, remove_abandoned_staging
+from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
+from clusterddp.submission.staging import put_in_place, staged
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
@@ -36,26 +35,12 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
     Raises: FileExistsError: the name has been taken meanwhile. ClusterddpError: the directory cannot be made (full,
     read-only). In both cases nothing is left behind.
     """
-    runs_dir = plan.path.parent
-    staging = runs_dir / f"{STAGING_PREFIX}{secrets.token_hex(8)}"
-    try:
-        make_runs_dir(runs_dir)
-        remove_abandoned_staging(runs_dir)
-        staging.mkdir(mode=0o700)
+    with staged(plan.path.parent) as staging:
         _fill(SweepDir(staging), plan, environ, variables)
         sync_file_system(staging)
-        if not put_in_place(staging, plan.path):
-            raise FileExistsError(plan.path)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise refusal(runs_dir, error) from error
-    except ClusterddpError as error:
-        if isinstance(error.__cause__, OSError):
-            raise refusal(runs_dir, error.__cause__) from error
-        raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        is_placed = put_in_place(staging, plan.path)
+    if not is_placed:
+        raise FileExistsError(plan.path)
 
 
 def take_back(sweep: SweepDir) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from clusterddp.facts.memory import free_bytes, read_cpu_limit
 from clusterddp.facts.training_memory import plan_turns, training_memory
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 from clusterddp.train.host import Host
 
 if TYPE_CHECKING:

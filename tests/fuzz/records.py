@@ -144,8 +144,7 @@ def _on_slurm(runs_dir: Path) -> Path:
 
 
 def _swept(runs_dir: Path) -> Iterator[Path]:
-    from clusterddp.run.sweep_dir import SweepDir, SweepRecord, write_sweep
-    from clusterddp.run.sweep_queue import QueueRecord, write_queue
+    from clusterddp.run.sweep import QueueRecord, SweepDir, SweepRecord, write_queue, write_sweep
 
     sweep = SweepDir(runs_dir / "sweep")
     for number in range(2):

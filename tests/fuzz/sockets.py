@@ -197,16 +197,15 @@ def _joining() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.agent.listener import WAYS
-    from clusterddp.agent.ways import Target as Way
-    from clusterddp.agent.ways import Try
+    from clusterddp.agent.probe import PROBE, Try
+    from clusterddp.agent.probe import Target as Address
 
     def read_answer(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            way = Way(target=0, address="127.0.0.1", port=listener.getsockname()[1], name="gpu01")
+            way = Address(target=0, address="127.0.0.1", port=listener.getsockname()[1], name="gpu01")
             attempt = Try(way, "k", None)
             attempt._attempt.connected = True
-            attempt._attempt._connection = connection_with(data, WAYS, "client")
+            attempt._attempt._connection = connection_with(data, PROBE, "client")
             attempt.go_on()
             attempt.close()
             attempt.facts()

@@ -19,6 +19,8 @@ from clusterddp.system.processes import Process
 from tests.support.waiting import wait_until
 
 HELLO = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+IMPATIENT = 'network: {host_silence: "0:08", heartbeat_timeout: "0:10"}\n'
+"""For tests in which a host is lost; the defaults, 30 s and 60 s, are those of test_slurm_show.py and ssh_kills.py."""
 SLEEP = HELLO + "import time\ntime.sleep(120)\n"
 STOPPABLE = (
     HELLO + "import time, clusterddp\nwhile not clusterddp.should_stop():\n    time.sleep(0.02)\nprint('stopped')\n"

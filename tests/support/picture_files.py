@@ -176,3 +176,16 @@ def _md5_of(path: Path) -> str:
 
 def md5(path: Path) -> str:
     return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def write_cifar10(folder: Path, *, count: int = 64) -> None:
+    """Write a small set in CIFAR-10's python layout: `count` random images in each of its six files."""
+    directory = folder / "cifar-10-batches-py"
+    directory.mkdir(parents=True)
+    for number, name in enumerate([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]):
+        random = np.random.default_rng(number)
+        batch = {
+            b"labels": random.integers(0, 10, count).tolist(),
+            b"data": random.integers(0, 256, (count, 3072), dtype=np.uint8),
+        }
+        (directory / name).write_bytes(pickle.dumps(batch, protocol=4))

@@ -2,73 +2,81 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.directory import RunDir, list_runs
-from clusterddp.run.outcome import AttemptEnd, read_end
-from clusterddp.run.record import RunRecord, read_run
-from clusterddp.system.files import read_jsonl
-from tests.support.paths import ROOT
+from clusterddp.run.directory import RunDir
+from tests.support.person import Person
+from tests.support.waiting import wait_until
 from tests.testbed.files import slurm_year
-from tests.testbed.plan import HEAD
-from tests.testbed.rack import SYSTEM_PATH, Rack
+from tests.testbed.plan import HEAD, SYSTEM_PATH
+from tests.testbed.rack import Rack
 
 LOST_REPLY = 'exec strace -o /dev/null -e inject=recvfrom:error=ECONNRESET:when=5 /usr/bin/sbatch "$@"'
 """sbatch never reads the controller's answer: it reports a failure for a job that is queued (up to Slurm 22.05)."""
 HELD = "slurm: {hold: true}"
+ALL_REDUCE = """\
+import os, signal, sys, time
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print("sum", total.item(), "over", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+while True:
+    dist.all_reduce(torch.zeros(1))
+    time.sleep(0.02)
+    if rank == 5 and os.path.exists(sys.argv[1]):
+        how = open(sys.argv[1]).read()
+        if how == "raise":
+            raise ValueError("the loss is nan")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A gang that reduces until rank 5 is told by a file to raise or to be killed."""
 
 
 @dataclass(kw_only=True)
-class Person:
-    """Somebody who works in a directory of a rack's shared storage."""
+class SlurmPerson(Person):
+    """Somebody on the head of a rack, in a directory of the storage that its hosts share."""
 
     rack: Rack
-    place: Path
-    environ: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def runs_dir(self) -> Path:
-        return self.place / "runs"
+    @classmethod
+    def at(cls, rack: Rack, name: str) -> SlurmPerson:
+        """Give somebody a new directory."""
+        path = rack.dir / "shared" / name
+        path.mkdir()
+        return cls(rack=rack, path=path)
 
     def write_spec(self, more: str = HELD, *, resources: str = "{nodes: 2, procs_per_node: 2}") -> None:
         """Write job.yaml, by default for a job that waits until it is released."""
-        (self.place / "entry.py").write_text("print('hello')\n")
+        (self.path / "entry.py").write_text("print('hello')\n")
         text = f"name: job\nlauncher: slurm\nresources: {resources}\nentry: {{script: entry.py}}\n{more}\n"
-        (self.place / "job.yaml").write_text(text)
-
-    def clusterddp(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "clusterddp", *arguments]
-        return self.rack.run(HEAD, argv, cwd=self.place, env=self._variables(environ), check=False, timeout_s=150)
-
-    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start the command without waiting for it."""
-        argv = [sys.executable, "-m", "clusterddp", *arguments]
-        command = self.rack.argv(HEAD, argv, cwd=self.place, env=self._variables(environ))
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        (self.path / "job.yaml").write_text(text)
 
     def slurm(self, *command: str, check: bool = True) -> str:
-        return self.rack.run(HEAD, list(command), cwd=self.place, check=check).stdout
+        return self.rack.run(HEAD, list(command), cwd=self.path, check=check).stdout
 
-    def run(self) -> RunDir:
-        """Return the newest run."""
-        return list_runs(self.runs_dir)[-1]
+    def await_status(
+        self, run: RunDir, wanted: Callable[[dict[str, Any]], bool], within_s: float = 120
+    ) -> dict[str, Any]:
+        """Ask until the status is as wanted; return it."""
+        seen: dict[str, Any] = {}
 
-    def record(self) -> RunRecord:
-        return read_run(self.run())
+        def look() -> bool:
+            seen.clear()
+            seen.update(self.status(run))
+            return wanted(seen)
 
-    def end(self) -> AttemptEnd | None:
-        return read_end(self.run().attempts()[-1])
+        wait_until(look, within_s, what=lambda: seen, interval_s=0.3)
+        return seen
 
-    def events(self) -> list[str]:
-        return [str(row["event"]) for row in read_jsonl(self.run().events)]
+    def queue(self) -> list[str]:
+        """List the ids and states of the jobs that Slurm has in its queue."""
+        return self.slurm("squeue", "-h", "-o", "%i %T").splitlines()
 
     def jobs(self, tag: str | None = None) -> list[tuple[str, str]]:
         """List the ids and states of all jobs with this tag; without one, of the newest run's job."""
@@ -83,24 +91,31 @@ class Person:
         words = self.slurm("scontrol", "show", "job", "-o", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def status(self) -> dict[str, Any]:
-        return dict(json.loads(self.clusterddp("status", "-o", "json").stdout))
+    def processes(self, run: RunDir, with_variable: str = "") -> list[str]:
+        """List what is left of a run on any host that is on: every one of its processes names its token."""
+        token = self.record(run).token.encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (process / "environ").read_bytes()
+                if token in environ and with_variable.encode() in environ:
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it has ended, or is the kernel's
+                continue
+        return found
 
     def wrap_sbatch(self, script: str) -> dict[str, str]:
         """Put an sbatch before Slurm's on PATH; return the variables that do so."""
-        wrapper = self.place / "bin" / "sbatch"
+        wrapper = self.path / "bin" / "sbatch"
         wrapper.parent.mkdir(exist_ok=True)
         wrapper.write_text(f"#!/bin/sh\n{script}\n")
         wrapper.chmod(0o755)
         return {"PATH": f"{wrapper.parent}:{SYSTEM_PATH}"}
 
-    def _variables(self, more: Mapping[str, str] | None) -> dict[str, str]:
-        return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environ, **(more or {})}
 
-
-def interrupt(person: Person) -> None:
+def interrupt(person: SlurmPerson) -> None:
     """Press Ctrl-C: the command and the sbatch that it waits for get the signal, as from a terminal."""
-    person.slurm("pkill", "-INT", "-f", f"clusterddp submit|{person.place}/bin/sbatch")
+    person.slurm("pkill", "-INT", "-f", f"clusterddp submit|{person.path}/bin/sbatch")
 
 
 def lost_reply() -> str:

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.paths import ROOT
+from tests.support.person import Person
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
@@ -26,11 +26,10 @@ class Answer:
 
 
 @dataclass(kw_only=True)
-class Person:
-    """root on the head, whose ~/.ssh every test may change."""
+class SshPerson(Person):
+    """root on the head, at home, whose ~/.ssh every test may change."""
 
     rack: Rack
-    environ: dict[str, str] = field(default_factory=dict)
     ports: Iterator[int] = field(default_factory=lambda: iter(range(2200, 2300)))
 
     @property
@@ -52,17 +51,11 @@ class Person:
     def fingerprint(self, node: str) -> str:
         return fingerprint_of(self.rack.dir / "etc" / f"hostkey.{node}.pub")
 
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TERM": "dumb", **self.environ}
+    def variables(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {"TERM": "dumb", **super().variables(more)}
 
     def argv(self, *arguments: str) -> list[str]:
-        return self.rack.argv(HEAD, [sys.executable, "-m", "clusterddp", *arguments], env=self.variables)
-
-    def clusterddp(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.argv(*arguments), check=False, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL
-        )
+        return self.rack.argv(HEAD, self.command(*arguments), env=self.variables())
 
     def check(self, *hosts: str) -> Answer:
         done = self.clusterddp("hosts", "check", "-o", "json", *hosts)
@@ -71,8 +64,7 @@ class Person:
 
     def python(self, program: str) -> str:
         """Run a program against clusterddp's own functions."""
-        variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environ}
-        return self.rack.run(HEAD, [sys.executable, "-c", program], env=variables, timeout_s=150).stdout
+        return self.rack.run(HEAD, [sys.executable, "-c", program], env=self.variables(), timeout_s=150).stdout
 
     @contextmanager
     def sshd(self, node: str, *options: str, host_key: Path | None = None) -> Iterator[Sshd]:
@@ -115,9 +107,9 @@ def listening(rack: Rack, node: str, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def own_ssh_dir(rack: Rack) -> Iterator[Person]:
+def own_ssh_dir(rack: Rack) -> Iterator[SshPerson]:
     """Give a person whose ~/.ssh is put back in order at the end."""
-    person = Person(rack=rack)
+    person = SshPerson(rack=rack, path=rack.home(HEAD), checks=False)
     kept = rack.dir / "ssh-kept"
     shutil.copytree(person.ssh, kept, copy_function=shutil.copy2)
     try:

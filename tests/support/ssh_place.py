@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir, list_runs
-from clusterddp.run.outcome import AttemptEnd, read_end
-from clusterddp.run.record import RunRecord, read_run
-from clusterddp.system.files import read_jsonl
-from tests.support.paths import ROOT
+from tests.support.person import Person
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
@@ -40,79 +35,16 @@ class HostProcess:
 
 
 @dataclass(kw_only=True)
-class SshPlace:
-    """A directory on the laptop from which runs are submitted; ssh to every host works."""
+class SshPlace(Person):
+    """Somebody at a laptop, the head of a rack, from which ssh to every host works."""
 
     rack: Rack
-    path: Path
-    environ: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def runs_dir(self) -> Path:
-        return self.path / "runs"
-
-    def clusterddp(
-        self,
-        *arguments: str,
-        check: bool = True,
-        timeout_s: float = 150,
-        stdin: str = "",
-        environ: Mapping[str, str] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run the command on the laptop."""
-        variables = self._variables(environ)
-        return self.rack.run(
-            HEAD,
-            self.command(*arguments),
-            cwd=self.path,
-            env=variables,
-            check=check,
-            timeout_s=PATIENCE * timeout_s,
-            stdin=stdin,
-        )
-
-    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start the command on the laptop without waiting for it; `send` sends it a signal."""
-        argv = self.rack.argv(HEAD, self.command(*arguments), cwd=self.path, env=self._variables(environ))
-        return subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "clusterddp", *arguments]
-
-    def submit(self, text: str, *arguments: str) -> RunDir:
-        """Write a spec and submit it; return the run's directory on the laptop."""
-        (self.path / "job.yaml").write_text(text)
-        submitted = json.loads(self.clusterddp("submit", "job.yaml", "-o", "json", *arguments).stdout)
-        return RunDir(Path(submitted["run_dir"]))
-
-    def run_dir(self) -> RunDir:
-        """Return the directory of the newest run on the laptop."""
-        return list_runs(self.runs_dir)[-1]
-
-    def record(self, run: RunDir | None = None) -> RunRecord:
-        return read_run(run or self.run_dir())
-
-    def end(self, run: RunDir | None = None) -> AttemptEnd | None:
-        return read_end((run or self.run_dir()).attempts()[-1])
-
-    def events(self, run: RunDir | None = None) -> list[str]:
-        return [str(row["event"]) for row in read_jsonl((run or self.run_dir()).events)]
 
     def host_run_dir(self, node: str, run: RunDir | None = None, *, user: str = "root") -> RunDir:
         """Return where a host keeps a run, as a path of this machine."""
         run = run or self.run_dir()
         name = f"{run.name}.{self.record(run).token[:8]}"
         return RunDir(self.rack.outside(node, self.rack.home(node, user) / ".clusterddp" / "runs" / name))
-
-    def status(self, run: RunDir | None = None) -> dict[str, Any]:
-        return dict(json.loads(self.clusterddp("status", (run or self.run_dir()).name, "-o", "json").stdout))
 
     def await_state(self, *states: str, run: RunDir | None = None, within_s: float = 90) -> dict[str, Any]:
         """Ask until a run is in one of these states; return its status."""
@@ -162,9 +94,6 @@ class SshPlace:
         for node in self.rack.plan.nodes:
             shutil.rmtree(self.rack.outside(node, self.rack.home(node) / ".clusterddp" / "runs"), ignore_errors=True)
         shutil.rmtree(self.path)
-
-    def _variables(self, more: Mapping[str, str] | None) -> dict[str, str]:
-        return {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environ, **(more or {})}
 
 
 def send(process: subprocess.Popen[str], sig: signal.Signals = signal.SIGINT) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from subprocess import CompletedProcess
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.sweep import load_sweep
 from clusterddp.sweep.plan import SweepPlan, plan_sweep
+from tests.support.person import Person
 from tests.support.slurm_runs import environment
-from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
 SPEC = "name: job\nlauncher: slurm\nresources: {procs_per_node: 1}\nentry: {script: entry.py}\n"
@@ -42,32 +39,24 @@ def plan_one(
     return plan_sweep(spec, **{"runs_dir": directory / "runs", "working_dir": directory, "environ": environ} | changes)
 
 
-class Place:
-    """A directory on the storage that the rack's hosts share, from which a user submits."""
+class SweepPerson(Person):
+    """Somebody on the head of a rack who submits sweeps."""
 
-    def __init__(self, rack: Rack, name: str, code: str, *, more: str = "") -> None:
-        self.rack = rack
-        self.path = rack.dir / "shared" / name
-        self.path.mkdir()
-        (self.path / "job.yaml").write_text(f"{SPEC}{more}\n")
-        (self.path / "entry.py").write_text(code)
-        self.path_first = ""
+    @classmethod
+    def at(cls, rack: Rack, name: str, code: str, *, more: str = "") -> SweepPerson:
+        """Give somebody a new directory on shared storage, with a spec whose entry is this code."""
+        path = rack.dir / "shared" / name
+        path.mkdir()
+        (path / "job.yaml").write_text(f"{SPEC}{more}\n")
+        (path / "entry.py").write_text(code)
+        return cls(rack=rack, path=path, environ=environment())
 
-    def run(self, *arguments: str, check: bool = True) -> CompletedProcess[str]:
-        """Run clusterddp on the head."""
-        environ = environment()
-        if self.path_first:
-            environ["PATH"] = f"{self.path_first}:{environ['PATH']}"
-        argv = [sys.executable, "-m", "clusterddp", *arguments]
-        return self.rack.run(HEAD, argv, cwd=self.path, env=environ, check=check)
-
-    def submit(self, *arguments: str) -> SweepDir:
-        answer = json.loads(self.run("submit", "job.yaml", *arguments, "--sweep", "-o", "json").stdout)
-        return SweepDir(self.path / "runs" / answer["sweep"])
+    def put_first(self, directory: Path) -> None:
+        """Have commands of a directory found before all others."""
+        self.environ["PATH"] = f"{directory}:{self.environ['PATH']}"
 
     def states(self, sweep: SweepDir) -> list[str]:
-        answer = json.loads(self.run("status", sweep.name, "-o", "json").stdout)
-        return [run["state"] for run in answer["runs"]]
+        return [run["state"] for run in self.status(sweep)["runs"]]
 
 
 def log_of(run: RunDir) -> str:

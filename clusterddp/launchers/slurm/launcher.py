@@ -31,7 +31,7 @@ from clusterddp.run.record import (
     write_job_answer,
     write_run,
 )
-from clusterddp.run.sweep_dir import SweepDir
+from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase

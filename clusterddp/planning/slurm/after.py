@@ -10,7 +10,7 @@ from clusterddp.errors import UsageError
 from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir, find_sweep
+from clusterddp.run.sweep import SweepDir, find_sweep
 
 _UNMET = {"afterok": ("FAILED", "CANCELLED", "STOPPED"), "afternotok": ("COMPLETED",), "afterany": ()}
 

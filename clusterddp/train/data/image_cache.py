@@ -28,7 +28,7 @@ from torch import Tensor
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.run.record import boot_id
-from clusterddp.system.byte_sizes import format_bytes
+from clusterddp.system.units import format_bytes
 from clusterddp.train.data.download import default_data_dir, locked, log
 from clusterddp.train.data.image_files import ImageSource, SplitImages
 

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "doctor": "doctor",
     "explain": "explain job.yaml",
     "gc": "gc -n",
+    "help": "help",
     "hosts": "hosts host.invalid",
     "import": "import hostfile",
     "init": "init new.yaml",

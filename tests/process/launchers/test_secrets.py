@@ -12,7 +12,7 @@ import pytest
 from clusterddp.errors import RunFailedError
 from clusterddp.run.directory import list_runs
 from tests.support.launch_runs import plan_text
-from tests.support.slurm_person import HELD, Person
+from tests.support.slurm_person import HELD, SlurmPerson
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import PATIENCE
 from tests.testbed.plan import HEAD
@@ -105,20 +105,20 @@ def test_a_run_over_ssh_that_failed_has_left_its_secret_on_no_host(ssh_place: Ss
 
 
 @pytest.fixture
-def person(rack: Rack) -> Iterator[Person]:
-    person = Person(rack=rack, place=Path(tempfile.mkdtemp(dir=rack.dir / "shared")))
+def person(rack: Rack) -> Iterator[SlurmPerson]:
+    person = SlurmPerson(rack=rack, checks=False, path=Path(tempfile.mkdtemp(dir=rack.dir / "shared")))
     yield person
     rack.run(HEAD, ["scancel", "--user=root"], check=False)
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("look", ["status", "list", "wait"])
-def test_the_secret_of_a_job_that_was_cancelled_in_the_queue_goes_with_the_next_look(person: Person, look: str):
+def test_the_secret_of_a_job_that_was_cancelled_in_the_queue_goes_with_the_next_look(person: SlurmPerson, look: str):
     person.write_spec(f"{HELD}\nsecrets: [API_KEY]")
     person.clusterddp("submit", "job.yaml", environ={"API_KEY": CANARY})
-    assert find_canary(person.rack.dir) == [str(person.run().job_secrets)]
+    assert find_canary(person.rack.dir) == [str(person.run_dir().job_secrets)]
     person.clusterddp("status", "@last")
-    assert person.run().job_secrets.exists()
+    assert person.run_dir().job_secrets.exists()
     person.slurm("scancel", str(person.record().job_id))
     person.clusterddp(look, *(["@last"] if look != "list" else []))
     assert find_canary(person.rack.dir) == []

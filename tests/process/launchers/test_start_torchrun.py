@@ -12,8 +12,8 @@ import pytest
 from click import unstyle
 
 import clusterddp
-from clusterddp.cli.plan_text import plan_lines
-from clusterddp.look.status import read_log_tail
+from clusterddp.cli.text.plan import plan_lines
+from clusterddp.look.log_file import read_log_tail
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end

@@ -13,7 +13,7 @@ import pytest
 from click import unstyle
 
 import clusterddp
-from clusterddp.cli.status_text import status_lines
+from clusterddp.cli.text.status import status_lines
 from clusterddp.look.status import read_status
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.status_text import transport_texts
+from clusterddp.cli.text.status import transport_texts
+from clusterddp.look.events import NodeTransport, read_transports, warn_of_sockets
 from clusterddp.look.status import read_status
-from clusterddp.look.transport import NodeTransport, read_transports, warn_of_sockets
 from clusterddp.network.nccl_log import Transport, read_transport
 from clusterddp.run.directory import make_attempt_dirs
 from clusterddp.run.record import log_event

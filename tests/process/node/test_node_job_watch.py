@@ -7,7 +7,7 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
-from clusterddp.node.attempt import Attempt
+from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
 from clusterddp.node.job_watch import Intent, JobWatch, bring_home
@@ -163,7 +163,7 @@ def test_a_killed_batch_script_fails_the_run_and_nobody_has_cancelled_it(tmp_pat
     bring_home(Intent(kind="failed", words="the script was killed"), attempt)
     end = attempt.verdict(stop_confirmed=True)
     assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
-    assert attempt.restart_after(end, on_slurm=True, final=False, able=True) == "none"
+    assert restarts(tmp_path).after(attempt, end, all_gone=True) == "none"
 
 
 def test_ranks_are_asked_to_stop_a_lead_before_the_job_s_end():
@@ -213,6 +213,10 @@ def test_kill_wait_is_read_from_the_configuration():
     assert read_kill_wait_s("") == 30.0
 
 
+def restarts(tmp_path):
+    return Restarts(make_gang(tmp_path, ""), first_attempt=0, first_restart=0, on_slurm=True)
+
+
 def make_attempt(tmp_path, **facts):
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     attempt.begun = 0.0
@@ -233,7 +237,7 @@ def make_attempt(tmp_path, **facts):
 )
 def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, outcome, able, sequel):
     attempt, end = make_attempt(tmp_path, **facts), AttemptEnd(outcome=outcome, reason="")
-    assert attempt.restart_after(end, on_slurm=True, final=False, able=able) == sequel
+    assert restarts(tmp_path).after(attempt, end, all_gone=able) == sequel
 
 
 @pytest.mark.parametrize(
@@ -248,7 +252,7 @@ def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, ou
 def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_path, failure, able, sequel):
     attempt, end = make_attempt(tmp_path), AttemptEnd(outcome="FAILED", reason="")
     attempt.fail(Failure.at("a", "", rank=1, **failure), 1.0)
-    assert attempt.restart_after(end, on_slurm=True, final=False, able=able) == sequel
+    assert restarts(tmp_path).after(attempt, end, all_gone=able) == sequel
 
 
 @pytest.mark.parametrize(("by_people", "follows"), [(False, "another job"), (True, "none")])
@@ -256,7 +260,7 @@ def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_go
     attempt = make_attempt(tmp_path, stop_reason="SIGTERM to the supervisor of node 0", stopped_by_people=by_people)
     attempt.fail(Failure.at("b", "node 1 is lost", rank=1, job_restartable=True), 1.0)
     end = AttemptEnd(outcome="FAILED", reason="")
-    assert attempt.restart_after(end, on_slurm=True, final=False, able=False) == follows
+    assert restarts(tmp_path).after(attempt, end, all_gone=False) == follows
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path):

@@ -221,13 +221,13 @@ def test_a_starter_killed_before_all_have_joined_is_named(tmp_path):
 FAULT = """
 import os, pathlib
 if os.environ.get("CLUSTERDDP_COOKIE", "").endswith(".s{node}"):
-    import clusterddp.node.member as member
-    tick = member.Member.tick
+    import clusterddp.node.local_ranks as local_ranks
+    tick = local_ranks.LocalRanks.tick
     def fault(self, now):
         if pathlib.Path(__file__).with_name("break").exists():
             raise KeyError("a mistake of ours")
         tick(self, now)
-    member.Member.tick = fault
+    local_ranks.LocalRanks.tick = fault
 """
 
 

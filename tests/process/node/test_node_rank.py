@@ -1,7 +1,6 @@
 """The start-up of a rank, started here by the test itself: with and without what a supervisor gives."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.single_ranks import run_rank, start_rank, write_script
 from tests.support.slow_gloo import STARVE_GLOO
 
 REPORT = """
@@ -17,33 +17,6 @@ import json, os, sys
 print(json.dumps({"argv": sys.argv, "path": sys.path[:3], "cwd": os.getcwd(), "name": __name__,
                   "modules": sorted(sys.modules)}))
 """
-
-
-def start_rank(run_dir, entry, **environment):
-    run_dir.mkdir(exist_ok=True)
-    base = {"kind": "script", "target": "", "args": [], "working_dir": str(run_dir), "import_paths": []}
-    (run_dir / "plan.json").write_text(json.dumps({"gang": {"entry": base | entry}}))
-    return subprocess.Popen(
-        [sys.executable, "-m", "clusterddp.node.rank", str(run_dir)],
-        env=dict(os.environ) | environment,
-        cwd=run_dir,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_rank(run_dir, entry, **environment):
-    process = start_rank(run_dir, entry, **environment)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
-
-
-def write_script(tmp_path, text, name="train.py"):
-    script = tmp_path / "src" / name
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(text)
-    return script
 
 
 def test_a_script_runs_as_plain_python_would_run_it(tmp_path):

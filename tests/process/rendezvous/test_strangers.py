@@ -24,8 +24,9 @@ from clusterddp.submission.join.client import JoinClient
 from clusterddp.submission.join.server import JoinServer
 from clusterddp.submission.worker.place import Decided
 from tests.support.gang_runs import GangRun, running
+from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
-from tests.support.worker_ranks import ROOT, Place, meeting, wait_for, worker
+from tests.support.worker_ranks import Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}
 SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": 2}

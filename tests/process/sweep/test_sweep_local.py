@@ -7,12 +7,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +17,11 @@ from clusterddp.launchers.state import read_state
 from clusterddp.run.cleanup import find_processes, sweep
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir
-from clusterddp.run.sweep_queue import claim, read_queue
+from clusterddp.run.sweep import SweepDir, claim, read_queue
 from clusterddp.system.files import read_jsonl
 from tests.support.fake_gpus import FakeGpus
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.person import Person
+from tests.support.waiting import wait_until
 
 SCRIPT = """\
 import json, os, pathlib, time
@@ -46,31 +43,11 @@ ON_ONE_GPU = "name: job\nresources: {nodes: 1, gpus_per_node: 1}\nentry: {script
 COUNT = "env.I=0,1,2"
 
 
-@dataclass
-class Place:
-    """A directory from which sweeps are submitted."""
-
-    path: Path
-    environ: dict[str, str] = field(default_factory=dict)
+class SweepPerson(Person):
+    """Somebody on this machine who submits sweeps."""
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "clusterddp", *arguments],
-            cwd=self.path,
-            env=self._variables(more),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE * 90,
-            check=False,
-        )
-
-    def submit(self, *arguments: str, **more: str) -> SweepDir:
-        done = self.run("submit", "job.yaml", *arguments, "--sweep", "-o", "json", **more)
-        assert done.returncode == 0, done.stderr
-        return SweepDir(self.path / "runs" / json.loads(done.stdout)["sweep"])
-
-    def status(self, sweep: SweepDir) -> dict[str, Any]:
-        return dict(json.loads(self.run("status", sweep.name, "-o", "json").stdout))
+        return self.clusterddp(*arguments, check=False, environ=more)
 
     def let_go(self, *numbers: int) -> None:
         """Let held runs end."""
@@ -84,15 +61,12 @@ class Place:
     def sweeps(self) -> list[SweepDir]:
         return [SweepDir(path.parent) for path in (self.path / "runs").glob("*/sweep.json")]
 
-    def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
-        return os.environ | {"PLACE": str(self.path)} | self.environ | more
-
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path: Path) -> Iterator[SweepPerson]:
     (tmp_path / "entry.py").write_text(SCRIPT)
     (tmp_path / "job.yaml").write_text(SPEC)
-    place = Place(tmp_path)
+    place = SweepPerson(path=tmp_path, environ={"PLACE": str(tmp_path)})
     yield place
     for each in place.sweeps():
         kill_queue(each)
@@ -136,18 +110,18 @@ def await_states(sweep: SweepDir, *expected: str) -> None:
     wait_until(lambda: states(sweep) == list(expected), 60)
 
 
-def await_begun(place: Place, *numbers: int) -> None:
+def await_begun(place: SweepPerson, *numbers: int) -> None:
     wait_until(lambda: all((str(number), "begin") in place.times for number in numbers), 60)
 
 
-def test_runs_go_one_after_the_other_in_their_order(place: Place) -> None:
+def test_runs_go_one_after_the_other_in_their_order(place: SweepPerson) -> None:
     done = place.run("submit", "job.yaml", COUNT, "--sweep", "--wait")
     assert done.returncode == 0
     assert place.times == [(run, what) for run in "012" for what in ("begin", "end")]
 
 
-def test_submit_comes_back_and_the_queue_outlives_the_terminal(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_submit_comes_back_and_the_queue_outlives_the_terminal(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     queue = read_queue(sweep)
     assert queue is not None
     assert os.getsid(queue.identity.pid) == queue.identity.pid
@@ -156,14 +130,14 @@ def test_submit_comes_back_and_the_queue_outlives_the_terminal(place: Place) -> 
     await_states(sweep, *["COMPLETED"] * 3)
 
 
-def test_each_run_is_an_ordinary_one_with_its_own_logs(place: Place) -> None:
-    sweep = place.submit(COUNT)
+def test_each_run_is_an_ordinary_one_with_its_own_logs(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT)
     assert place.run("wait", sweep.name).returncode == 0
     assert place.run("logs", f"{sweep.name}.2").stdout == "run 2\n"
 
 
-def test_the_throttle_says_how_many_run_at_a_time(place: Place) -> None:
-    sweep = place.submit("env.I=0,1,2,3", "sweep.max_parallel=2", HOLDS="all")
+def test_the_throttle_says_how_many_run_at_a_time(place: SweepPerson) -> None:
+    sweep = place.submit_sweep("env.I=0,1,2,3", "sweep.max_parallel=2", environ={"HOLDS": "all"})
     await_begun(place, 0, 1)
     assert states(sweep) == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
     place.let_go(0)
@@ -173,22 +147,22 @@ def test_the_throttle_says_how_many_run_at_a_time(place: Place) -> None:
     await_states(sweep, *["COMPLETED"] * 4)
 
 
-def test_a_run_that_waits_says_so(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_run_that_waits_says_so(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     row = place.status(sweep)["runs"][2]
     assert (row["state"], row["reason"]) == ("PENDING", f"waits in the queue of {sweep.name}")
 
 
-def test_a_run_that_fails_stops_no_other_and_is_told(place: Place) -> None:
+def test_a_run_that_fails_stops_no_other_and_is_told(place: SweepPerson) -> None:
     done = place.run("submit", "job.yaml", COUNT, "--sweep", "--wait", FAILS="1")
     assert done.returncode == 5
     assert states(place.sweeps()[0]) == ["COMPLETED", "FAILED", "COMPLETED"]
     assert "ValueError: the loss is nan" in done.stderr
 
 
-def test_a_killed_queue_ends_no_run_and_what_waited_is_told_to_be_left(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_killed_queue_ends_no_run_and_what_waited_is_told_to_be_left(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     kill_queue(sweep)
     status = place.status(sweep)
@@ -198,8 +172,8 @@ def test_a_killed_queue_ends_no_run_and_what_waited_is_told_to_be_left(place: Pl
     await_states(sweep, "COMPLETED", "LOST", "LOST")
 
 
-def test_resume_goes_on_with_what_a_killed_queue_left_beside_what_still_runs(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_resume_goes_on_with_what_a_killed_queue_left_beside_what_still_runs(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     kill_queue(sweep)
     resumed = json.loads(place.run("resume", sweep.name, "-o", "json", HOLDS="all").stdout)
@@ -212,8 +186,8 @@ def test_resume_goes_on_with_what_a_killed_queue_left_beside_what_still_runs(pla
     assert place.times == [(run, what) for run in "012" for what in ("begin", "end")]
 
 
-def test_after_a_power_cut_resume_goes_on_with_what_ran_and_what_waited(place: Place) -> None:
-    sweep_dir = place.submit(COUNT, HOLDS="all")
+def test_after_a_power_cut_resume_goes_on_with_what_ran_and_what_waited(place: SweepPerson) -> None:
+    sweep_dir = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     place.let_go(0)
     await_begun(place, 1)
@@ -225,14 +199,14 @@ def test_after_a_power_cut_resume_goes_on_with_what_ran_and_what_waited(place: P
     assert [[attempt.number for attempt in run.attempts()] for run in sweep_dir.runs()] == [[0], [0, 1], [0]]
 
 
-def test_a_queue_that_goes_on_is_not_doubled(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_queue_that_goes_on_is_not_doubled(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     done = place.run("resume", sweep.name)
     assert done.returncode == 2
     assert f"{sweep.name}: its queue goes on" in done.stderr
 
 
-def test_a_sweep_that_is_done_has_nothing_to_resume(place: Place) -> None:
+def test_a_sweep_that_is_done_has_nothing_to_resume(place: SweepPerson) -> None:
     place.run("submit", "job.yaml", COUNT, "--sweep", "--wait", FAILS="1")
     name = place.sweeps()[0].name
     done = place.run("resume", name)
@@ -240,8 +214,8 @@ def test_a_sweep_that_is_done_has_nothing_to_resume(place: Place) -> None:
     assert "nothing is left to be started: 2 COMPLETED, 1 FAILED" in done.stderr
 
 
-def test_cancel_ends_the_queue_and_all_runs(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_cancel_ends_the_queue_and_all_runs(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     done = place.run("cancel", sweep.name)
     assert (done.returncode, done.stderr) == (0, f"{sweep.name}: ended: 3 CANCELLED\n")
@@ -253,16 +227,16 @@ def test_cancel_ends_the_queue_and_all_runs(place: Place) -> None:
     wait_until(lambda: not find_processes(*tokens))
 
 
-def test_a_run_that_was_cancelled_in_the_queue_says_so(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_run_that_was_cancelled_in_the_queue_says_so(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     place.run("cancel", sweep.name)
     end = read_end(sweep.runs()[2].attempt(0))
     assert end is not None
     assert end.reason == "cancelled with its sweep before it was started"
 
 
-def test_a_cancelled_sweep_is_resumed_whole(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_cancelled_sweep_is_resumed_whole(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     place.run("cancel", sweep.name)
     place.let_go(0, 1, 2)
@@ -270,8 +244,8 @@ def test_a_cancelled_sweep_is_resumed_whole(place: Place) -> None:
     assert states(sweep) == ["COMPLETED"] * 3
 
 
-def test_cancel_of_one_run_that_waits_leaves_the_others(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_cancel_of_one_run_that_waits_leaves_the_others(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     done = place.run("cancel", f"{sweep.name}.1")
     assert done.stderr == f"{sweep.name}.1: cancelled before it was started\n"
@@ -280,8 +254,8 @@ def test_cancel_of_one_run_that_waits_leaves_the_others(place: Place) -> None:
     assert ("1", "begin") not in place.times
 
 
-def test_a_run_whose_queue_is_gone_is_resumed_by_itself(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_run_whose_queue_is_gone_is_resumed_by_itself(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     kill_queue(sweep)
     place.let_go(2)
@@ -289,17 +263,17 @@ def test_a_run_whose_queue_is_gone_is_resumed_by_itself(place: Place) -> None:
     assert [attempt.number for attempt in sweep.runs()[2].attempts()] == [0]
 
 
-def test_of_those_who_want_a_run_out_of_the_queue_one_gets_it(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_of_those_who_want_a_run_out_of_the_queue_one_gets_it(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     attempt = sweep.runs()[2].attempt(0)
     assert [claim(attempt), claim(attempt)] == [True, False]
 
 
-def test_runs_never_share_a_gpu_and_use_all_there_are(place: Place, tmp_path: Path) -> None:
+def test_runs_never_share_a_gpu_and_use_all_there_are(place: SweepPerson, tmp_path: Path) -> None:
     gpus = FakeGpus(tmp_path / "bin")
     place.environ["PATH"] = gpus.path
     (tmp_path / "job.yaml").write_text(ON_ONE_GPU)
-    sweep = place.submit("env.I=0,1,2", HOLDS="all")
+    sweep = place.submit_sweep("env.I=0,1,2", environ={"HOLDS": "all"})
     await_begun(place, 0, 1)
     wait_until(lambda: place.status(sweep)["queue"]["waits_for"], 60)
     assert {row["gpus"] for row in read_jsonl(tmp_path / "times.jsonl")} == {"0", "1"}
@@ -312,33 +286,33 @@ def test_runs_never_share_a_gpu_and_use_all_there_are(place: Place, tmp_path: Pa
     await_states(sweep, *["COMPLETED"] * 3)
 
 
-def test_a_sweep_is_submitted_though_others_use_the_gpus(place: Place, tmp_path: Path) -> None:
+def test_a_sweep_is_submitted_though_others_use_the_gpus(place: SweepPerson, tmp_path: Path) -> None:
     gpus = FakeGpus(tmp_path / "bin", count=1)
     place.environ["PATH"] = gpus.path
     (tmp_path / "job.yaml").write_text(ON_ONE_GPU)
     gpus.compute({0: os.getpid()})
-    sweep = place.submit("env.I=0,1")
+    sweep = place.submit_sweep("env.I=0,1")
     wait_until(lambda: place.status(sweep)["queue"]["waits_for"], 60)
     assert states(sweep) == ["PENDING"] * 2
     gpus.compute({})
     await_states(sweep, *["COMPLETED"] * 2)
 
 
-def test_cores_are_shared_among_the_runs_of_a_time(place: Place) -> None:
+def test_cores_are_shared_among_the_runs_of_a_time(place: SweepPerson) -> None:
     plan = json.loads(place.run("submit", "job.yaml", COUNT, "sweep.throttle=64", "--sweep", "-n", "-o", "json").stdout)
     assert plan["plan"]["gang"]["threads_per_rank"] == 1
 
 
-def test_the_dry_run_names_the_queue_and_writes_nothing(place: Place) -> None:
+def test_the_dry_run_names_the_queue_and_writes_nothing(place: SweepPerson) -> None:
     done = place.run("submit", "job.yaml", COUNT, "--sweep", "-n")
     assert done.returncode == 0
     assert "3 runs, started in turn by a queue on this machine" in done.stdout
     assert not (place.path / "runs").exists()
 
 
-def test_a_queue_that_cannot_start_any_run_gives_up_and_says_why(place: Place) -> None:
+def test_a_queue_that_cannot_start_any_run_gives_up_and_says_why(place: SweepPerson) -> None:
     """The interpreter goes on working, submitit does not: its directory is taken by a file."""
-    sweep = place.submit("env.I=0,1,2,3,4", HOLDS="all")
+    sweep = place.submit_sweep("env.I=0,1,2,3,4", environ={"HOLDS": "all"})
     await_begun(place, 0)
     for run in sweep.runs()[1:]:
         (run.launcher_dir / "submitit").write_text("in the way")
@@ -351,7 +325,7 @@ def test_a_queue_that_cannot_start_any_run_gives_up_and_says_why(place: Place) -
     assert place.run("resume", sweep.name, "--wait", HOLDS="all").returncode == 0
 
 
-def test_a_queue_that_does_not_start_leaves_no_sweep(place: Place) -> None:
+def test_a_queue_that_does_not_start_leaves_no_sweep(place: SweepPerson) -> None:
     (place.path / "sitecustomize.py").write_text(
         "import sys\nif 'sweep.queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
     )
@@ -362,8 +336,8 @@ def test_a_queue_that_does_not_start_leaves_no_sweep(place: Place) -> None:
     assert place.sweeps() == []
 
 
-def test_a_resume_whose_queue_does_not_start_loses_nothing(place: Place) -> None:
-    sweep = place.submit(COUNT, HOLDS="all")
+def test_a_resume_whose_queue_does_not_start_loses_nothing(place: SweepPerson) -> None:
+    sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     place.run("cancel", sweep.name)
     (place.path / "sitecustomize.py").write_text(
         "import sys\nif 'sweep.queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"

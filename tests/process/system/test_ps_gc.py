@@ -266,7 +266,7 @@ def test_a_process_that_was_given_the_pid_of_a_left_over_one_survives():
 @needs_root
 def test_a_run_that_is_started_again_while_gc_asks_survives():
     found = while_gc_asks("supervisor")
-    assert (found["alive"], "is answered for by now, by supervisor" in found["said"]) == (True, True), found["said"]
+    assert (found["alive"], "is supervised again, by supervisor" in found["said"]) == (True, True), found["said"]
 
 
 @needs_root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def test_the_sum_is_computed_again_after_a_write_and_after_a_boot(tmp_path: Path
 def test_a_full_disk_is_told_before_anything_is_read_and_leaves_nothing(tmp_path: Path) -> None:
     files.write_folder(tmp_path, sizes=[(50, 40)])
     output, _ = start_loading(tmp_path, 4096).communicate(timeout=120)
-    assert output.startswith(f"error {tmp_path}/.clusterddp: folder {tmp_path} takes 235 KiB there, and cannot be")
+    assert re.match(rf"error {tmp_path}/.clusterddp: folder {tmp_path} takes [0-9.]+ KiB there, and cannot be", output)
     assert [path.name for path in (tmp_path / ".clusterddp").iterdir()] == [".folder.lock"]
 
 

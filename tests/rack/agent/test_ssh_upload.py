@@ -18,7 +18,7 @@ import pytest
 from clusterddp.errors import ClusterddpError
 from clusterddp.remote.upload import note_left_out, read_data
 from clusterddp.system.file_set import list_files
-from tests.support.ssh_person import Person
+from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -59,7 +59,7 @@ print(json.dumps(answer | {"watched": watched}))
 class Sender:
     """A run on the head of a rack, whose hosts have directories of their own unless they are said to share one."""
 
-    person: Person
+    person: SshPerson
     run: Path
     send: dict[str, str] = field(default_factory=dict)
     roots: dict[str, str] = field(default_factory=lambda: {"node1": "~/one", "node2": "~/two"})
@@ -72,7 +72,7 @@ class Sender:
         order = {"hosts": self.roots, "send": self.send, "run": str(self.run), "stall": stall}
         order["spoil"] = str(spoil) if spoil else None
         return self.person.rack.argv(
-            "head", [sys.executable, "-c", UPLOAD, json.dumps(order)], env=self.person.variables
+            "head", [sys.executable, "-c", UPLOAD, json.dumps(order)], env=self.person.variables()
         )
 
     def upload(self, **how: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Sender:
 
 
 @pytest.fixture
-def sender(person: Person, tmp_path: Path) -> Iterator[Sender]:
+def sender(person: SshPerson, tmp_path: Path) -> Iterator[Sender]:
     """A run with a snapshot that has all that a snapshot may have."""
     code = tmp_path / "code"
     (code / "sub").mkdir(parents=True)

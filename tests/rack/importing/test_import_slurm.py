@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_person import Person
+from tests.support.slurm_person import SlurmPerson
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
@@ -31,17 +31,17 @@ srun python entry.py --rank $SLURM_PROCID
 
 
 @pytest.fixture
-def person(rack: Rack) -> Iterator[Person]:
+def person(rack: Rack) -> Iterator[SlurmPerson]:
     place = Path(tempfile.mkdtemp(dir=rack.dir / "shared"))
-    person = Person(rack=rack, place=place)
+    person = SlurmPerson(rack=rack, checks=False, path=place)
     (place / "entry.py").write_text("print('hello')\n")
     yield person
     rack.run(HEAD, ["scancel", "--user=root"], check=False)
 
 
 @pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
-def test_slurm_is_asked_for_the_same(person: Person, script: str) -> None:
-    (person.place / "train.slurm").write_text(script)
+def test_slurm_is_asked_for_the_same(person: SlurmPerson, script: str) -> None:
+    (person.path / "train.slurm").write_text(script)
     original = person.job(person.slurm("sbatch", "--parsable", "train.slurm").strip())
     done = person.clusterddp("import", "train.slurm", "-o", "job.yaml")
     assert done.returncode == 0, done.stderr

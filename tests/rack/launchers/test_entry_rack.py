@@ -6,7 +6,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
-from tests.support.slurm_place import Place
+from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace
 from tests.testbed.rack import Rack
 
@@ -33,11 +33,11 @@ def lines_of(run: RunDir) -> list[str]:
 
 
 @pytest.fixture
-def slurm(rack: Rack, request: pytest.FixtureRequest) -> Place:
-    return Place(rack, f"entry-{abs(hash(request.node.name))}")
+def slurm(rack: Rack, request: pytest.FixtureRequest) -> SlurmPerson:
+    return SlurmPerson.at(rack, f"entry-{abs(hash(request.node.name))}")
 
 
-def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_of_a_job(slurm: Place) -> None:
+def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_of_a_job(slurm: SlurmPerson) -> None:
     echo = "echo $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE each"
     entry = f'entry: {{command: "{echo}", shell: true, owns_ranks: true}}\n'
     run = slurm.submit(SLURM + entry)

@@ -13,7 +13,8 @@ from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from tests.support.join_machines import ROOT, Machines, interrupt, machines_on, result
+from tests.support.join_machines import Machines, interrupt, machines_on, result
+from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 from tests.testbed.network import block_ports, open_ports
 from tests.testbed.plan import RackPlan

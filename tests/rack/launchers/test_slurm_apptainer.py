@@ -16,7 +16,8 @@ import pytest
 from clusterddp.run.directory import RunDir
 from tests.support.container_image import make_image
 from tests.support.gang_runs import processes_with
-from tests.support.slurm_place import ROOT, Place
+from tests.support.paths import ROOT
+from tests.support.slurm_person import SlurmPerson
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -66,8 +67,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return directory, make_image(directory)
 
 
-def start(rack: Rack, image: tuple[Path, list[str]], name: str, more: str) -> tuple[Place, RunDir]:
-    place = Place(rack, name)
+def start(rack: Rack, image: tuple[Path, list[str]], name: str, more: str) -> tuple[SlurmPerson, RunDir]:
+    place = SlurmPerson.at(rack, name)
     (place.path / "gang.py").write_text(GANG)
     directory, mounts = image
     text = SPEC.format(image=directory, mounts=json.dumps(mounts), python=sys.executable, more=more)
@@ -81,10 +82,10 @@ def await_gang(run: RunDir) -> list[str]:
     return [log.read_text() for log in logs]
 
 
-def end(place: Place, run: RunDir) -> dict[str, object]:
+def end(place: SlurmPerson, run: RunDir) -> dict[str, object]:
     """Wait until the run has ended, and nothing of it is left; return its status."""
     status = place.await_status(run, lambda status: status["state"] in {"FAILED", "COMPLETED", "CANCELLED"})
-    wait_until(lambda: place.jobs() == [], 60)
+    wait_until(lambda: place.queue() == [], 60)
     assert place.processes(run) == []
     return status
 
@@ -124,7 +125,7 @@ def test_a_run_in_a_container_is_stopped_and_cancelled(rack, image):
 def test_scancel_reaches_the_supervisor_in_a_container(rack, image):
     place, run = start(rack, image, "scancel", "entry: {script: gang.py}")
     await_gang(run)
-    rack.run(HEAD, ["scancel", place.jobs()[0].split()[0]])
+    rack.run(HEAD, ["scancel", place.queue()[0].split()[0]])
     status = end(place, run)
     assert status["state"] == "CANCELLED"
     assert status["reason"]

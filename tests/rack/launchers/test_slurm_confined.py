@@ -14,7 +14,8 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
-from tests.support.slurm_place import ROOT, Place
+from tests.support.paths import ROOT
+from tests.support.slurm_person import SlurmPerson
 from tests.support.slurm_runs import await_job_state
 from tests.support.waiting import wait_until
 from tests.testbed.confinement import find_obstacle_to_confinement
@@ -78,9 +79,9 @@ def confined(needs_rack_accounting: None) -> Iterator[Rack]:
         yield rack
 
 
-def start(rack: Rack, name: str, *, ranks: int = 2, more: str = "") -> tuple[Place, RunDir]:
+def start(rack: Rack, name: str, *, ranks: int = 2, more: str = "") -> tuple[SlurmPerson, RunDir]:
     """Start a run of two nodes whose ranks say what they see, and wait until all have."""
-    place = Place(rack, name)
+    place = SlurmPerson.at(rack, name)
     (place.path / "look.py").write_text(LOOK)
     text = (
         SPEC.format(ranks=ranks, memory_gb=ranks / 4, word=place.path / "word", more=more)
@@ -96,16 +97,16 @@ def seen(run: RunDir, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(log.read_text()) for log in logs if log.exists() and log.read_text().endswith("\n")]
 
 
-def say(place: Place, word: str) -> None:
+def say(place: SlurmPerson, word: str) -> None:
     """Tell the ranks, in one step."""
     (place.path / "new").write_text(word)
     (place.path / "new").rename(place.path / "word")
 
 
-def end(place: Place, run: RunDir) -> dict[str, Any]:
+def end(place: SlurmPerson, run: RunDir) -> dict[str, Any]:
     """Wait until the run has ended and nothing of it is left, on hosts or in Slurm's queue; return the root cause."""
     status = place.await_status(run, lambda status: status["state"] in {"FAILED", "COMPLETED"})
-    wait_until(lambda: place.jobs() == [], 60)
+    wait_until(lambda: place.queue() == [], 60)
     assert place.processes(run) == []
     return dict(status["root_cause"] or {})
 
@@ -173,7 +174,7 @@ def test_a_reservation_holds_nodes_for_the_run_that_names_it(confined):
     hold = "reservationname=ours starttime=now duration=60 users=root nodes=node1,node2"
     confined.run(HEAD, ["scontrol", "create", "reservation", *hold.split()])
     try:
-        outside = Place(confined, "outside")
+        outside = SlurmPerson.at(confined, "outside")
         (outside.path / "look.py").write_text(LOOK)
         text = SPEC.format(ranks=1, memory_gb=0.25, word="word", more="")
         waiting = outside.submit(text)

@@ -13,7 +13,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.gang_runs import processes_with
-from tests.support.launch_runs import read_plan
+from tests.support.launch_runs import IMPATIENT, read_plan
 from tests.support.slurm_runs import await_final_end, make_slurm_run, start_run
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -40,8 +40,8 @@ TWO_BY_TWO = "{nodes: 2, procs_per_node: 2}"
 
 @pytest.fixture
 def own_rack(needs_rack: None) -> Iterator[Rack]:
-    """A rack for tests that break it; its controller needs long to notice that a node is lost."""
-    with running_rack(RackPlan(slurmd_timeout_s=60)) as rack:
+    """A rack for tests that break it; its controller notices a lost node long after an impatient run does."""
+    with running_rack(RackPlan(slurmd_timeout_s=20)) as rack:
         yield rack
 
 
@@ -150,11 +150,11 @@ def test_a_supervisor_and_its_guard_that_are_killed_together_leave_nothing(rack)
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_host_that_loses_power_ends_the_gang_and_is_named(own_rack, node):
-    run = start(own_rack, "power", FOREVER)
+    run = start(own_rack, "power", FOREVER, more=IMPATIENT)
     own_rack.power_off(node)
     off = time.monotonic()
     end = await_final_end(run, 20)
-    assert since(off) < 45
+    assert since(off) < 30
     assert (end.root_cause.host, end.root_cause.rank) == (node, 0 if node == "node1" else 2)
     assert "its host does not answer" in end.root_cause.error
     await_nothing_left(run, 15)
@@ -162,7 +162,7 @@ def test_a_host_that_loses_power_ends_the_gang_and_is_named(own_rack, node):
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_gang_that_loses_a_host_goes_on_with_others(own_rack, node):
-    run = start(own_rack, "goes-on", ONCE, more="restarts: 1")
+    run = start(own_rack, "goes-on", ONCE, more=f"restarts: 1\n{IMPATIENT}")
     own_rack.power_off(node)
     wait_until(lambda: read_end(run.attempt(0)) is not None, 20)
     first = read_end(run.attempt(0))
@@ -173,7 +173,7 @@ def test_a_gang_that_loses_a_host_goes_on_with_others(own_rack, node):
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_host_that_is_cut_off_ends_its_own_ranks_too(own_rack, node):
-    run = start(own_rack, "cable", FOREVER)
+    run = start(own_rack, "cable", FOREVER, more=IMPATIENT)
     own_rack.pull_cable(node)
     assert await_final_end(run, 20).root_cause.host == node
     wait_until(lambda: not [role for role in ("n0", "n1") if processes(run, role)], 15)

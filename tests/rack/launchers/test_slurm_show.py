@@ -12,7 +12,9 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_jsonl
-from tests.support.slurm_place import ALL_REDUCE, ROOT, Place, write_cifar10
+from tests.support.paths import ROOT
+from tests.support.picture_files import write_cifar10
+from tests.support.slurm_person import ALL_REDUCE, SlurmPerson
 from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -52,7 +54,7 @@ def rack(needs_rack: None) -> Iterator[Rack]:
 
 def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
     """Submit jobs/resnet18_2x8.yaml, GPUs and all, but to compute on the CPU; look at it all."""
-    place = Place(rack, "train")
+    place = SlurmPerson.at(rack, "train")
     overrides = [
         *(
             "slurm.partition=low",
@@ -92,9 +94,9 @@ def test_ranks_train_and_complete_where_slurm_keeps_accounts(needs_rack_accounti
         train_2x8(rack, cifar10_dir, ranks_per_node=2)
 
 
-def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[Place, RunDir]:
+def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[SlurmPerson, RunDir]:
     """Start a gang that reduces over both hosts, and wait until all ranks do."""
-    place = Place(rack, "gang")
+    place = SlurmPerson.at(rack, "gang")
     (place.path / "gang.py").write_text(ALL_REDUCE)
     run = place.submit(GANG.format(ranks=ranks_per_node, word=place.path / "word"))
     deadline = time.monotonic() + 200
@@ -105,7 +107,9 @@ def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[Place, RunDir]:
     return place, run
 
 
-def assert_all_over(place: Place, run: RunDir, since: float, *, within_s: float = ENDS_WITHIN_S) -> dict[str, object]:
+def assert_all_over(
+    place: SlurmPerson, run: RunDir, since: float, *, within_s: float = ENDS_WITHIN_S
+) -> dict[str, object]:
     """Wait for the end of the run and of every process of it; return the root cause."""
     status = place.await_status(run, lambda status: status["state"] == "FAILED", within_s=60)
     while place.processes(run):
@@ -124,7 +128,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words
     cause = assert_all_over(place, run, time.monotonic())
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
     assert words in str(cause["error"])
-    wait_until(lambda: place.jobs() == [], ENDS_WITHIN_S, patience=1)
+    wait_until(lambda: place.queue() == [], ENDS_WITHIN_S, patience=1)
 
 
 def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):
@@ -155,7 +159,7 @@ train: {model: fastnet, width: 0.125, samples: 320, batch_size: 16, epochs: 1000
 
 
 def test_a_host_that_is_cut_off_commits_nothing_once_its_successor_has_begun(rack):
-    place = Place(rack, "cut")
+    place = SlurmPerson.at(rack, "cut")
     run = place.submit(TRAIN_ALONE)
     wait_until(lambda: list(run.checkpoints.glob("*-a0.json")), 30)
     cut = place.status(run)["ranks"][0]["host"]

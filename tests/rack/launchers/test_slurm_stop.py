@@ -11,7 +11,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.system.processes import Process, read_command, read_environment
-from tests.support.launch_runs import HELLO, wait_for_ranks
+from tests.support.launch_runs import HELLO, IMPATIENT, wait_for_ranks
 from tests.support.slurm_runs import await_final_end, await_job_state, claims, job_fields, make_slurm_run, start_run
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -79,8 +79,8 @@ def test_a_host_s_loss_ends_a_run_that_has_no_restarts_left():
 
 
 def test_the_first_host_s_loss_is_survived_on_another_host():
-    with running_rack(RackPlan(nodes=THREE, slurmd_timeout_s=30)) as rack:
-        run, _ = start(rack, FOREVER_AT_FIRST)
+    with running_rack(RackPlan(nodes=THREE, slurmd_timeout_s=20)) as rack:
+        run, _ = start(rack, FOREVER_AT_FIRST, more=f"restarts: 2\n{IMPATIENT}")
         rack.power_off("node1")
         assert await_final_end(run, 170).outcome == "COMPLETED"
         first = read_end(run.attempt(0))

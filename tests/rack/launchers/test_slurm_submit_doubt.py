@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_person import LOST_REPLY, Person, interrupt, lost_reply
+from tests.support.slurm_person import LOST_REPLY, SlurmPerson, interrupt, lost_reply
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -18,23 +18,23 @@ SBATCH = 'exec /usr/bin/sbatch "$@"'
 
 
 @pytest.fixture
-def person(rack: Rack) -> Iterator[Person]:
-    person = Person(rack=rack, place=Path(tempfile.mkdtemp(dir=rack.dir / "shared")))
+def person(rack: Rack) -> Iterator[SlurmPerson]:
+    person = SlurmPerson(rack=rack, checks=False, path=Path(tempfile.mkdtemp(dir=rack.dir / "shared")))
     person.write_spec()
     yield person
     rack.run(HEAD, ["scancel", "--user=root"], check=False)
 
 
 @pytest.fixture
-def own_person(needs_rack: None) -> Iterator[Person]:
+def own_person(needs_rack: None) -> Iterator[SlurmPerson]:
     """Give a person a rack whose slurmctld may be killed."""
     with running_rack(RackPlan(nodes=["node1"])) as rack:
-        person = Person(rack=rack, place=rack.dir / "shared")
+        person = SlurmPerson(rack=rack, checks=False, path=rack.dir / "shared")
         person.write_spec(resources="{procs_per_node: 2}")
         yield person
 
 
-def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(person: Person) -> None:
+def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(person: SlurmPerson) -> None:
     done = person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(lost_reply()))
     assert done.returncode == 0, done.stderr
     assert person.jobs() == [(person.record().job_id, "PENDING")]
@@ -42,14 +42,14 @@ def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(person: Pe
 
 
 @pytest.mark.parametrize("when", range(1, 8))
-def test_wherever_the_connection_breaks_there_is_one_job_or_an_error(person: Person, when: int) -> None:
+def test_wherever_the_connection_breaks_there_is_one_job_or_an_error(person: SlurmPerson, when: int) -> None:
     wrapper = person.wrap_sbatch(LOST_REPLY.replace("when=5", f"when={when}"))
     done = person.clusterddp("submit", "job.yaml", environ=wrapper)
     assert len(person.jobs()) == (1 if done.returncode == 0 else 0), done.stderr
     assert person.status()["state"] == ("PENDING" if done.returncode == 0 else "FAILED")
 
 
-def test_words_of_a_sites_wrapper_are_not_taken_for_the_jobs_number(person: Person) -> None:
+def test_words_of_a_sites_wrapper_are_not_taken_for_the_jobs_number(person: SlurmPerson) -> None:
     banner = f'echo "Your job 3 uses 12 GPUs"; echo; echo 42 nodes are free; {SBATCH}'
     person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(banner))
     assert person.jobs() == [(person.record().job_id, "PENDING")]
@@ -57,17 +57,17 @@ def test_words_of_a_sites_wrapper_are_not_taken_for_the_jobs_number(person: Pers
 
 
 @pytest.mark.parametrize("noise", ["echo 41", "true >&1; exec >/dev/null"])
-def test_an_answer_with_two_numbers_or_none_is_settled_by_the_tag(person: Person, noise: str) -> None:
+def test_an_answer_with_two_numbers_or_none_is_settled_by_the_tag(person: SlurmPerson, noise: str) -> None:
     done = person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(f"{noise}; {SBATCH}"))
     assert done.returncode == 0, done.stderr
     assert person.jobs() == [(person.record().job_id, "PENDING")]
     assert person.events() == ["adopted", "submitted"]
 
 
-def test_an_interrupted_submit_leaves_no_job_and_says_so(person: Person) -> None:
-    wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.place}/queued; sleep 60')
+def test_an_interrupted_submit_leaves_no_job_and_says_so(person: SlurmPerson) -> None:
+    wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.path}/queued; sleep 60')
     process = person.start("submit", "job.yaml", environ=wrapper)
-    wait_until((person.place / "queued").exists)
+    wait_until((person.path / "queued").exists)
     interrupt(person)
     _, talk = process.communicate(timeout=240)
     assert process.returncode == 130
@@ -80,10 +80,10 @@ def test_an_interrupted_submit_leaves_no_job_and_says_so(person: Person) -> None
     assert end.reason in talk
 
 
-def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(person: Person) -> None:
-    wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.place}/queued; sleep 60')
+def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(person: SlurmPerson) -> None:
+    wrapper = person.wrap_sbatch(f'/usr/bin/sbatch "$@"; touch {person.path}/queued; sleep 60')
     process = person.start("submit", "job.yaml", environ=wrapper)
-    wait_until((person.place / "queued").exists)
+    wait_until((person.path / "queued").exists)
     person.slurm("pkill", "-KILL", "-f", "clusterddp submit job.yaml")  # the head's own processes
     process.communicate(timeout=240)
     assert person.record().job_id is None
@@ -92,13 +92,13 @@ def test_the_job_of_a_submit_that_was_killed_is_found_by_status_and_by_cancel(pe
     assert [state for _, state in person.jobs()] == ["CANCELLED"]
 
 
-def test_a_controller_that_comes_back_is_asked_again(own_person: Person) -> None:
+def test_a_controller_that_comes_back_is_asked_again(own_person: SlurmPerson) -> None:
     """The answer is lost, and the controller dies before it can be asked for the job."""
-    kill = f"{lost_reply().removeprefix('exec ')}; code=$?; pkill -KILL -x slurmctld; touch {own_person.place}/dead"
+    kill = f"{lost_reply().removeprefix('exec ')}; code=$?; pkill -KILL -x slurmctld; touch {own_person.path}/dead"
     wrapper = own_person.wrap_sbatch(f"sleep 6; {kill}; exit $code")
     own_person.slurm("true")
     process = own_person.start("submit", "job.yaml", environ=wrapper)
-    wait_until((own_person.place / "dead").exists)
+    wait_until((own_person.path / "dead").exists)
     own_person.slurm("slurmctld")
     _, talk = process.communicate(timeout=120)
     # A controller that is killed may forget the job: then that is said; it is never submitted twice.
@@ -108,12 +108,12 @@ def test_a_controller_that_comes_back_is_asked_again(own_person: Person) -> None
 
 
 @pytest.mark.slow
-def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_person: Person) -> None:
+def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_person: SlurmPerson) -> None:
     kill = f"{lost_reply().removeprefix('exec ')}; code=$?; sleep 6; pkill -KILL -x slurmctld; exit $code"
     done = own_person.clusterddp("submit", "job.yaml", environ=own_person.wrap_sbatch(kill))
     assert done.returncode == 3
     assert "it is not known whether Slurm has taken the job" in done.stderr
-    assert f"clusterddp status {own_person.run().name} shows it once Slurm answers" in done.stderr
+    assert f"clusterddp status {own_person.run_dir().name} shows it once Slurm answers" in done.stderr
     assert own_person.end() is None
     assert own_person.status()["state"] == "UNKNOWN"
     own_person.slurm("slurmctld")
@@ -122,9 +122,9 @@ def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_pe
     assert len(own_person.jobs()) == 1
 
 
-def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: Person) -> None:
+def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: SlurmPerson) -> None:
     """The first job starts, loses its task and is followed by another one before sbatch has answered the submit."""
-    place = own_person.place
+    place = own_person.path
     late = f"until grep -qs follow_up {place}/runs/*/events.jsonl; do sleep 0.1; done"
     wrapper = own_person.wrap_sbatch(
         f'if ! mkdir {place}/first; then {SBATCH}; fi; said=$(/usr/bin/sbatch "$@"); {late}; echo "$said"'

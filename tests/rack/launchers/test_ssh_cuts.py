@@ -16,6 +16,7 @@ from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import read_end
 from clusterddp.ssh.stream import SILENCE_S
+from tests.support.launch_runs import IMPATIENT
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import is_up, sshd_sessions
@@ -25,7 +26,6 @@ from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root]
 
-IMPATIENT = 'network: {host_silence: "0:08", heartbeat_timeout: "0:10"}\n'
 UNTIL_TOLD = "import os, time\nwhile not os.path.exists('/tmp/told'):\n    time.sleep(0.1)\n"
 NO_WAY_OUT = "add table inet cut\n" + "".join(
     f"add chain inet cut {way} {{ type filter hook {way} priority 0; policy drop; }}\n"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.cuda_hosts import cuda_hosts
 from tests.support.fake_gpus import FakeGpus
-from tests.support.ssh_person import Person
+from tests.support.ssh_person import SshPerson
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
@@ -53,7 +53,7 @@ finally:
 class Launchers:
     """Launchers on the head; each holds what it has leased until it is let go."""
 
-    def __init__(self, person: Person, gpus: FakeGpus) -> None:
+    def __init__(self, person: SshPerson, gpus: FakeGpus) -> None:
         self.person = person
         self.gpus = gpus
         self.started: list[subprocess.Popen[bytes]] = []
@@ -68,7 +68,7 @@ class Launchers:
             "venv": str(self.gpus.place.parent),
         }
         argv = self.person.rack.argv(
-            HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables
+            HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables()
         )
         self.started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
         self.pids[self.started[-1].pid] = self.says(self.started[-1])["pid"]
@@ -104,7 +104,7 @@ class Launchers:
 
 
 @pytest.fixture
-def launchers(person: Person, tmp_path: Path) -> Iterator[Launchers]:
+def launchers(person: SshPerson, tmp_path: Path) -> Iterator[Launchers]:
     """Each host has two GPUs, and nothing of an earlier test holds them."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)

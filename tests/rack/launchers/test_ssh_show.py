@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from tests.support.slurm_place import write_cifar10
-from tests.support.ssh_place import ROOT, SshPlace, ssh_place_on
+from tests.support.paths import ROOT
+from tests.support.picture_files import write_cifar10
+from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import running_rack
 

@@ -7,7 +7,7 @@ import pytest
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from tests.support.slurm_place import Place
+from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack
@@ -45,7 +45,7 @@ def check(run: RunDir, host: str) -> None:
 
 
 def test_a_job_has_one_task_for_each_node_and_its_ranks_are_started_again_by_torchrun(rack: Rack) -> None:
-    place = Place(rack, "start-torchrun")
+    place = SlurmPerson.at(rack, "start-torchrun")
     (place.path / "entry.py").write_text(SCRIPT)
     run = place.submit(SPEC + "launcher: slurm\n")
     told = rack.run("head", ["scontrol", "show", "job", read_run(run).job_id]).stdout

@@ -19,7 +19,8 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from tests.support.paths import ENTRIES, TESTS
-from tests.support.slurm_place import Place
+from tests.support.person import Person
+from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.support.waiting import PATIENCE
 from tests.testbed.plan import RackPlan
@@ -71,15 +72,15 @@ class Machines:
     def run(self, entry: str, prepare: Callable[[Path], object]) -> dict[str, Ended]:
         """Submit an entry on each launcher at once, from a directory that `prepare` has filled; wait for all ends."""
         name = uuid.uuid4().hex[:8]
-        places: dict[str, Place | SshPlace] = {
-            "local": Place(self.cluster, f"local-{name}"),
-            "slurm": Place(self.cluster, f"slurm-{name}"),
+        places: dict[str, Person] = {
+            "local": SlurmPerson.at(self.cluster, f"local-{name}"),
+            "slurm": SlurmPerson.at(self.cluster, f"slurm-{name}"),
             "ssh": self.laptop,
         }
         runs = {launcher: self._submit(place, launcher, entry, prepare) for launcher, place in places.items()}
         return {launcher: _await_end(places[launcher], run) for launcher, run in runs.items()}
 
-    def _submit(self, place: Place | SshPlace, launcher: str, entry: str, prepare: Callable[[Path], object]) -> RunDir:
+    def _submit(self, place: Person, launcher: str, entry: str, prepare: Callable[[Path], object]) -> RunDir:
         for path in place.path.iterdir():
             if path.name != "runs":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -92,9 +93,8 @@ class Machines:
         return place.submit(f"name: third-party\ndevice: cpu\n{SPECS[launcher]}entry: {filled}\n")
 
 
-def _await_end(place: Place | SshPlace, run: RunDir) -> Ended:
-    patience = 1 if isinstance(place, SshPlace) else PATIENCE  # an SshPlace has it of its own
-    waited = place.clusterddp("wait", run.name, check=False, timeout_s=patience * 120)
+def _await_end(place: Person, run: RunDir) -> Ended:
+    waited = place.clusterddp("wait", run.name, check=False, timeout_s=PATIENCE * 120)
     status = place.status(run)
     logs = sorted(run.attempts()[-1].logs.glob("rank-*.out"))
     return Ended(waited.returncode, status, [line for log in logs for line in log.read_text().splitlines()])

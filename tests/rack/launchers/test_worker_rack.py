@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
-from tests.support.worker_ranks import MPI_AS_ROOT, ROOT, Place, demand, demand_open_mpi_4, worker
+from tests.support.worker_ranks import MPI_AS_ROOT, Place, demand, demand_open_mpi_4, worker
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 

@@ -16,7 +16,7 @@ import tomllib
 
 from clusterddp.login.commands import NEEDS
 from tests.support.paths import ROOT
-from tests.support.slurm_person import Person
+from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_person import own_ssh_dir
 from tests.support.ssh_place import send
 from tests.support.waiting import wait_until
@@ -42,18 +42,18 @@ def cluster(needs_rack: None) -> Iterator[Rack]:
         yield rack
 
 
-class Laptop(Person):
+class Laptop(SlurmPerson):
     """A directory with code that git knows, and a configuration."""
 
     @property
     def go(self) -> Path:
         """What a job waits for."""
-        return self.rack.dir / "shared" / f"go-{self.place.name}"
+        return self.rack.dir / "shared" / f"go-{self.path.name}"
 
     @property
     def there(self) -> Path:
         """What is its own on the login node: the runs; and everything, if it is configured so."""
-        return self.rack.dir / "home" / "root" / f".{self.place.name}"
+        return self.rack.dir / "home" / "root" / f".{self.path.name}"
 
     def configure(
         self, more: str = "", *, python: str = sys.executable, host: str = "node1", shares: bool = True
@@ -61,12 +61,12 @@ class Laptop(Person):
         directory = ".clusterddp" if shares else self.there.name
         login = f"{{host: {host}, python: {python}, dir: ~/{directory}, runs_dir: ~/{self.there.name}/r}}"
         text = f"profiles:\n  hpc:\n    launcher: slurm\n    login: {login}\n{more}"
-        (self.place / "config.yaml").write_text(text)
+        (self.path / "config.yaml").write_text(text)
 
     def spec(self, *, waits: bool = False, more: str = "") -> None:
         entry = f"{{script: entry.py, args: [{self.go}{', wait' if waits else ''}]}}"
         text = f"name: job\nresources: {{procs_per_node: 1}}\ndevice: cpu\nentry: {entry}\n{more}\n"
-        (self.place / "job.yaml").write_text(text)
+        (self.path / "job.yaml").write_text(text)
 
     def ok(self, *arguments: str, **options: Any) -> str:
         done = self.clusterddp(*arguments, **options)
@@ -90,7 +90,7 @@ class Laptop(Person):
 def laptop(cluster: Rack) -> Iterator[Laptop]:
     place = cluster.dir / "home" / f"laptop-{uuid.uuid4().hex[:8]}"
     place.mkdir()
-    laptop = Laptop(rack=cluster, place=place, environ={"CLUSTERDDP_CONFIG": str(place / "config.yaml")})
+    laptop = Laptop(rack=cluster, checks=False, path=place, environ={"CLUSTERDDP_CONFIG": str(place / "config.yaml")})
     laptop.configure()
     laptop.spec()
     (place / "entry.py").write_text(ENTRY)
@@ -146,7 +146,7 @@ def test_a_run_is_cancelled_and_resumed(laptop: Laptop) -> None:
 
 def test_a_run_is_repeated_with_the_code_that_was_sent(laptop: Laptop) -> None:
     run = laptop.submit("--wait")
-    (laptop.place / "words.txt").write_text("changed\n")
+    (laptop.path / "words.txt").write_text("changed\n")
     assert laptop.ok("rerun", run, "--follow").splitlines()[1:] == ["here  as sent"]
 
 
@@ -190,7 +190,7 @@ def test_a_cut_connection_does_not_touch_the_run(laptop: Laptop) -> None:
 
 
 def test_what_the_login_node_lacks_is_named_with_the_command_that_installs_it(laptop: Laptop) -> None:
-    bare = laptop.rack.dir / "shared" / f"bare-{laptop.place.name}"
+    bare = laptop.rack.dir / "shared" / f"bare-{laptop.path.name}"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     laptop.configure(python=f"{bare}/bin/python")
     done = laptop.clusterddp("submit", "job.yaml", "--profile", "hpc")
@@ -210,7 +210,7 @@ def test_names_and_values_are_no_shell_text(laptop: Laptop) -> None:
     canary = laptop.rack.dir / "shared" / "canary"
     evil = f"$(touch {canary})`touch {canary}`; touch {canary} '\""
     laptop.spec(more=f"secrets: [TOKEN]\nenv: {{WHAT: {json.dumps(evil)}}}")
-    (laptop.place / "job.yaml").rename(laptop.place / "$(touch canary).yaml")
+    (laptop.path / "job.yaml").rename(laptop.path / "$(touch canary).yaml")
     done = laptop.clusterddp(
         "submit", "$(touch canary).yaml", "--profile", "hpc", "--follow", "--", environ={"TOKEN": evil}
     )
@@ -221,7 +221,7 @@ def test_names_and_values_are_no_shell_text(laptop: Laptop) -> None:
 
 def test_a_secret_travels_and_lies_in_nothing_that_was_sent(laptop: Laptop) -> None:
     laptop.configure(shares=False)
-    (laptop.place / "entry.py").write_text("import os; print(os.environ['MY_KEY'][::-1])")
+    (laptop.path / "entry.py").write_text("import os; print(os.environ['MY_KEY'][::-1])")
     laptop.spec(more="secrets: [MY_KEY]")
     log = laptop.submit("--follow", environ={"MY_KEY": "hunter2-hunter2"}).splitlines()[1:]
     assert log == ["2retnuh-2retnuh"]
@@ -251,32 +251,32 @@ def test_a_plan_leaves_nothing_there(laptop: Laptop) -> None:
 
 
 def test_code_is_taken_from_where_one_is_in_the_repository(laptop: Laptop) -> None:
-    below = laptop.place / "deep" / "er"
+    below = laptop.path / "deep" / "er"
     below.mkdir(parents=True)
     (below / "words.txt").write_text("deeper\n")
     for name in ("entry.py", "job.yaml"):
-        (laptop.place / name).rename(below / name)
-    git(laptop.place, "add", ".")
-    git(laptop.place, "commit", "-qm", "one")
-    deeper = Laptop(rack=laptop.rack, place=below, environ=laptop.environ)
+        (laptop.path / name).rename(below / name)
+    git(laptop.path, "add", ".")
+    git(laptop.path, "commit", "-qm", "one")
+    deeper = Laptop(rack=laptop.rack, checks=False, path=below, environ=laptop.environ)
     run, *log = deeper.submit("--follow").splitlines()
     assert log == ["here  deeper"]
-    assert laptop.file_there(run, "env.json")["git"]["commit"] == git(laptop.place, "rev-parse", "HEAD")
+    assert laptop.file_there(run, "env.json")["git"]["commit"] == git(laptop.path, "rev-parse", "HEAD")
 
 
 def test_a_script_outside_of_git_may_lie_below(laptop: Laptop) -> None:
-    place = laptop.rack.dir / "home" / f"plain-{laptop.place.name}"
+    place = laptop.rack.dir / "home" / f"plain-{laptop.path.name}"
     (place / "src").mkdir(parents=True)
     (place / "src" / "entry.py").write_text("import helper\n")
     (place / "src" / "helper.py").write_text("print('helped')\n")
-    plain = Laptop(rack=laptop.rack, place=place, environ=laptop.environ)
+    plain = Laptop(rack=laptop.rack, checks=False, path=place, environ=laptop.environ)
     (place / "job.yaml").write_text("name: job\ndevice: cpu\nentry: {script: src/entry.py}\n")
     assert plain.submit("--follow").splitlines()[1:] == ["helped"]
 
 
 def test_the_users_modules_do_not_take_the_place_of_pythons(laptop: Laptop) -> None:
-    (laptop.place / "random.py").write_text("raise SystemExit('mine')\n")
-    (laptop.place / "click.py").write_text("raise SystemExit('mine')\n")
+    (laptop.path / "random.py").write_text("raise SystemExit('mine')\n")
+    (laptop.path / "click.py").write_text("raise SystemExit('mine')\n")
     # Here, `python -m` would find them; who has clusterddp installed types its name.
     assert laptop.submit("-n", environ={"PYTHONSAFEPATH": "1"}).startswith("plan for")
 
@@ -298,7 +298,7 @@ def test_paths_of_the_laptop_are_refused_before_anything_is_sent(laptop: Laptop,
 
 def test_data_of_the_laptop_is_refused(laptop: Laptop) -> None:
     laptop.configure(shares=False)
-    (laptop.place / "job.yaml").write_text("name: job\ntrain: {data_dir: data}\n")
+    (laptop.path / "job.yaml").write_text("name: job\ntrain: {data_dir: data}\n")
     done = laptop.clusterddp("submit", "job.yaml", "--profile", "hpc")
     assert done.returncode == 2
     assert 'train.data_dir: found "data", expected a path on the cluster' in done.stderr
@@ -338,7 +338,7 @@ def test_a_profile_without_a_login_node_is_refused_where_it_was_asked_for(laptop
 
 def test_init_writes_here_what_the_cluster_says(laptop: Laptop) -> None:
     laptop.ok("init", "--launcher", "slurm", "--profile", "hpc", "new.yaml")
-    assert "partition: low" in (laptop.place / "new.yaml").read_text()
+    assert "partition: low" in (laptop.path / "new.yaml").read_text()
 
 
 def test_the_doctor_looks_at_the_login_node(laptop: Laptop) -> None:

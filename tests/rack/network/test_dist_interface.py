@@ -12,7 +12,7 @@ import pytest
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import Link, interface_towards, named_interface, read_links
 from clusterddp.wire import build
-from tests.support.ssh_person import ROOT
+from tests.support.paths import ROOT
 from tests.testbed.rack import Rack
 
 SHOW = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ssh_person import ROOT
+from tests.support.paths import ROOT
 from tests.testbed.network import (
     add_interface,
     block_ports,

@@ -16,7 +16,8 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from tests.support.worker_ranks import ROOT, Ended, Place, wait_for, worker
+from tests.support.paths import ROOT
+from tests.support.worker_ranks import Ended, Place, wait_for, worker
 from tests.testbed.network import block_ports, open_ports
 from tests.testbed.rack import Rack
 

@@ -249,7 +249,7 @@ def test_python_reads_a_run_on_hosts(place: SshPlace) -> None:
     program = (
         "import clusterddp; run = clusterddp.Run.find('@last'); print(run.wait(), len(run.logs(3)), len(run.status()))"
     )
-    done = place.rack.run("head", [*python(place), "-c", program], cwd=place.path, env=place._variables({}))
+    done = place.rack.run("head", [*python(place), "-c", program], cwd=place.path, env=place.variables())
     assert done.stdout.split()[:2] == ["COMPLETED", str(len(counted(3)))]
 
 

@@ -231,7 +231,7 @@ def test_a_job_that_completed_without_a_record_is_lost(rack: Rack, slurm: Slurm,
     job = submit_job(rack, run, script="true")
     await_state(rack, job, "COMPLETED")
     view = read_at_rest(run, slurm)
-    assert (view.state, "nobody recorded how the run ended" in view.reason) == (RunState.LOST, True)
+    assert (view.state, "no process recorded how the run ended" in view.reason) == (RunState.LOST, True)
 
 
 def test_a_job_whose_time_was_up_has_failed_and_says_so(rack: Rack, slurm: Slurm, make: Callable[..., RunDir]) -> None:

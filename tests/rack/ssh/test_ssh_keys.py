@@ -9,7 +9,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.support.ssh_person import Person, fingerprint_of, make_key
+from tests.support.ssh_person import SshPerson, fingerprint_of, make_key
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -28,7 +28,7 @@ def public(path: Path) -> str:
     return " ".join(Path(f"{path}.pub").read_text().split()[:2])
 
 
-def check_certified(person: Person, key: Path, known: str) -> dict[str, object]:
+def check_certified(person: SshPerson, key: Path, known: str) -> dict[str, object]:
     """Check a host that shows a certificate, with this as the only line of known_hosts."""
     with person.sshd("node1", f"HostCertificate={key}-cert.pub", host_key=key) as sshd:
         person.configure(f"Host node1\n  Port {sshd.port}\n")
@@ -36,7 +36,7 @@ def check_certified(person: Person, key: Path, known: str) -> dict[str, object]:
         return person.check("node1").hosts["node1"]
 
 
-def pinned(person: Person, host_key: str) -> str:
+def pinned(person: SshPerson, host_key: str) -> str:
     """Connect to node1 with a pinned key; return what becomes of it."""
     program = f"""
 import os
@@ -255,12 +255,12 @@ def test_two_that_trust_at_once_lose_no_line(person):
     assert len(person.known_hosts.read_text().splitlines()) == 8
 
 
-def spawn(person: Person, *arguments: str) -> pexpect.spawn:
+def spawn(person: SshPerson, *arguments: str) -> pexpect.spawn:
     argv = person.argv(*arguments)
     return pexpect.spawn(argv[0], argv[1:], encoding="utf-8", timeout=60, dimensions=(40, 200))
 
 
-def hashed_line(person: Person) -> str:
+def hashed_line(person: SshPerson) -> str:
     """Return the name of the last line, which is hashed."""
     name = person.known_hosts.read_text().splitlines()[-1].split()[0]
     assert name.startswith("|1|")

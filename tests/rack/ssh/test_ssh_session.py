@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp.remote.package import constant_command, package
 from tests.support.paths import ROOT
-from tests.support.ssh_person import Person
+from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack
 
@@ -43,46 +43,46 @@ print(json.dumps(found))
 """
 
 
-def converse(person: Person, *accesses: dict[str, object], ask: list[tuple[str, dict[str, object]]] = ()) -> dict:
+def converse(person: SshPerson, *accesses: dict[str, object], ask: list[tuple[str, dict[str, object]]] = ()) -> dict:
     arguments = (json.dumps(accesses), json.dumps(list(ask)))
     done = person.rack.run(
-        "head", [PYTHON, "-c", CONVERSE, *arguments], env=person.variables, timeout_s=120, check=False
+        "head", [PYTHON, "-c", CONVERSE, *arguments], env=person.variables(), timeout_s=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def root_of(person: Person) -> Path:
+def root_of(person: SshPerson) -> Path:
     return person.rack.dir / "home" / "root" / ".clusterddp"
 
 
-def test_a_host_tells_who_it_is(person: Person) -> None:
+def test_a_host_tells_who_it_is(person: SshPerson) -> None:
     hello = converse(person, {"host": "node1", "python": PYTHON})["node1"]
     assert (hello["hostname"], hello["uid"], hello["root"]) == ("node1", 0, str(root_of(person)))
 
 
-def test_the_package_is_sent_once(person: Person) -> None:
+def test_the_package_is_sent_once(person: SshPerson) -> None:
     first, second = (converse(person, {"host": "node1", "root": "~/elsewhere"})["node1"] for _ in range(2))
     assert (first["have"], second["have"]) == (False, True)
 
 
-def test_two_launchers_may_send_the_package_at_once(person: Person) -> None:
+def test_two_launchers_may_send_the_package_at_once(person: SshPerson) -> None:
     argv = person.rack.argv(
         "head",
         [PYTHON, "-c", CONVERSE, json.dumps([{"host": "node1", "root": "~/at-once"}]), json.dumps([("beat", {})])],
-        env=person.variables,
+        env=person.variables(),
     )
     both = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [json.loads(each.communicate()[0])["node1"]["beat"] for each in both] == [{}, {}]
 
 
-def test_the_agent_answers_what_it_does_not_know_with_an_error(person: Person) -> None:
+def test_the_agent_answers_what_it_does_not_know_with_an_error(person: SshPerson) -> None:
     found = converse(person, {"host": "node1"}, ask=[("no.such", {}), ("beat", {})])["node1"]
     assert found["no.such"] == "node1: ask: no.such: this agent knows no such operation"
     assert found["beat"] == {}
 
 
-def test_hosts_that_cannot_start_do_not_keep_the_others(person: Person) -> None:
+def test_hosts_that_cannot_start_do_not_keep_the_others(person: SshPerson) -> None:
     found = converse(person, {"host": "node1", "venv": "~/no/venv"}, {"host": "node2"})
     assert found["node1"]["message"].endswith("no/venv/bin/python")
     assert found["node2"]["hostname"] == "node2"
@@ -98,11 +98,11 @@ def test_hosts_that_cannot_start_do_not_keep_the_others(person: Person) -> None:
         ({"root": "/proc/nothing"}, "/proc/nothing"),
     ],
 )
-def test_why_a_host_cannot_start_is_told(person: Person, access: dict[str, object], words: str) -> None:
+def test_why_a_host_cannot_start_is_told(person: SshPerson, access: dict[str, object], words: str) -> None:
     assert words in converse(person, {"host": "node1", **access})["node1"]["message"]
 
 
-def test_what_is_asked_for_is_no_shell_text(person: Person, tmp_path: Path) -> None:
+def test_what_is_asked_for_is_no_shell_text(person: SshPerson, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for text in (f"$(touch {canary})", f"`touch {canary}`", f"; touch {canary};", f"x' ; touch {canary} ; '"):
         for name in ("python", "venv", "conda", "root"):
@@ -110,14 +110,14 @@ def test_what_is_asked_for_is_no_shell_text(person: Person, tmp_path: Path) -> N
     assert not canary.exists()
 
 
-def test_a_directory_that_others_may_write_is_refused(person: Person) -> None:
+def test_a_directory_that_others_may_write_is_refused(person: SshPerson) -> None:
     place = person.rack.dir / "home" / "root" / "open"
     place.mkdir()
     place.chmod(0o777)
     assert "others may write" in converse(person, {"host": "node1", "root": "~/open"})["node1"]["message"]
 
 
-def test_a_login_shell_that_talks_is_passed_over(person: Person) -> None:
+def test_a_login_shell_that_talks_is_passed_over(person: SshPerson) -> None:
     profile = person.rack.dir / "home" / "root" / ".bashrc"
     profile.write_text("echo Welcome to node1, there is no smoking here\n")
     try:
@@ -126,13 +126,13 @@ def test_a_login_shell_that_talks_is_passed_over(person: Person) -> None:
         profile.unlink()
 
 
-def test_an_account_without_a_shell_says_so(person: Person) -> None:
+def test_an_account_without_a_shell_says_so(person: SshPerson) -> None:
     with person.sshd("node1", "ForceCommand=/usr/sbin/nologin") as sshd:
         person.configure(f"Host node1\n  Port {sshd.port}\n")
         assert "This account is currently not available" in converse(person, {"host": "node1"})["node1"]["message"]
 
 
-def test_an_environment_is_found_by_its_directory(person: Person, tmp_path: Path) -> None:
+def test_an_environment_is_found_by_its_directory(person: SshPerson, tmp_path: Path) -> None:
     environment = person.rack.dir / "home" / "root" / "my env"
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(environment)], check=True)
     for name in ("venv", "conda"):
@@ -140,14 +140,14 @@ def test_an_environment_is_found_by_its_directory(person: Person, tmp_path: Path
         assert hello["python"] == str(environment / "bin" / "python")
 
 
-def test_a_conda_environment_is_found_by_its_name(person: Person) -> None:
+def test_a_conda_environment_is_found_by_its_name(person: SshPerson) -> None:
     base = person.rack.dir / "home" / "root" / "miniforge3"
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(base / "envs" / "vision")], check=True)
     hello = converse(person, {"host": "node1", "conda": "vision"})["node1"]
     assert hello["python"] == str(base / "envs" / "vision" / "bin" / "python")
 
 
-def test_modules_are_loaded_where_there_are_some(person: Person) -> None:
+def test_modules_are_loaded_where_there_are_some(person: SshPerson) -> None:
     # No Environment Modules here: a function of that name, where they would put theirs, stands for them.
     init = person.rack.dir / "home" / "root" / "init"
     init.mkdir()
@@ -160,7 +160,7 @@ def test_modules_are_loaded_where_there_are_some(person: Person) -> None:
         (person.rack.dir / "home" / "root" / ".bashrc").unlink()
 
 
-def test_an_agent_leaves_with_its_connection(hosts: Rack, person: Person) -> None:
+def test_an_agent_leaves_with_its_connection(hosts: Rack, person: SshPerson) -> None:
     converse(person, {"host": "node1"}, ask=[("beat", {})])
     listing = ["pgrep", "-c", "-f", "sys.stdin.buffer.readline"]
     wait_until(lambda: hosts.run("node1", listing, check=False).stdout.strip() == "0", 10)

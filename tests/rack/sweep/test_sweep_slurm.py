@@ -9,10 +9,10 @@ import pytest
 
 from clusterddp.run.directory import list_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir, read_sweep
+from clusterddp.run.sweep import SweepDir, read_sweep
 from clusterddp.system.files import read_json
 from tests.support.slurm_runs import await_final_end, stand_in
-from tests.support.sweep_runs import Place, log_of
+from tests.support.sweep_runs import SweepPerson, log_of
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -47,6 +47,9 @@ write_end(RunDir(Path(sys.argv[1])).attempt(number), AttemptEnd(outcome="STOPPED
 """
 
 
+THROTTLED = "sweep: {values: {env.SEED: [0, 1, 2, 3, 4, 5]}, throttle: 2}"
+
+
 @pytest.fixture(scope="module")
 def cluster(needs_rack: None) -> Iterator[Rack]:
     with running_rack(RackPlan(nodes=["node1", "node2"])) as rack:
@@ -66,9 +69,9 @@ def queue(rack: Rack) -> list[str]:
 
 
 def test_each_task_is_a_run_with_its_own_value_log_and_record(cluster: Rack) -> None:
-    place = Place(cluster, "own", HELLO)
-    sweep = place.submit("env.SEED=0,1,2")
-    assert place.run("wait", sweep.name).returncode == 0
+    place = SweepPerson.at(cluster, "own", HELLO)
+    sweep = place.submit_sweep("env.SEED=0,1,2")
+    assert place.clusterddp("wait", sweep.name).returncode == 0
     assert [log_of(run) for run in sweep.runs()] == ["seed 0\n", "seed 1\n", "seed 2\n"]
     job_id = read_sweep(sweep).job_id
     assert [read_run(run).job_id for run in sweep.runs()] == [f"{job_id}_0", f"{job_id}_1", f"{job_id}_2"]
@@ -77,54 +80,54 @@ def test_each_task_is_a_run_with_its_own_value_log_and_record(cluster: Rack) -> 
 
 
 def test_a_run_that_fails_fails_alone_and_wait_tells_it(cluster: Rack) -> None:
-    place = Place(cluster, "fail", FAIL_ONE)
-    sweep = place.submit("env.SEED=0,1,2")
-    waited = place.run("wait", "@last", check=False)
+    place = SweepPerson.at(cluster, "fail", FAIL_ONE)
+    sweep = place.submit_sweep("env.SEED=0,1,2")
+    waited = place.clusterddp("wait", "@last", check=False)
     assert (waited.returncode, place.states(sweep)) == (5, ["COMPLETED", "FAILED", "COMPLETED"])
     assert f"{sweep.name}.1  SEED=1  rank 0 on node" in waited.stderr
-    assert "ValueError: no luck" in place.run("status", f"{sweep.name}.1").stdout
+    assert "ValueError: no luck" in place.clusterddp("status", f"{sweep.name}.1").stdout
 
 
 def test_no_more_runs_than_the_throttle_go_at_a_time(cluster: Rack) -> None:
-    place = Place(cluster, "throttle", COUNT, more="sweep: {values: {env.SEED: [0, 1, 2, 3, 4, 5]}, throttle: 2}")
-    sweep = place.submit()
-    assert place.run("wait", sweep.name).returncode == 0
+    place = SweepPerson.at(cluster, "throttle", COUNT, more=THROTTLED)
+    sweep = place.submit_sweep()
+    assert place.clusterddp("wait", sweep.name).returncode == 0
     seen = [int(path.read_text()) for path in sweep.path.glob("seen-*")]
     assert (len(seen), max(seen) <= 2) == (6, True)
 
 
 def test_one_run_is_cancelled_and_the_others_go_on(cluster: Rack) -> None:
-    place = Place(cluster, "one", SLEEP_ONE)
-    sweep = place.submit("env.SEED=0,1,2")
+    place = SweepPerson.at(cluster, "one", SLEEP_ONE)
+    sweep = place.submit_sweep("env.SEED=0,1,2")
     await_start(sweep, 1)
-    place.run("cancel", f"{sweep.name}.1")
-    assert place.run("wait", sweep.name, check=False).returncode == 6
+    place.clusterddp("cancel", f"{sweep.name}.1")
+    assert place.clusterddp("wait", sweep.name, check=False).returncode == 6
     assert place.states(sweep) == ["COMPLETED", "CANCELLED", "COMPLETED"]
 
 
 def test_all_runs_are_cancelled_with_the_sweep_those_that_wait_too(cluster: Rack) -> None:
-    place = Place(cluster, "all", SLEEP)
-    sweep = place.submit("env.SEED=0,1,2,3", "sweep.throttle=2")
+    place = SweepPerson.at(cluster, "all", SLEEP)
+    sweep = place.submit_sweep("env.SEED=0,1,2,3", "sweep.throttle=2")
     await_start(sweep, 0, 1)
-    place.run("cancel", sweep.name)
+    place.clusterddp("cancel", sweep.name)
     assert place.states(sweep) == ["CANCELLED"] * 4
     wait_until(lambda: queue(cluster) == [], 20)
     assert not sweep.runs()[3].attempt(0).start.exists()
 
 
 def test_a_sweep_that_has_ended_is_left_as_it_is(cluster: Rack) -> None:
-    place = Place(cluster, "ended", HELLO)
-    sweep = place.submit("env.SEED=0,1")
-    place.run("wait", sweep.name)
-    assert "has already ended: 2 COMPLETED" in place.run("cancel", sweep.name).stderr
+    place = SweepPerson.at(cluster, "ended", HELLO)
+    sweep = place.submit_sweep("env.SEED=0,1")
+    place.clusterddp("wait", sweep.name)
+    assert "has already ended: 2 COMPLETED" in place.clusterddp("cancel", sweep.name).stderr
     assert place.states(sweep) == ["COMPLETED"] * 2
 
 
 def test_saving_stops_what_runs_and_cancels_what_waits(cluster: Rack) -> None:
-    place = Place(cluster, "save", STOPPABLE)
-    sweep = place.submit("env.SEED=0,1,2", "sweep.throttle=2")
+    place = SweepPerson.at(cluster, "save", STOPPABLE)
+    sweep = place.submit_sweep("env.SEED=0,1,2", "sweep.throttle=2")
     await_start(sweep, 0, 1)
-    place.run("cancel", sweep.name, "--save")
+    place.clusterddp("cancel", sweep.name, "--save")
     assert [log_of(run) for run in sweep.runs()[:2]] == ["seed 0\nstops\n", "seed 1\nstops\n"]
     assert not sweep.runs()[2].attempt(0).start.exists()
     wait_until(lambda: queue(cluster) == [], 20)
@@ -132,8 +135,8 @@ def test_saving_stops_what_runs_and_cancels_what_waits(cluster: Rack) -> None:
 
 def test_a_task_that_slurm_starts_again_goes_on_as_the_same_run(cluster: Rack) -> None:
     code = HELLO + "import time\nwhile os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    time.sleep(0.1)\n"
-    place = Place(cluster, "requeue", code, more="restarts: 1")
-    sweep = place.submit("env.SEED=0,1")
+    place = SweepPerson.at(cluster, "requeue", code, more="restarts: 1")
+    sweep = place.submit_sweep("env.SEED=0,1")
     await_start(sweep, 0, 1)
     for run in sweep.runs():
         cluster.run(HEAD, ["scontrol", "requeue", str(read_run(run).job_id)])
@@ -144,8 +147,8 @@ def test_a_task_that_slurm_starts_again_goes_on_as_the_same_run(cluster: Rack) -
 
 def test_a_task_goes_on_in_a_job_of_its_own_where_none_is_requeued(needs_rack: None) -> None:
     with running_rack(RackPlan(nodes=["node1"], job_requeue=False)) as rack:
-        place = Place(rack, "follow", HELLO, more="restarts: 1\nslurm: {hold: true}")
-        sweep = place.submit("env.SEED=0,1")
+        place = SweepPerson.at(rack, "follow", HELLO, more="restarts: 1\nslurm: {hold: true}")
+        sweep = place.submit_sweep("env.SEED=0,1")
         run, other = sweep.runs()
         for one in (run, other):
             stand_in(one, GO_ON_ONCE)
@@ -158,28 +161,28 @@ def test_a_task_goes_on_in_a_job_of_its_own_where_none_is_requeued(needs_rack: N
 
 
 def test_the_job_is_found_when_the_answer_of_sbatch_is_lost(cluster: Rack) -> None:
-    place = Place(cluster, "lost", HELLO)
+    place = SweepPerson.at(cluster, "lost", HELLO)
     wrapper = place.path / "bin" / "sbatch"
     wrapper.parent.mkdir()
     wrapper.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" >/dev/null\necho "Socket timed out" >&2\nexit 1\n')
     wrapper.chmod(0o755)
-    place.path_first = str(wrapper.parent)
-    sweep = place.submit("env.SEED=0,1,2")
-    assert place.run("wait", sweep.name).returncode == 0
+    place.put_first(wrapper.parent)
+    sweep = place.submit_sweep("env.SEED=0,1,2")
+    assert place.clusterddp("wait", sweep.name).returncode == 0
     job_id = read_sweep(sweep).job_id
     assert [read_run(run).job_id for run in sweep.runs()] == [f"{job_id}_{index}" for index in range(3)]
 
 
 def test_a_refusal_of_slurm_leaves_nothing(cluster: Rack) -> None:
-    place = Place(cluster, "refused", HELLO)
-    done = place.run("submit", "job.yaml", "env.SEED=0,1", "--sweep", "slurm.partition=nope", check=False)
+    place = SweepPerson.at(cluster, "refused", HELLO)
+    done = place.clusterddp("submit", "job.yaml", "env.SEED=0,1", "--sweep", "slurm.partition=nope", check=False)
     assert (done.returncode, "Invalid partition name specified" in done.stderr) == (3, True)
     assert list_runs(place.path / "runs") == []
 
 
 def test_what_a_submit_prints_names_the_sweep_and_its_runs(cluster: Rack) -> None:
-    place = Place(cluster, "prints", HELLO)
-    text = place.run("submit", "job.yaml", "env.SEED=0,1", "--sweep", "-o", "json").stdout
+    place = SweepPerson.at(cluster, "prints", HELLO)
+    text = place.clusterddp("submit", "job.yaml", "env.SEED=0,1", "--sweep", "-o", "json").stdout
     answer = json.loads(text)
     sweep = SweepDir(place.path / "runs" / answer["sweep"])
     assert answer == {
@@ -188,12 +191,12 @@ def test_what_a_submit_prints_names_the_sweep_and_its_runs(cluster: Rack) -> Non
         "job_id": read_sweep(sweep).job_id,
         "runs": [f"{sweep.name}.0", f"{sweep.name}.1"],
     }
-    assert place.run("submit", "job.yaml", "env.SEED=0,1", "--sweep", "--wait").returncode == 0
+    assert place.clusterddp("submit", "job.yaml", "env.SEED=0,1", "--sweep", "--wait").returncode == 0
 
 
 def test_a_plan_that_is_only_shown_lists_the_variants_and_asks_the_scheduler(cluster: Rack) -> None:
-    place = Place(cluster, "shown", HELLO)
-    lines = place.run("submit", "job.yaml", "env.SEED=7,8", "--sweep", "-n").stdout.splitlines()
+    place = SweepPerson.at(cluster, "shown", HELLO)
+    lines = place.clusterddp("submit", "job.yaml", "env.SEED=7,8", "--sweep", "-n").stdout.splitlines()
     assert lines[0].endswith(": 2 runs, one Slurm job array")
     assert [line.split()[1] for line in lines[2:5]] == ["env.SEED", "7", "8"]
     assert lines[-1].startswith("scheduler accepts it: ")
@@ -201,11 +204,11 @@ def test_a_plan_that_is_only_shown_lists_the_variants_and_asks_the_scheduler(clu
 
 
 def test_list_shows_the_runs_of_one_sweep_with_what_tells_them_apart(cluster: Rack) -> None:
-    place = Place(cluster, "listed", HELLO)
-    place.submit("env.SEED=5,6")
-    sweep = place.submit("env.SEED=7,8")
-    place.run("wait", sweep.name)
-    rows = [line.split() for line in place.run("list", sweep.name).stdout.splitlines()]
+    place = SweepPerson.at(cluster, "listed", HELLO)
+    place.submit_sweep("env.SEED=5,6")
+    sweep = place.submit_sweep("env.SEED=7,8")
+    place.clusterddp("wait", sweep.name)
+    rows = [line.split() for line in place.clusterddp("list", sweep.name).stdout.splitlines()]
     assert [row[:3] for row in rows] == [
         ["RUN", "VARIANT", "STATE"],
         [f"{sweep.name}.0", "SEED=7", "COMPLETED"],

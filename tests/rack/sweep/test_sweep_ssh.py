@@ -12,8 +12,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep_dir import SweepDir
-from clusterddp.run.sweep_queue import read_queue
+from clusterddp.run.sweep import SweepDir, read_queue
 from tests.support.cuda_hosts import CUDA_PYTHON, cuda_hosts
 from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until

@@ -18,11 +18,11 @@ from clusterddp.run.record import RunRecord, write_run
 from clusterddp.system.files import write_json
 from tests.support.gang_runs import processes_with
 from tests.support.paths import ROOT
-from tests.support.slurm_place import Place
-from tests.support.ssh_person import Person
+from tests.support.slurm_person import SlurmPerson
+from tests.support.ssh_person import SshPerson
+from tests.support.stored_runs import COMPLETED, RUN, make_run
 from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack
-from tests.unit.run.test_run_stored import COMPLETED, RUN, make_run
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -87,7 +87,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["host"]: row for row in json.loads(done.stdout)["hosts"]}
 
 
-def test_ps_shows_the_runs_of_each_host(person: Person, carriers: Carriers) -> None:
+def test_ps_shows_the_runs_of_each_host(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0")
     carriers.start("node2", "s1")
     found = rows(person.clusterddp("ps", "--hosts", "node[1-3]", "-o", "json"))
@@ -95,7 +95,7 @@ def test_ps_shows_the_runs_of_each_host(person: Person, carriers: Carriers) -> N
     assert left_over == {"node1": [True], "node2": [False], "node3": []}
 
 
-def test_gc_ends_what_is_left_over_on_each_host(person: Person, carriers: Carriers) -> None:
+def test_gc_ends_what_is_left_over_on_each_host(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0")
     carriers.start("node1", "n0")
     carriers.start("node2", "n1")
@@ -107,7 +107,7 @@ def test_gc_ends_what_is_left_over_on_each_host(person: Person, carriers: Carrie
     assert (carriers.alive(), done.returncode) == (0, 0)
 
 
-def test_gc_leaves_a_live_run_alone_on_a_host_with_a_left_over_one(person: Person, carriers: Carriers) -> None:
+def test_gc_leaves_a_live_run_alone_on_a_host_with_a_left_over_one(person: SshPerson, carriers: Carriers) -> None:
     live = os.urandom(16).hex()
     carriers.start("node1", "n0", token=live)
     carriers.start("node1", "g0", token=live)
@@ -116,25 +116,25 @@ def test_gc_leaves_a_live_run_alone_on_a_host_with_a_left_over_one(person: Perso
     assert (carriers.alive(), carriers.alive(live)) == (0, 2)
 
 
-def test_gc_leaves_other_people_alone_on_a_host(person: Person, carriers: Carriers) -> None:
+def test_gc_leaves_other_people_alone_on_a_host(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0", user="ana")
     done = person.clusterddp("gc", "--hosts", "node1", "--yes", "-o", "json")
     assert (rows(done)["node1"]["left_over"], carriers.alive()) == ([], 1)
 
 
-def test_hosts_that_cannot_be_asked_are_told_apart(person: Person, carriers: Carriers) -> None:
+def test_hosts_that_cannot_be_asked_are_told_apart(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0")
     done = person.clusterddp("gc", "--hosts", "node1,nowhere", "--yes", "-o", "json")
     found = rows(done)
     assert (done.returncode, found["nowhere"]["ok"], found["node1"]["ended"][0]["ended"]) == (3, False, 1)
 
 
-def test_ps_says_which_host_cannot_be_asked(person: Person) -> None:
+def test_ps_says_which_host_cannot_be_asked(person: SshPerson) -> None:
     done = person.clusterddp("ps", "--hosts", "node1,nowhere")
     assert (done.returncode, "nowhere  failed" in done.stdout) == (3, True)
 
 
-def test_the_hosts_of_a_run_are_those_of_its_plan(person: Person, carriers: Carriers) -> None:
+def test_the_hosts_of_a_run_are_those_of_its_plan(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node2", "n0")
     carriers.start("node2", "n0", token=os.urandom(16).hex())
     run = make_ssh_run(person, person.rack.dir / "shared" / carriers.token, carriers.token)
@@ -142,13 +142,13 @@ def test_the_hosts_of_a_run_are_those_of_its_plan(person: Person, carriers: Carr
     assert (row["host"], [found["key"] for found in row["runs"]]) == ("node2", [carriers.token[:8]])
 
 
-def test_a_connection_that_was_lost_while_gc_asked_is_made_again(person: Person, carriers: Carriers) -> None:
+def test_a_connection_that_was_lost_while_gc_asked_is_made_again(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0")
     program = [sys.executable, "-c", LOSES_ITS_CONNECTION, carriers.token]
-    assert person.rack.run("head", program, env=person.variables).stdout == "1\n"
+    assert person.rack.run("head", program, env=person.variables()).stdout == "1\n"
 
 
-def test_an_old_run_is_removed_from_a_host(person: Person) -> None:
+def test_an_old_run_is_removed_from_a_host(person: SshPerson) -> None:
     root = person.rack.dir / "shared" / f"root-{os.urandom(4).hex()}"
     root.mkdir(mode=0o700)
     old = make_run(root, end=COMPLETED)
@@ -158,7 +158,7 @@ def test_an_old_run_is_removed_from_a_host(person: Person) -> None:
 
 
 def test_ranks_on_slurm_are_not_left_over_while_their_tasks_live(rack: Rack) -> None:
-    place = Place(rack, "gc")
+    place = SlurmPerson.at(rack, "gc")
     (place.path / "entry.py").write_text(FOREVER)
     run = place.submit(SPEC)
     try:
@@ -199,7 +199,7 @@ path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
 """
 
 
-def make_ssh_run(person: Person, path: Path, token: str) -> Path:
+def make_ssh_run(person: SshPerson, path: Path, token: str) -> Path:
     """Make the record that a launcher of this person keeps of a run on node2."""
     path.mkdir()
     run = RunRecord(run="brisk-otter-3", token=token, name="job", launcher="ssh", created_ns=1)

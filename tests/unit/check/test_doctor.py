@@ -21,38 +21,18 @@ from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, 
 from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine
 from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.machine import (
-    Directory,
     Machine,
     read_directory,
     read_machine,
 )
 from clusterddp.facts.torch import Torch, import_torch
-from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.system.storage import Mount, find_mount
 from clusterddp.wire import build
+from tests.support.machines import HERE
 from tests.support.paths import ROOT
 from tests.support.slurm_clusters import fake_commands
 from tests.support.storage_faults import disk
 
-HERE = Machine(
-    host="login",
-    time=1000.0,
-    python="3.11.7",
-    executable="/env/bin/python",
-    cores=8,
-    memory_bytes=2**36,
-    shm_bytes=2**34,
-    open_files=65_536,
-    gpus=(),
-    own_addresses=("10.0.0.1",),
-    links=(
-        Link(name="lo", loopback=True, addresses=(LinkAddress(address="127.0.0.1", prefix=8),)),
-        Link(name="eth0", addresses=(LinkAddress(address="10.0.0.1", prefix=24),)),
-        Link(name="docker0", addresses=(LinkAddress(address="172.17.0.1", prefix=16),)),
-    ),
-    directory=Directory(path="/shared/runs", file_system="nfs4", mount_point="/shared", free_bytes=2**40),
-    torch=Torch(version="2.10.0", torchvision="0.25.0"),
-)
 WAY = {"name": "n1", "addresses": ["10.0.0.11"], "reached": "10.0.0.11", "source": "10.0.0.12", "interface": "eth0"}
 
 

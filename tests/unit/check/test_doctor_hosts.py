@@ -17,8 +17,8 @@ from clusterddp.facts.machine import Data, Machine, read_data, read_host
 from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch, install_command
 from clusterddp.wire import build
+from tests.support.machines import HERE
 from tests.support.paths import ROOT
-from tests.unit.check.test_doctor import HERE
 
 TORCH = Torch(executable="/env/bin/python", version="2.10.0+cu128", cuda="12.8", nccl="2.27.5", driver="570.133.20")
 FACTS = dataclasses.replace(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.demo import say_result
+from clusterddp.cli.setup import say_result
 from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, RunFailedError
 from clusterddp.spec.load import load_spec

@@ -9,8 +9,7 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.findings import Findings
-from clusterddp.importing.reading import import_files
-from clusterddp.importing.writing import Imported
+from clusterddp.importing.reading import Imported, import_files
 from clusterddp.planning.slurm.options import choose_options
 from clusterddp.spec.load import load_spec
 

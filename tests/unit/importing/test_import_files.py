@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.importing.reading import import_files
-from clusterddp.importing.writing import Imported
+from clusterddp.importing.reading import Imported, import_files
 from clusterddp.spec.model import JobSpec
 
 GLUON = """\
@@ -126,7 +125,7 @@ def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(tmp_path: Path) -> N
 def test_a_file_that_nobody_knows_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         written(tmp_path, "hosts", "a\nb\n")
-    assert caught.value.hint == "--from says it: slurm, gluoncv, accelerate, hostfile, env"
+    assert caught.value.hint == "--from names its kind: slurm, gluoncv, accelerate, hostfile, env"
     assert len(written(tmp_path, "hosts", "a\nb\n", kind="hostfile").resolved.job.ssh.hosts) == 2
 
 

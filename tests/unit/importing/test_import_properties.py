@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.batch import read_batch_script
 from clusterddp.importing.findings import Findings
+from clusterddp.importing.job import SIZES
 from clusterddp.importing.reading import import_files
 from clusterddp.importing.shell import split_statements
-from clusterddp.importing.sizes import SIZES
 from clusterddp.spec.load import load_spec
 
 _COMMON = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.plan_text import masked_plan, plan_lines
+from clusterddp.cli.text.plan import masked_plan, plan_lines
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan

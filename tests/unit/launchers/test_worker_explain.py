@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from clusterddp.cli.explain import explain
 from clusterddp.cli.terminal import Terminal
 from clusterddp.ranks.launched import find_place
-from tests.unit.ranks.test_dist_launched import HAND, HYDRA, OPEN_MPI, STEP, TORCHRUN
+from tests.support.launcher_variables import HAND, HYDRA, OPEN_MPI, STEP, TORCHRUN
 
 JOB = "name: job\nentry: {module: train}\nenv: {WHO: me}\n"
 

@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
+from clusterddp.look.log_file import PIECE_BYTES, LogFile, position_of_last_lines
 from clusterddp.look.logs import (
-    PIECE_BYTES,
-    LogFile,
     LogPiece,
     NewAttempt,
     choose_ranks,
     follow_logs,
     format_piece,
     parse_ranks,
-    position_of_last_lines,
     read_logs,
 )
 from clusterddp.look.printable import printable

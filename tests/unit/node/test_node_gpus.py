@@ -2,25 +2,25 @@
 
 import pytest
 
-from clusterddp.node.gpus import Choice, TaskGpus, choose_gpus
+from clusterddp.node.tasks import GpuChoice, TaskGpus, choose_gpus
 from clusterddp.train.device import RankVariables
 
 
 @pytest.mark.parametrize(
     ("lists", "bound", "choice"),
     [
-        ([None, None], False, Choice()),
-        (["", ""], False, Choice()),
-        (["0,1", "0,1"], False, Choice()),  # --gpus-per-node=2, --gres=gpu:2
-        (["2,3", "2,3"], False, Choice()),
-        (["3", "5"], True, Choice(visible=("3", "5"))),  # --gpus-per-task=1
-        (["0,1", "2,3"], True, Choice(visible=("0", "2", "1", "3"))),
-        (["0", "0"], True, Choice(device=0)),  # the same, and every task confined to its own device
-        (["0,1", "0,1", "0,1"], True, Choice(device=0)),
-        (["0", "0"], False, Choice()),  # one GPU for two ranks: the trainer says so
-        (["MIG-a", "MIG-b"], True, Choice(device=0)),
-        (["MIG-a,MIG-b", "MIG-a,MIG-b"], False, Choice(visible=("MIG-a", "MIG-b"), one_each=True)),
-        (["0"], False, Choice()),
+        ([None, None], False, GpuChoice()),
+        (["", ""], False, GpuChoice()),
+        (["0,1", "0,1"], False, GpuChoice()),  # --gpus-per-node=2, --gres=gpu:2
+        (["2,3", "2,3"], False, GpuChoice()),
+        (["3", "5"], True, GpuChoice(visible=("3", "5"))),  # --gpus-per-task=1
+        (["0,1", "2,3"], True, GpuChoice(visible=("0", "2", "1", "3"))),
+        (["0", "0"], True, GpuChoice(device=0)),  # the same, and every task confined to its own device
+        (["0,1", "0,1", "0,1"], True, GpuChoice(device=0)),
+        (["0", "0"], False, GpuChoice()),  # one GPU for two ranks: the trainer says so
+        (["MIG-a", "MIG-b"], True, GpuChoice(device=0)),
+        (["MIG-a,MIG-b", "MIG-a,MIG-b"], False, GpuChoice(visible=("MIG-a", "MIG-b"), one_each=True)),
+        (["0"], False, GpuChoice()),
     ],
 )
 def test_local_rank_counts_to_a_rank_s_own_gpu_or_it_is_told_which(lists, bound, choice):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
-from clusterddp.run.record import RunRecord, write_run
+from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
+from tests.support.stored_runs import COMPLETED, DAY_S, RUN, TOKEN, age, make_run
 
-DAY_S = 86_400.0
 MONTH_S = 30 * DAY_S
-TOKEN = "3f9a12bc" * 4
-RUN = "brisk-otter-3.3f9a12bc"
 
 
 @pytest.fixture
@@ -30,19 +25,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_run(root: Path, *, end: AttemptEnd | None, age_days: float = 40, name: str = RUN) -> Path:
-    """Make a run with a checkpoint of 8 kB, whose last word is that old."""
-    run = RunDir(root / "runs" / name)
-    run.attempt(0).path.mkdir(parents=True)
-    run.checkpoints.mkdir()
-    (run.checkpoints / "step-100.pt").write_bytes(b"x" * 8192)
-    write_run(run, RunRecord(run="brisk-otter-3", token=TOKEN, name="job", launcher="ssh", created_ns=1))
-    if end is not None:
-        write_end(run.attempt(0), end)
-    age(run.path, age_days)
-    return run.path
-
-
 def make_shared(root: Path, place: str, *, age_days: float = 40) -> Path:
     """Make a snapshot or a package of one file."""
     path = root / place
@@ -50,13 +32,6 @@ def make_shared(root: Path, place: str, *, age_days: float = 40) -> Path:
     (path / "train.py").write_text("print(1)\n")
     age(path, age_days)
     return path
-
-
-def age(path: Path, days: float) -> None:
-    then = time.time() - days * DAY_S
-    for folder, _, names in os.walk(path, topdown=False):
-        for each in [*(os.path.join(folder, name) for name in names), folder]:
-            os.utime(each, (then, then))
 
 
 def places(storage: Storage) -> list[str]:
@@ -71,9 +46,6 @@ def process_of_a_run(**environment: str) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-COMPLETED = AttemptEnd(outcome="COMPLETED", reason="all ranks are done")
 
 
 def test_a_run_that_ended_long_ago_can_go(root):

@@ -1,0 +1,57 @@
+"""The command that prints the reference: the pages of docs/reference, which ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import clusterddp
+from clusterddp.cli.arguments import command
+from clusterddp.cli.terminal import put
+from clusterddp.errors import ClusterddpError, UsageError
+
+TOPICS = {
+    "launchers": "which launcher starts the ranks, and what to type",
+    "spec": "every key of a spec",
+    "commands": "every command and its options",
+    "errors": "exit codes and errors",
+    "environment": "variables that clusterddp reads, and those that a rank gets",
+    "files": "the files of a run",
+    "json": "the fields of -o json",
+}
+"""Page of docs/reference -> what it has."""
+
+
+@command("help")
+@click.argument("topic", metavar="[TOPIC|COMMAND]", required=False)
+@click.pass_context
+def help_(ctx: click.Context, *, topic: str | None) -> None:
+    """Print a page of the reference, or the options of a command.
+
+    Without TOPIC, the list of topics.
+    """
+    index = ctx.find_root().command
+    assert isinstance(index, click.Group)
+    if topic is None:
+        lines = [f"  {name:<13}{summary}" for name, summary in TOPICS.items()]
+        put("\n".join(["Topics of clusterddp help:", *lines, "", "clusterddp help COMMAND shows a command's options."]))
+    elif topic in TOPICS:
+        put(_page(topic).rstrip("\n"))
+    elif (asked := index.get_command(ctx, topic)) is not None:
+        assert ctx.parent is not None
+        put(asked.get_help(click.Context(asked, info_name=topic, parent=ctx.parent)))
+    else:
+        raise UsageError(f"{topic}: no such topic or command", hint=f"one of {', '.join(TOPICS)}, or a command")
+
+
+COMMANDS = {"help": help_}
+
+
+def _page(topic: str) -> str:
+    package = Path(clusterddp.__file__).parent
+    for folder in (package / "reference", package.parent / "docs" / "reference"):
+        path = folder / f"{topic}.md"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise ClusterddpError(f"reference/{topic}.md: not in this installation of clusterddp", hint="install it again")

@@ -1,0 +1,293 @@
+"""How a run is shown: its state, progress and ranks, why it failed, and what to type next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.look.printable import printable
+from clusterddp.run.record import FOREIGN
+from clusterddp.system.files import read_json
+from clusterddp.system.units import format_count
+
+if TYPE_CHECKING:
+    from clusterddp.look.events import NodeTransport
+    from clusterddp.look.progress import Progress
+    from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.run.directory import RunDir
+    from clusterddp.run.outcome import RootCause
+    from clusterddp.slurm.jobs import Job
+
+MOST_RANKS_ONE_BY_ONE = 8
+SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
+"""States whose reason adds nothing."""
+_BY_HAND = {
+    "join": ("clusterddp join SPEC", "on each machine"),
+    FOREIGN: ("clusterddp worker SPEC", "started as before"),
+}
+_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan", "KILLED": "yellow"}
+
+
+def state_text(state: str) -> str:
+    """Colour a state word; the word alone says all."""
+    return click.style(state, fg=_COLORS.get(state), bold=True)
+
+
+def warning_text(warning: str) -> str:
+    """Spell what a person should look at though the run ended well."""
+    return f"{click.style('warning', fg='yellow')}: {printable(warning)}"
+
+
+def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
+    """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    name, where = printable(status.run), printable(_where(status))
+    lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
+    if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
+        lines.append(f"  {printable(status.reason)}")
+    if status.warning:
+        lines.append(f"  {warning_text(status.warning)}")
+    said = lines[1:]
+    lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    if status.start_phases:
+        lines.append(f"  start: {phases_text(status.start_phases)}")
+    lines += [f"  NCCL: {printable(words)}" for words in transport_texts(status.transports)]
+    if status.lost_rows:
+        lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
+    lines += [f"  {printable(str(run.path))}", ""]
+    if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
+        lines += _rank_table(status.ranks)
+    else:
+        lines += _node_table(status.ranks)
+    if status.root_cause:
+        lines += ["", *root_cause_lines(status.root_cause, run)]
+    steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
+    return [*lines, "", *steps] if steps else lines
+
+
+def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
+    """Write why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    from clusterddp.look.log_file import read_log_tail
+
+    code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
+    lines = [f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"]
+    tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
+    if not tail and cause.traceback:
+        tail = [printable(line) for line in cause.traceback.rstrip().split("\n")[-10:]]
+    if tail:
+        if cause.log:
+            lines.append(f"  the end of {run.path / cause.log}:")
+        lines += [f"  | {line}" for line in tail]
+    return lines
+
+
+def _from_traceback(lines: list[str]) -> list[str]:
+    """Leave out what stands before the last traceback, if there is one."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else lines
+
+
+def next_steps(
+    state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
+) -> list[str]:
+    """Return the commands that make sense now, each with what it does.
+
+    `job_log`: what there is to read when no rank was started, relative to the run's directory.
+    """
+    steps: list[tuple[str, str]] = []
+    if state in {"PENDING", "RUNNING", "REQUEUED"}:
+        steps = [("follow", f"clusterddp logs -f {address}"), ("cancel", f"clusterddp cancel {address}")]
+    elif state in {"FAILED", "LOST"}:
+        if job_log:
+            steps = [("job's log", f"{run.path / job_log}")]
+        elif cause and cause.rank is None:  # no rank was started
+            steps = [("logs", f"{run.launcher_dir}/")]
+        elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
+            steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
+    if state in {"FAILED", "LOST", "CANCELLED"}:
+        steps.append(_again(run, address))
+    return [f"  {what:<10} {text}" for what, text in steps]
+
+
+def _again(run: RunDir, address: str) -> tuple[str, str]:
+    """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
+    launcher = (read_json(run.record) or {}).get("launcher")
+    goes_on = _has_checkpoint(run)
+    if launcher in _BY_HAND:
+        command, where = _BY_HAND[launcher]
+        command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
+    else:
+        command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
+    return ("go on" if goes_on else "try again", command)
+
+
+def _has_checkpoint(run: RunDir) -> bool:
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
+    from clusterddp.run.host_reports import read_reports
+
+    here = next(run.checkpoints.glob("*.json"), None) is not None
+    return here or any(report.checkpoints for report in read_reports(run).values())
+
+
+def progress_text(progress: Progress) -> str:
+    """Write in one line how far a run is; unknown values are left out."""
+    parts = []
+    if progress.epoch is not None:
+        parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
+    if progress.fraction is not None:
+        parts.append(f"{progress.fraction:.0%}")
+    elif progress.step is not None:
+        parts.append(f"step {progress.step}")
+    parts += measures(progress)
+    if progress.eta_s:
+        parts.append(f"{duration(progress.eta_s)} left")
+    return "  ".join(parts)
+
+
+def phases_text(phases: Mapping[str, float]) -> str:
+    """Write in one line how long each phase of a start took."""
+    return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
+
+
+def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
+    """Write which way NCCL's data takes, equal nodes together."""
+    nodes: dict[str, list[str]] = {}
+    for transport in transports:
+        devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
+        links = f", by {', '.join(transport.links)}" if transport.links else ""
+        nodes.setdefault(f"network {transport.network}{devices}{links}", []).append(transport.host)
+    if len(nodes) == 1:
+        return list(nodes)
+    return [f"{', '.join(dict.fromkeys(hosts))}: {words}" for words, hosts in nodes.items()]
+
+
+def measures(progress: Progress) -> list[str]:
+    """Write loss, accuracy and speed, as far as they are known."""
+    parts = []
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.accuracy is not None:
+        parts.append(f"accuracy {progress.accuracy:.1%}")
+    if progress.images_per_s is not None:
+        parts.append(f"{_count(progress.images_per_s)} images/s")
+    return parts
+
+
+def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | None) -> list[str]:
+    """Lay out runs, one a line; no line longer than `columns`, when that is given."""
+    rows = [["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]]
+    for summary in summaries:
+        state, progress = summary.state.value, summary.progress
+        accuracy = "-" if progress is None or progress.accuracy is None else f"{progress.accuracy:.1%}"
+        until = summary.ended or (now if state in {"PENDING", "RUNNING", "REQUEUED"} else None)
+        rows.append(
+            [
+                printable(summary.run),
+                state_text(state),
+                printable(summary.launcher),
+                _short_progress(progress),
+                accuracy,
+                _when(summary.created, now),
+                duration(until - summary.created) if until else "-",
+                "" if state in SAYS_IT_ALL else printable(summary.reason),
+            ]
+        )
+    if any(summary.variant for summary in summaries):
+        for row, variant in zip(rows, ["VARIANT", *(summary.variant for summary in summaries)], strict=True):
+            row.insert(1, printable(variant) or "-")
+    lines = table(rows)
+    return lines if columns is None else [_cut(line, columns) for line in lines]
+
+
+def _where(status: RunStatus) -> str:
+    parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
+    if status.launcher == FOREIGN:
+        parts = [f"started by {status.job_id}"]
+    if status.job:
+        parts += _job_facts(status.job)
+    running = sum(rank.state == "RUNNING" for rank in status.ranks)
+    count = format_count(status.world_size, "rank")
+    if status.ranks and status.ranks[0].owns is not None:
+        programs = format_count(len(status.ranks), "program")
+        parts.append(f"{running} of {programs} running" if status.state.value == "RUNNING" else programs)
+        parts.append(f"{count} of their own")
+    else:
+        parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
+    if status.attempt:
+        parts.append(f"attempt {status.attempt}")
+    until = status.ended or (time.time() if not status.state.finished else None)
+    if until:
+        parts.append(duration(until - status.created))
+    return ", ".join(parts)
+
+
+def _job_facts(job: Job) -> list[str]:
+    """Write Slurm's state of the job, where it adds to ours, and where the job is."""
+    parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
+    if job.nodes:
+        parts.append(f"on {printable(job.nodes)}")
+    elif job.num_nodes:
+        parts.append(format_count(job.num_nodes, "node"))
+    return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
+
+
+def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:
+    owned = any(rank.owns for rank in ranks)
+    places = ["NODE", "ITS RANKS"] if owned else ["RANK", "NODE", "LOCAL"]
+    rows = [[*places, "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
+    for rank in ranks:
+        place = (rank.node_rank, rank_span(rank.owns)) if rank.owns else (rank.rank, rank.node_rank, rank.local_rank)
+        master = f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
+        before, after = (*place, rank.host, rank.pid), (rank.exit_code, rank.interface, master)
+        rows.append([*map(_cell, before), state_text(rank.state), *map(_cell, after)])
+    return table(rows, indent="  ")
+
+
+def _cell(fact: object) -> str:
+    return "-" if fact is None else printable(str(fact))
+
+
+def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
+    rows = [["NODE", "HOST", "RANKS", "STATES"]]
+    for node_rank in sorted({rank.node_rank for rank in ranks}):
+        of_node = [rank for rank in ranks if rank.node_rank == node_rank]
+        states = Counter(rank.state for rank in of_node)
+        rows.append(
+            [
+                str(node_rank),
+                printable(of_node[0].host),
+                rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
+                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
+            ]
+        )
+    return table(rows, indent="  ")
+
+
+def _cut(line: str, columns: int) -> str:
+    """Shorten a line at its end, where no colour is, to so many columns."""
+    excess = len(click.unstyle(line)) - columns
+    return line if excess <= 0 else f"{line[: -excess - 3]}..."
+
+
+def _short_progress(progress: Progress | None) -> str:
+    if progress is None:
+        return "-"
+    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
+    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
+
+
+def _when(created: float, now: float) -> str:
+    if now - created < 86400:
+        return f"{duration(now - created)} ago"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
+
+
+def _count(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 10_000 else f"{number:.0f}"

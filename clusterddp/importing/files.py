@@ -1,0 +1,269 @@
+"""Small files of other launchers as specs: hostfiles, .deepspeed_env, configs of Accelerate and of GluonCV.
+
+Sources: accelerate/commands/config/config_args.py and commands/launch.py of accelerate 1.x;
+gluoncv/torch/engine/launch.py and config/config.py of GluonCV 0.11, whose WORLD_SIZE counts machines and whose
+GPU_WORLD_SIZE, GPU_WORLD_RANK and GPU are overwritten when a training starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import UsageError
+from clusterddp.importing.findings import Fate, Findings, set_variable
+from clusterddp.importing.values import Text
+from clusterddp.planning.environment import is_secret
+from clusterddp.spec import tree
+from clusterddp.spec.hostfile import read_hostfile
+from clusterddp.spec.section import MAX_RANKS
+
+Host = tuple[str, int | None]
+"""A host or a set of hosts, and its slots where they are given."""
+ACCELERATE_MARKS = frozenset({"compute_environment", "distributed_type"})
+GLUON_SECTION = "DDP_CONFIG"
+_WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+_PLAIN = frozenset({"NO", "MULTI_GPU", "MULTI_CPU"})
+_RENDEZVOUS = ("machine_rank", "rdzv_backend", "rdzv_conf", "same_network", "main_process_port", "monitor_interval")
+_SWITCHES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}
+_USUAL: dict[str, object] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "gpu_ids": "all",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "main_training_function": "main",
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "tpu_env": [],
+}
+"""What `accelerate config` writes where nothing was chosen."""
+_MOST_NAMED = 64
+"""So many machines are written one by one, to be replaced by their names; more as a set."""
+_GLUON_SCRIPT = "train_ddp_pytorch.py"
+_GLUON_FINDS = ("WORLD_RANK", "GPU_WORLD_RANK", "GPU")
+
+
+def read_hosts(path: Path, findings: Findings) -> None:
+    """Read a hostfile into `findings`.
+
+    Raises: SpecError: with every line that is wrong.
+    """
+    set_hosts(list_hosts(read_hostfile(path).node), findings)
+
+
+def list_hosts(node: tree.Node | None) -> list[Host]:
+    """Return the hosts of a hostfile or of `a:2,b:2`, with their slots where they have some."""
+    assert isinstance(node, tree.ListNode)
+    hosts: list[Host] = []
+    for item in node.items:
+        if isinstance(item, tree.Scalar):
+            hosts.append((item.text, None))
+        elif isinstance(item, tree.Mapping):
+            entries = {key: value.text for key, value in item.entries.items() if isinstance(value, tree.Scalar)}
+            hosts.append((entries["host"], int(entries["gpus"])))
+    return hosts
+
+
+def set_hosts(hosts: Iterable[Host], findings: Findings) -> None:
+    """Make the hosts those of a run over SSH."""
+    findings.set("launcher", "ssh")
+    findings.set("ssh.hosts", [host if slots is None else {"host": host, "gpus": slots} for host, slots in hosts])
+
+
+def read_env_file(text: str, findings: Findings) -> None:
+    """Read lines of `NAME=value`, as DeepSpeed reads its .deepspeed_env: the value is the rest of the line."""
+    for number, line in enumerate(text.splitlines(), 1):
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not equals or not name.isidentifier():
+            findings.lose(line, "expected NAME=value", number)
+            continue
+        set_variable(name, Text(value), findings, number)
+
+
+def read_values(node: tree.Node) -> Any:
+    """Return the values of a tree with the types of YAML 1.1, as PyYAML reads them; a fraction stays text."""
+    if isinstance(node, tree.Mapping):
+        return {key: read_values(value) for key, value in node.entries.items()}
+    if isinstance(node, tree.ListNode):
+        return [read_values(item) for item in node.items]
+    if node.null or node.quoted:
+        return None if node.null else node.text
+    if _INT.fullmatch(node.text):
+        return int(node.text)
+    return _WORDS.get(node.text.lower(), node.text)
+
+
+def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
+    """Read a config file of `accelerate config` into `findings`."""
+    config = Section(data, findings)
+    nodes = config.take_count("num_machines") or 1
+    _set_accelerate_sizes(config, nodes, findings)
+    _set_accelerate_hosts(config, nodes, findings)
+    _set_accelerate_variables(config, findings)
+    for key in _RENDEZVOUS:
+        if (value := config.take(key)) is not None:
+            config.lose(key, value, "the ranks find each other by clusterddp's own rendezvous", fate="ours")
+    for key, usual in _USUAL.items():
+        value = config.take(key, usual)
+        if value not in (usual, None):
+            config.lose(key, value, "a spec has no key for it")
+    config.lose_rest("a spec has no key for it")
+    findings.set("entry.script", "train.py")
+    findings.lose("entry.script", "the file names no script: write yours in place of train.py")
+
+
+def _set_accelerate_sizes(config: Section, nodes: int, findings: Findings) -> None:
+    total = config.take_count("num_processes") or nodes
+    kind = str(config.take("distributed_type") or "NO").upper()
+    on_cpu = bool(config.take("use_cpu")) or kind == "MULTI_CPU"
+    findings.set("resources.nodes", nodes)
+    per_node = max(1, total // nodes)
+    findings.set("resources.procs_per_node" if on_cpu else "resources.gpus_per_node", per_node)
+    if total % nodes:
+        config.lose("num_processes", total, f"does not go into {nodes} machines: {per_node} on each")
+    if on_cpu:
+        findings.set("device", "cpu")
+        findings.set("env.ACCELERATE_USE_CPU", "true")
+    if kind not in _PLAIN:
+        config.lose("distributed_type", kind, "a spec starts DDP ranks; the script has to set this up by itself")
+
+
+def _set_accelerate_hosts(config: Section, nodes: int, findings: Findings) -> None:
+    master = config.take("main_process_ip")
+    if nodes > 1:
+        findings.set("launcher", "ssh")
+        others = [f"host{number}" for number in range(1, nodes)] if nodes <= _MOST_NAMED else [f"host[1-{nodes - 1}]"]
+        findings.set("ssh.hosts", [str(master or "host0"), *others])
+        named = "one" if master else "none"
+        config.lose("main_process_ip", master, f"the file names {named} of {nodes} machines: write them into ssh.hosts")
+    elif master:
+        config.lose("main_process_ip", master, "clusterddp finds the address", fate="ours")
+
+
+def _set_accelerate_variables(config: Section, findings: Findings) -> None:
+    for key, variable in _SWITCHES.items():
+        value = config.take(key)
+        if value not in (None, False, "no", 1):  # YAML reads a bare `no` as false
+            findings.set(f"env.{variable}", str(value))
+    if config.take("debug"):
+        findings.set("env.ACCELERATE_DEBUG_MODE", "true")
+
+
+def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
+    """Read a configuration of GluonCV's into `findings`.
+
+    Raises: UsageError: machines and their number do not agree, or there is no address to meet at.
+    """
+    config = Section(data.get(GLUON_SECTION) or {}, findings, GLUON_SECTION)
+    hosts = [str(host) for host in config.take_list("WOLRD_URLS") or config.take_list("WORLD_URLS")]
+    count = config.take_count("WORLD_SIZE") or len(hosts) or 1
+    master, port = _address(str(config.take("DIST_URL") or ""))
+    if not hosts and count == 1:
+        hosts = [master or "127.0.0.1"]
+    if len(hosts) != count:
+        raise UsageError(
+            f"{findings.source}: WORLD_SIZE is {count}, and WOLRD_URLS names {len(hosts)} machines: {', '.join(hosts)}",
+            hint="both count machines: one address each",
+        )
+    if master and master != hosts[0]:
+        raise UsageError(
+            f"{findings.source}: DIST_URL is at {master}, and the first of WOLRD_URLS is {hosts[0]}",
+            hint="rank 0 is on the first machine of WOLRD_URLS, and DIST_URL is its address",
+        )
+    findings.set("launcher", "ssh")
+    findings.set("ssh.hosts", hosts)
+    findings.set("resources.nodes", count)
+    _set_gluon_gpus(config, count, findings)
+    if port:
+        findings.set("network.master_port", port)
+    backend = str(config.take("DIST_BACKEND") or "nccl").lower()
+    findings.set("network.backend", backend)
+    if not config.take("AUTO_RANK_MATCH", default=True):
+        config.lose("AUTO_RANK_MATCH", False, "the order of the hosts decides: node 0 is the first", fate="ours")
+    if config.take("DISTRIBUTED", default=True) is False:
+        config.lose("DISTRIBUTED", False, "a run of clusterddp is distributed; one rank: resources.procs_per_node: 1")
+    for name in _GLUON_FINDS:
+        if (value := config.take(name)) is not None:
+            config.lose(name, value, "found when the ranks start", fate="ours")
+    config.lose_rest("a spec has no key for it")
+    _set_gluon_entry(data, findings)
+
+
+def _set_gluon_entry(data: dict[str, Any], findings: Findings) -> None:
+    """The program stays GluonCV's own: it reads the rest of the file, and starts a rank for each GPU itself."""
+    findings.set("entry.script", _GLUON_SCRIPT)
+    findings.set("entry.args", ["--config-file", findings.source])
+    findings.set("entry.owns_ranks", True)
+    why = f"the file names no script: {_GLUON_SCRIPT} is the one of GluonCV's examples; entry.script names another"
+    findings.lose("entry.script", why)
+    for name in data:
+        if name != GLUON_SECTION:
+            findings.lose(f"{name}: ...", "the script reads it from the same file", fate="ours")
+
+
+def _set_gluon_gpus(config: Section, machines: int, findings: Findings) -> None:
+    total = config.take_count("GPU_WORLD_SIZE")
+    if total is None:
+        return
+    each, rest = divmod(total, machines)
+    if rest or not each:
+        config.lose("GPU_WORLD_SIZE", total, f"does not go into {machines} machines; gpus of a host says how many")
+        return
+    findings.set("resources.gpus_per_node", each)
+
+
+def _address(url: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(?:tcp://)?\[?([^\]/]*?)\]?(?::([0-9]{1,5}))?/?", url)
+    return (match[1], int(match[2]) if match[2] else None) if match else ("", None)
+
+
+class Section:
+    """Keys and values that are taken one by one; `lose_rest` lists those that are left."""
+
+    def __init__(self, values: object, findings: Findings, name: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{findings.source}: {name or 'it'} is no mapping of keys and values")
+        self._values = dict(values)
+        self._findings = findings
+        self._prefix = f"{name}." if name else ""
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Take the value of a key."""
+        return self._values.pop(key, default)
+
+    def take_count(self, key: str) -> int | None:
+        """Take a number from 1; None where there is none.
+
+        Raises: UsageError: it is something else, or more than a run may have ranks.
+        """
+        value = self._values.pop(key, None)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANKS):
+            return value
+        expected = f"at most {MAX_RANKS:,}" if isinstance(value, int) and value > MAX_RANKS else "a number from 1"
+        raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected {expected}")
+
+    def take_list(self, key: str) -> list[Any]:
+        """Take a list; empty where there is none. Raises: UsageError: it is something else."""
+        value = self._values.pop(key, None)
+        if value is None or isinstance(value, list):
+            return value or []
+        raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected a list")
+
+    def lose(self, key: str, value: object, why: str, *, fate: Fate = "lost") -> None:
+        """List a value that is not carried, and why."""
+        shown = "..." if is_secret(key, str(value)) else value
+        self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
+
+    def lose_rest(self, why: str) -> None:
+        """List what is left."""
+        for key, value in self._values.items():
+            self.lose(str(key), value, why)
+        self._values.clear()

@@ -1,0 +1,98 @@
+"""What the history of a run (`events.jsonl`) holds: the phases of its start, NCCL's transport, lost rows.
+
+A host, or another user, may have written a row; one of another form is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypedDict
+
+from clusterddp.network.nccl_log import SOCKETS
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import RunRecord, Start
+from clusterddp.system.files import read_jsonl
+from clusterddp.wire import build
+
+
+class _AnyEvent(TypedDict):
+    event: str
+
+
+class _Event(_AnyEvent, total=False):
+    """A row of the run's history, as far as it is read here."""
+
+    attempt: int | None
+    time: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeTransport:
+    """The way from the ranks of one node, in NCCL's own words; see `network.nccl_log.Transport`."""
+
+    node_rank: int
+    host: str
+    network: str
+    devices: tuple[str, ...]
+    links: tuple[str, ...]
+    complaint: str
+
+
+def read_transports(run: RunDir, attempt: int | None) -> tuple[NodeTransport, ...]:
+    """Return what the nodes report in an attempt, by node rank; of each its newest report."""
+    found: dict[int, NodeTransport] = {}
+    for row in read_jsonl(run.events):
+        if row.get("event") == "nccl_transport" and row.get("attempt") == attempt:
+            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+                transport = build(NodeTransport, row)
+                found[transport.node_rank] = transport
+    return tuple(found[node_rank] for node_rank in sorted(found))
+
+
+def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
+    """Return a warning where GPUs of several hosts exchange gradients over sockets; empty: they do not."""
+    slow = [transport for transport in transports if transport.network == SOCKETS]
+    if not slow or len({transport.host for transport in transports}) < 2:
+        return ""
+    interfaces = ", ".join(dict.fromkeys(device for transport in slow for device in transport.devices))
+    why = f" ({slow[0].complaint.rstrip('.')})" if slow[0].complaint else ""
+    return (
+        f"between hosts NCCL sends over sockets, by {interfaces or 'an interface that it does not name'}, not by "
+        f"RDMA{why}. Where there is InfiniBand or RoCE, clusterddp doctor SPEC says what keeps it from being used"
+    )
+
+
+def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
+    """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
+
+    prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
+    the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
+    ranks have met. data: until the data set is there. first_step: until it is done, with all that is built for it. The
+    last three are rank 0's, and known of the built-in trainer only. `start`: what start.json holds.
+    """
+    events: dict[str, _Event] = {}
+    for row in read_jsonl(run.events):
+        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+            event = build(_Event, row)
+            events |= {event["event"]: event} if event.get("attempt") == attempt else {}
+    phases: dict[str, float] = {}
+    submitted = events["submitted"].get("time") if "submitted" in events else None
+    if submitted is not None and attempt == record.base_attempt:
+        phases["prepare"] = submitted - record.created_ns / 1e9
+    imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
+    if submitted is not None and "started" in start:
+        phases["launch"] = start["started"] - submitted - (imported or 0.0)
+    steps = dict(events["first_step"].get("phases", {})) if "first_step" in events else {}
+    own = steps.pop("import", None)
+    if imported is not None or own is not None:
+        phases["import"] = (imported or 0.0) + (own or 0.0)
+    return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
+
+
+def count_lost_rows(run: RunDir) -> int:
+    """Count the rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
+    rows = [event.get("rows") for event in read_jsonl(run.events) if event.get("event") == "rows_lost"]
+    return sum(count for count in rows if isinstance(count, int))

@@ -1,0 +1,234 @@
+"""The directory of a sweep: its runs, what they share, which task of the job array carries which run, its queue.
+
+runs/brisk-otter-3/                     one rename puts all of it in place
+  sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
+  env.json environment.json code        shared by the runs, which have symlinks
+  queue.json CANCEL                     elsewhere than on Slurm: the process that starts the runs; that it is to end
+  launcher/                             the options of sbatch, the batch script; the log of the queue
+  brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
+
+Of the processes that may take a run out of the queue (the queue itself, one that resumes the run, one that cancels it)
+the one that writes the attempt's `claim.json` first has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name, list_places, list_runs
+from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
+
+QueueState = Literal["RUNNING", "ENDED", "GONE", "UNKNOWN"]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepDir:
+    """The files of one sweep."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        """What the sweep is: keys, values, throttle, job id."""
+        return self.path / SWEEP_RECORD
+
+    @property
+    def tasks(self) -> Path:
+        """One run a line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script gets this path."""
+        return self.path / "tasks.txt"
+
+    @property
+    def environment(self) -> Path:
+        """As of a run; the runs have links to it."""
+        return self.path / "env.json"
+
+    @property
+    def job_environment(self) -> Path:
+        """On Slurm: the variables that go from the submitting shell to the ranks."""
+        return self.path / "environment.json"
+
+    @property
+    def code(self) -> Path:
+        """As of a run; the runs have links to it."""
+        return self.path / "code"
+
+    @property
+    def queue(self) -> Path:
+        """The record of the queue, where Slurm does not start the runs."""
+        return self.path / "queue.json"
+
+    @property
+    def queue_log(self) -> Path:
+        """What the queue did."""
+        return self.launcher_dir / "queue.log"
+
+    @property
+    def queue_lock(self) -> Path:
+        """Held by the queue, so that there is never a second one."""
+        return self.launcher_dir / "queue.lock"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Asks the queue to start no more runs, once it exists."""
+        return self.path / "CANCEL"
+
+    @property
+    def launcher_dir(self) -> Path:
+        return self.path / "launcher"
+
+    def run_names(self) -> list[str]:
+        """List the names of all runs, in the order of their tasks.
+
+        Raises: ClusterddpError: they cannot be read, are no names of runs, or come twice.
+        """
+        try:
+            names = read_regular(self.tasks, MAX_RECORD_BYTES).decode("ascii", errors="replace").split()
+        except FileNotFoundError as error:
+            raise ClusterddpError(f"{self.tasks}: is gone; it names the runs of the sweep") from error
+        odd = next((name for name in names if not is_run_name(name)), None)
+        if odd is not None or len(set(names)) < len(names):
+            what = "a run comes twice" if odd is None else f"{odd!r:.60} is no name of a run"
+            raise ClusterddpError(f"{self.tasks}: does not name the runs of the sweep: {what}")
+        return names
+
+    def runs(self) -> list[RunDir]:
+        """List the runs that are there, in the order of their tasks; a deleted one is left out."""
+        return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRecord:
+    """`sweep.json`: written by the submitting side alone."""
+
+    sweep: str
+    token: str
+    """From which the job's tag follows; each run has a token of its own besides."""
+    name: str
+    launcher: str
+    created_ns: int
+    keys: tuple[str, ...]
+    """What is swept."""
+    size: int
+    throttle: int | None = None
+    job_id: str | None = None
+    """The number of the job array, or the pid of the queue; None: not submitted, or the answer was lost."""
+    job_tag: str | None = None
+    cluster: str | None = None
+    submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def write_sweep(sweep: SweepDir, record: SweepRecord) -> None:
+    write_json(sweep.record, dataclasses.asdict(record))
+
+
+def read_sweep(sweep: SweepDir) -> SweepRecord:
+    """Read the record of a sweep. Raises: ClusterddpError: it cannot be read."""
+    record = read_record(SweepRecord, sweep.record)
+    if record is None:
+        raise ClusterddpError(f"{sweep.record}: is gone")
+    return record
+
+
+def sweep_of(run: RunDir) -> SweepDir | None:
+    """Return the sweep that a run belongs to."""
+    sweep = SweepDir(run.path.parent)
+    return sweep if sweep.record.is_file() else None
+
+
+def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
+    """Find a sweep by its name, an unambiguous beginning of it, its directory, or `@last` when its runs are the newest.
+
+    None: the name means no sweep; it may mean a run.
+    """
+    if os.sep in name:
+        sweep = SweepDir(Path(name).resolve())
+        return sweep if sweep.record.is_file() else None
+    if name == "@last":
+        newest = list_runs(runs_dir)[-1:]
+        return sweep_of(newest[0]) if newest else None
+    places = list_places(runs_dir) if name else []
+    exact = [place for place in places if place.name == name]
+    matches = exact or [place for place in places if place.name.startswith(name)]
+    found = [SweepDir(place) for place in matches]
+    return found[0] if len(found) == 1 and found[0].record.is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueRecord:
+    """`queue.json`: written by the process that starts the queue, then by the queue; a lock keeps them apart."""
+
+    process: dict[str, Any]
+    """The `ProcessIdentity` of the queue."""
+    is_starting: bool = False
+    """The process is the one that starts the queue, not the queue yet."""
+    waits_for: str = ""
+    """Why the next run is not started though its turn has come, in words."""
+    ended: float | None = None
+    """Seconds since the epoch."""
+    why: str = ""
+    """Why it ended."""
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity.from_json(self.process)
+
+    @property
+    def state(self) -> QueueState:
+        """Whether it still starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked."""
+        if self.ended is not None:
+            return "ENDED"
+        alive = self.identity.alive()
+        return "UNKNOWN" if alive is None else "RUNNING" if alive else "GONE"
+
+
+def write_queue(sweep: SweepDir, record: QueueRecord) -> None:
+    write_json(sweep.queue, dataclasses.asdict(record))
+
+
+def read_queue(sweep: SweepDir) -> QueueRecord | None:
+    """Read the record of a sweep's queue; None: none was started.
+
+    Raises: ClusterddpError: the record cannot be read.
+    """
+    return read_record(QueueRecord, sweep.queue)
+
+
+def claim(attempt: AttemptDir) -> bool:
+    """Take an attempt that waits in a queue, to start it or to end it; False: another process has it."""
+    return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
+
+
+def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
+    """Read the state of a run that the queue of its sweep has still to start."""
+    sweep = SweepDir(run.path.parent)
+    record = read_queue(sweep)
+    state = record.state if record else "GONE"
+    if record and state == "UNKNOWN":
+        here = socket.gethostname()
+        reason = f"waits in the queue of {sweep.name} on {record.identity.host}, which cannot be asked from {here}"
+        return _view(RunState.UNKNOWN, attempt, reason)
+    if record and state == "RUNNING":
+        reason = "is being started" if attempt.claim.exists() else f"waits in the queue of {sweep.name}"
+        return _view(RunState.PENDING, attempt, reason)
+    what = f"has ended: {record.why}" if record and record.ended is not None else "is gone"
+    return _view(
+        RunState.LOST,
+        attempt,
+        f"was not started: the queue of {sweep.name} {what} (clusterddp resume {sweep.name} goes on)",
+    )
+
+
+def _view(state: RunState, attempt: AttemptDir, reason: str) -> RunView:
+    return RunView(state=state, attempt=attempt.number, end=None, reason=reason)

@@ -1,0 +1,183 @@
+"""The job array that carries the runs of a sweep on Slurm: submitted once, withdrawn, cancelled with one order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pwd
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.launchers.slurm.jobs import cancel_job, settle
+from clusterddp.launchers.slurm.launcher import submit_job
+from clusterddp.launchers.state import announce, read_state
+from clusterddp.run.attempts import end_run
+from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import cancelled
+from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
+from clusterddp.run.view import RunState, RunView, spell_states
+from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.identity import job_name
+from clusterddp.slurm.queue import Slurm
+from clusterddp.submission.staging import refusal
+from clusterddp.submission.submit import cancel
+from clusterddp.sweep.staging import replace_files, take_back
+from clusterddp.system.files import write_json
+
+if TYPE_CHECKING:
+    from clusterddp.sweep.plan import SweepPlan
+
+_ANSWER_S = 60.0
+"""How long running tasks have to end: Slurm's KillWait, 30 s by default, and some more."""
+_SAVE_S = 180.0
+"""The same when they may write a checkpoint first."""
+_POLL_S = 0.5
+_Run = tuple[RunDir, RunRecord]
+
+
+def submit_array(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> str:
+    """Submit the job array of a sweep whose directory is ready; return its number.
+
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: it cannot be told whether Slurm has the
+    job, and the sweep is there.
+    """
+    job_id, cluster = _submit(sweep, plan, environ)
+    try:
+        _record_job(sweep, job_id, cluster)
+    except (ClusterddpError, OSError) as error:  # the disk is full: no process could find the job
+        _withdraw(sweep, environ)
+        raise refusal(sweep.path.parent, error) if isinstance(error, OSError) else error from error
+    return job_id
+
+
+def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> str:
+    """End every run of a sweep on Slurm; with `save`, after a checkpoint. Report what they ended as.
+
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
+    """
+    slurm = Slurm(environ, max_age_s=_POLL_S)
+    runs = [(run, read_run(run)) for run in sweep.runs()]
+    views = _read_states(runs, slurm)
+    going = [(run, known) for run, known in runs if not views[run].finished]
+    if not going:
+        return f"has already ended: {spell_states(views.values())}"
+    of_array = [(run, known) for run, known in going if known.job_tag == record.job_tag]
+    stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
+    for run in stopping:
+        request_stop(run.attempts()[-1].stop_file, "cancel --save")
+    if stopping:
+        # They may see their stop files late over a slow file system.
+        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
+    for run, _ in of_array:
+        if run not in stopping:
+            _mark(run)
+    _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
+    for run, _ in of_array:
+        if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
+            _record_end(run)
+    for run, known in going:
+        if known.job_tag != record.job_tag:  # it goes on in a job of its own
+            cancel(run, save=save)
+    return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
+
+
+def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    """Ask sbatch once, as for one run, and settle doubts by the tag; return the array's number and its cluster."""
+    array = dataclasses.replace(plan.base, slurm=plan.job)
+    first = sweep.runs()[0]
+    try:
+        answer = submit_job(first, array, read_run(first), environ, sweep=sweep)[0]
+    except KeyboardInterrupt:  # an interrupted submit leaves no runs
+        _withdraw(sweep, environ)
+        raise
+    except SlurmError as error:
+        if not error.transient:
+            take_back(sweep)
+        raise
+    number, _, cluster = answer.partition(";")
+    return number.partition("_")[0], cluster or None
+
+
+def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
+    """Cancel the array, if Slurm has it, and remove the sweep; a job that is there all the same finds no runs."""
+    first = sweep.runs()[0]
+    record = read_run(first)
+    with contextlib.suppress(SlurmError):
+        job = settle(first, record, environ, num_looks=3)
+        if job is not None:
+            whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
+            cancel_job(record.name, record, whole, environ)
+    take_back(sweep)
+
+
+def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
+    """Write the number that Slurm gave into the record of the sweep, and beside those of its runs.
+
+    A record without it is no harm: jobs are found by their tag.
+    """
+    record = read_sweep(sweep)
+    write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
+    texts: dict[Path, str] = {}
+    assert record.job_tag is not None
+    for index, name in enumerate(sweep.run_names()):
+        run = RunDir(sweep.path / name)
+        if run.record.is_file():
+            answer = JobAnswer(job_id=f"{job_id}_{index}", cluster=cluster)
+            texts[run.job_answer(record.job_tag)] = json.dumps(dataclasses.asdict(answer)) + "\n"
+    replace_files(texts)
+
+
+def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
+    """Order something for the tasks of the array that still carry its name; those that have ended are no error.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    assert record.job_tag is not None
+    user = pwd.getpwuid(os.getuid()).pw_name
+    # The name alone says which jobs are meant; the number, where it is known, spares Slurm the search.
+    number = [record.job_id] if record.job_id else []
+    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *number]
+    try:
+        run_slurm(argv, environ=environ)
+    except SlurmError as error:
+        if error.transient:
+            raise
+
+
+def _mark(run: RunDir) -> None:
+    """Ask the job of the run to end it, now or after a requeue."""
+    by = f"pid {os.getpid()} on {socket.gethostname()}"
+    if write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True):
+        log_event(run, "cancel_requested")
+
+
+def _record_end(run: RunDir) -> None:
+    # The first recorded end is right.
+    with contextlib.suppress(ClusterddpError):
+        end_run(run, cancelled("cancelled with its sweep before it was started"))
+
+
+def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        views = _read_states(going, slurm)
+        left = [run.name for run, _ in going if not views[run].finished]
+        if not left:
+            return f"ended: {spell_states(views.values())}"
+        if time.monotonic() >= deadline:
+            few = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
+            raise ClusterddpError(f"{sweep.name}: {len(left)} runs have not ended after {timeout_s:.0f} s: {few}")
+        time.sleep(_POLL_S)
+
+
+def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
+    announce(runs, slurm)
+    return {run: read_state(run, slurm) for run, _ in runs}

@@ -1,0 +1,20 @@
+"""How numbers with a unit are written for people."""
+
+from __future__ import annotations
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with its unit: `512 MiB`, `1.5 GiB`; one decimal below ten."""
+    name, unit = next((each for each in _UNITS if abs(num_bytes) >= each[1]), _UNITS[-1])
+    amount = num_bytes / unit
+    return f"{amount:.0f} {name}" if abs(amount) >= 9.95 or amount == 0 else f"{amount:.1f} {name}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Write how many there are: `1 rank`, `8 ranks`, `2 processes`, `0 directories`."""
+    if count == 1:
+        return f"1 {noun}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {plural}"

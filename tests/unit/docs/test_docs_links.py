@@ -1,0 +1,109 @@
+"""Links, anchors and paths of the docs lead somewhere, every page is in the navigation, prose and cells are short."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "tests").rglob("README.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+]
+WRITTEN = re.compile(
+    r"<!-- (table|releases|rooms|bars|cpu|ranks|link-\d+|loss|gpu-\w+|curves)\b.*?<!-- (/|end of)[^>]*-->", re.DOTALL
+)
+"""What programs write; its lines are as long as they are."""
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_PATH = re.compile(r"\b(?:tests|benchmarks|jobs|templates|tools|docs)/[\w./-]*\.(?:py|yaml|md|sh)\b")
+MOST_COLUMNS = 110
+LONGEST_CELL = 160
+
+
+def prose_of(page: Path) -> str:
+    return _FENCE.sub("", page.read_text())
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in _LINK.findall(prose_of(page)):
+            yield page, target
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page as GitHub makes them; mkdocs makes the same of our headings."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+def test_every_link_leads_to_a_file_and_an_anchor() -> None:
+    broken = []
+    for page, target in links():
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors_of(path)):
+            broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_every_path_that_the_docs_name_exists() -> None:
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    named = {(page, path) for page in pages for path in _PATH.findall(prose_of(page))}
+    assert sorted(f"{page.name}: {path}" for page, path in named if not (ROOT / path).exists()) == []
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    files = [*(ROOT / "clusterddp").rglob("*.py"), *(ROOT / "jobs").glob("*.yaml"), *(ROOT / "templates").glob("*")]
+    named = {(file, page) for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())}
+    assert sorted(f"{file.relative_to(ROOT)}: {page}" for file, page in named if not (ROOT / page).is_file()) == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_lines_of_prose_wrap_and_cells_are_short(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        pytest.skip("an entry is a line for its reader; the file is not filled anew")
+    too_long = []
+    for line in WRITTEN.sub("", prose_of(page)).splitlines():
+        if line.startswith("|"):
+            too_long += [cell for cell in line.split(" | ") if len(cell) > LONGEST_CELL]
+        elif len(line) > MOST_COLUMNS and not re.match(r"!\[|<!--|    ", line) and " " in line.strip()[:MOST_COLUMNS]:
+            too_long.append(line)
+    assert too_long == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_no_entry_of_the_changelog_stands_twice() -> None:
+    """Two branches that both move entries merge without a conflict, and leave each entry twice."""
+    entries = [" ".join(entry.split()) for entry in re.split(r"^(?:- |#+ .*\n)", changelog(), flags=re.MULTILINE)]
+    assert [entry for entry, count in Counter(entries).items() if entry and count > 1] == []
+    assert changelog().count("## [Unreleased]") == 1
+
+
+def changelog() -> str:
+    return (ROOT / "CHANGELOG.md").read_text()

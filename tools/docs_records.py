@@ -1,0 +1,120 @@
+"""The pages of a run's files and of JSON output, from the classes that have them and the texts below their fields."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from docs_pictures import status_json
+from docs_text import cell, head, items, page
+
+from clusterddp.look import status
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.sweep import SweepDir
+from clusterddp.run.view import RunState
+
+
+def files_page() -> str:
+    lines = head(
+        "Files of a run",
+        "A run is a directory in `runs/` (or `--runs`, `CLUSTERDDP_RUNS`), for you alone (mode 0700). Its state is "
+        "derived from these files and from the processes that they name; it is stored nowhere.",
+    )
+    lines += ["## The run", "", *_files(RunDir(Path("RUN"))), ""]
+    lines += ["## Each attempt", "", "In `attempts/0`, `attempts/1`, ...", "", *_files(AttemptDir(Path("N"))), ""]
+    lines += ["## A sweep", "", "Its runs lie in it.", "", *_files(SweepDir(Path("SWEEP")))]
+    return page(lines)
+
+
+def json_page() -> str:
+    lines = head(
+        "JSON output",
+        "`-o json` prints JSON and nothing else on standard output. A number that is not known is null. Keys may be "
+        "added; a key keeps its meaning. [What scripts may rely on](../cli.md) has the forms of the other commands.",
+    )
+    top = json.loads(status_json())
+    lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]
+    lines += ["### progress", "", *_fields(status.Progress)]
+    lines += ["### ranks", "", *_fields(status.RankStatus)]
+    lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]
+    lines += ["### nccl", "", *_fields(status.NodeTransport)]
+    lines += ["## list -o json", "", "An array of:", "", *_fields(status.RunSummary)]
+    lines += ["## States of a run", "", *items(_attribute_docs(RunState)), ""]
+    lines += ["## States of a rank", "", *items(_rank_states())]
+    return page(lines)
+
+
+def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
+    """List what the properties and methods of a directory's class name, with what their docstrings say."""
+    rows = ["| file | has |", "|---|---|"]
+    for name, member in vars(type(place)).items():
+        target = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or not inspect.isfunction(target) or target.__doc__ is None:
+            continue
+        if inspect.signature(target).return_annotation != "Path":
+            continue
+        arguments = {"rank": 3, "tag": "TAG", "number": 0}
+        values = [arguments[parameter] for parameter in list(inspect.signature(target).parameters)[1:]]
+        path = target(place, *values).relative_to(place.path)
+        rows.append(f"| `{path}` | {cell(inspect.cleandoc(target.__doc__).split(chr(10) * 2)[0])} |")
+    return rows
+
+
+def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping[str, str] | None = None) -> list[str]:
+    """List the fields of a dataclass, or those of them that are keys of `only`, with their types and texts."""
+    docs, types = _attribute_docs(kind), dict(inspect.get_annotations(kind))
+    names = list(types) if only is None else list(only)
+    rows = ["| key | type | |", "|---|---|---|"]
+    for name in names:
+        field = (alias or {}).get(name, name)
+        rows.append(f"| `{name}` | {_json_type(str(types[field]))} | {cell(docs.get(field, ''))} |")
+    return [*rows, ""]
+
+
+def _json_type(annotation: str) -> str:
+    """Write a type of Python as JSON has it."""
+    words = {"str": "text", "int": "integer", "float": "number", "None": "null"}
+    parts = [part.strip() for part in annotation.split("|")]
+    return " or ".join(_json_part(part, words) for part in parts)
+
+
+def _json_part(part: str, words: Mapping[str, str]) -> str:
+    inner = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", part)
+    if inner:
+        return f"array of {words.get(inner[1], 'objects')}"
+    if part.startswith("dict["):
+        return "object"
+    if part.endswith("State"):
+        return "state"
+    return words.get(part, "object")
+
+
+def _rank_states() -> dict[str, str]:
+    """Return what stands below RankState: STATE: words. STATE: words."""
+    body = ast.parse(inspect.getsource(status)).body
+    for above, below in itertools.pairwise(body):
+        if isinstance(above, ast.Assign) and getattr(above.targets[0], "id", "") == "RankState":
+            text = " ".join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
+            parts = re.split(r"(?:^|(?<=\. ))([A-Z_]{4,}): ", text)[1:]
+            return {name: words.strip() for name, words in zip(parts[::2], parts[1::2], strict=True)}
+    raise LookupError("RankState")
+
+
+def _attribute_docs(kind: type) -> dict[str, str]:
+    """Return the texts that stand below the attributes of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for above, below in itertools.pairwise(body.body):
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            target = above.target if isinstance(above, ast.AnnAssign) else getattr(above, "targets", [None])[0]
+            if isinstance(target, ast.Name):
+                found[target.id] = " ".join(below.value.value.split())
+    return found

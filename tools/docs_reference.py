@@ -1,0 +1,171 @@
+"""The pages of docs/reference about commands, errors and variables, and all generated pages together."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # mypy's and pip's own
+    import tomli as tomllib
+
+import click
+from docs_pictures import ROOT, command_output
+from docs_records import files_page, json_page
+from docs_spec import spec_page
+from docs_text import WIDTH, cell, filled, head, items, page
+
+from clusterddp import errors
+from clusterddp.cli import main as command_line
+from clusterddp.cli.terminal import Terminal
+
+PAGES = ROOT / "docs" / "reference"
+
+READ = {
+    "CLUSTERDDP_RUNS": "Directory of the runs, as `--runs`. Default: `./runs`.",
+    "CLUSTERDDP_DEBUG": "`1`: errors come with a traceback, as with `--debug`.",
+    "CLUSTERDDP_CONFIG": "File of the profiles. Default: `~/.config/clusterddp/config.yaml`. Empty: no profiles.",
+    "CLUSTERDDP__SECTION__KEY": "A value of the spec: `CLUSTERDDP__TRAIN__LR=0.2`. An argument `train.lr=0.2` wins.",
+    "CLUSTERDDP_JOIN_KEY": "Shared secret of `join` and `worker`: both sides prove that they know it.",
+    "NO_COLOR": "Set: no colour, as with `--no-color` and `TERM=dumb`.",
+    "FORCE_COLOR": "`1`: colour in a pipe, too.",
+    "SLURM_CONF": "Reaches sbatch, as `SLURM_JWT` does; no other `SLURM_*` variable does.",
+    "XDG_STATE_HOME": "Directory of the key that seals a user's runs, and of ends that a run's storage did not take.",
+}
+"""What a person sets for the command."""
+GIVEN = {
+    "CLUSTERDDP_RUN": "Name of the run.",
+    "CLUSTERDDP_RUN_DIR": "Directory of the run.",
+    "CLUSTERDDP_ATTEMPT": "Number of the attempt, from 0.",
+    "CLUSTERDDP_STOP_FILE": "When this file exists, the rank is to checkpoint and end; see `clusterddp.should_stop()`.",
+    "CLUSTERDDP_INIT_METHOD": "Where torch's ranks meet, as `network.init` says: env, tcp or file and what follows `://`.",
+    "CLUSTERDDP_DATA_DIR": "`entry.data_dir`.",
+    "CLUSTERDDP_OUTPUT_DIR": "`entry.output_dir`, else `output/` in the run's directory.",
+    "CLUSTERDDP_CODE_DIR": "Where you submitted from, in the snapshot of the code.",
+    "CLUSTERDDP_BACKEND": "`nccl` or `gloo`.",
+    "CLUSTERDDP_DEVICE": "`cuda` or `cpu`.",
+    "CLUSTERDDP_GPU": "Which of the GPUs that the rank sees is its own, where that is not LOCAL_RANK.",
+}
+"""What a rank gets besides torchrun's variables."""
+INTERNAL = {
+    "CLUSTERDDP_COOKIE": "Names the run and the role of a process; cleanup finds the processes of a run by it.",
+    "CLUSTERDDP_ALONE": "A rank under `worker` records its own end.",
+    "CLUSTERDDP_SUPERVISOR_PID": "The process whose death ends a rank.",
+    "CLUSTERDDP_CORES": "The cores near the rank's GPU.",
+    "CLUSTERDDP_LISTENER_FD": "The socket that listens at the master port.",
+    "CLUSTERDDP_START_AGAIN": "How a job on Slurm is started again, from its batch script to the first task of a node.",
+    "CLUSTERDDP_AT_LOGIN": "The command runs on a login node for a laptop.",
+}
+"""What clusterddp sets for its own processes."""
+
+
+def make_pages() -> dict[Path, str]:
+    """Return the text of each page by its path."""
+    pages = {
+        "spec": spec_page(),
+        "commands": commands_page(),
+        "errors": errors_page(),
+        "environment": environment_page(),
+        "files": files_page(),
+        "json": json_page(),
+    }
+    made = {PAGES / f"{name}.md": text for name, text in pages.items()}
+    architecture = ROOT / "docs" / "architecture.md"
+    return made | {architecture: _with_rooms(architecture.read_text())}
+
+
+def commands_page() -> str:
+    lines = head("Commands", "What `clusterddp COMMAND -h` prints.")
+    group = command_line.cli
+    context = click.Context(group, info_name="clusterddp", obj=Terminal({}), **group.context_settings)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        lines += [f"## {name}", "", *_help(command, name, context)]
+    return page(lines)
+
+
+def errors_page() -> str:
+    lines = head(
+        "Exit codes and errors",
+        "An error is `error: ...` on standard error: where, what was found, what was expected. A line `hint: ...` says "
+        "what to do. `--debug` adds the traceback.",
+    )
+    lines += ["## Exit codes", "", *items({str(code): text for code, text in command_line.EXIT_CODES.items()})]
+    lines += ["", "## Errors in Python", "", "`from clusterddp.errors import ...`; each has `message` and `hint`.", ""]
+    for kind, depth in _tree(errors.ClusterddpError, 0):
+        first = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+        code = f"**`{kind.__name__}`**, exit code {kind.exit_code}: "
+        indent = "  " * depth
+        lines += textwrap.wrap(
+            code + " ".join(first.split()), WIDTH, initial_indent=f"{indent}* ", subsequent_indent=f"{indent}  "
+        )
+    return page(lines)
+
+
+def environment_page() -> str:
+    lines = head("Environment variables", "What you may set, what a rank gets, and where each value comes from.")
+    lines += ["## Read by the command", "", *_variables(READ)]
+    lines += ["## Given to each rank", "", *filled("Besides torchrun's variables, which are below."), ""]
+    lines += _variables(GIVEN)
+    lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
+    lines += [
+        "## Where each value comes from",
+        "",
+        *filled("`clusterddp explain jobs/script_entry.yaml`, by launcher. Under another launcher a variable that is "
+                 "set stays as it is."),
+        "",
+        "```text",
+        command_output("explain", "jobs/script_entry.yaml").rstrip("\n"),
+        "```",
+    ]  # fmt: skip
+    return page(lines)
+
+
+def _with_rooms(text: str) -> str:
+    """Put the rooms between their marks: the rows of the import contract, and the first line of each room."""
+    before, start, rest = text.partition("<!-- rooms: written by tools/write_docs -->\n")
+    _, end, after = rest.partition("<!-- end of rooms -->")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rows = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    lines = ["", "| rooms, from the top | |", "|---|---|"]
+    for row in rows:
+        for place, room in enumerate(part.strip() for part in row.split("|")):
+            name = room.removeprefix("clusterddp.")
+            mark = "" if place == 0 else "beside it: "
+            lines.append(f"| {mark}`{name}` | {cell(_first_line(name))} |")
+    return before + start + "\n".join([*lines, "", ""]) + end + after
+
+
+def _first_line(room: str) -> str:
+    package = ROOT / "clusterddp" / room
+    path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return doc.splitlines()[0]
+
+
+def _help(command: click.Command, name: str, parent: click.Context) -> list[str]:
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=WIDTH, terminal_width=WIDTH)
+    lines = ["```text", command.get_help(context), "```", ""]
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            found = command.get_command(context, inner)
+            assert found is not None
+            lines += [f"### {name} {inner}", "", *_help(found, inner, context)]
+    return lines
+
+
+def _tree(kind: type[errors.ClusterddpError], depth: int) -> Iterator[tuple[type[errors.ClusterddpError], int]]:
+    yield kind, depth
+    for below in kind.__subclasses__():
+        if below.__module__ == errors.__name__:
+            yield from _tree(below, depth + 1)
+
+
+def _variables(texts: Mapping[str, str]) -> list[str]:
+    return ["| variable | |", "|---|---|", *(f"| `{name}` | {cell(text)} |" for name, text in texts.items()), ""]
