@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launchers.slurm.jobs import cancel_job, settle
+from clusterddp.launchers.slurm.jobs import cancel_job, wait_for_job
 from clusterddp.launchers.slurm.launcher import submit_job
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.run.attempts import end_run
@@ -90,7 +90,7 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
 
 
 def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """Ask sbatch once, as for one run, and settle doubts by the tag; return the array's number and its cluster."""
+    """Ask sbatch once, as for one run, and wait_for_job doubts by the tag; return the array's number and its cluster."""
     array = dataclasses.replace(plan.base, slurm=plan.job)
     first = sweep.runs()[0]
     try:
@@ -111,7 +111,7 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
     first = sweep.runs()[0]
     record = read_run(first)
     with contextlib.suppress(SlurmError):
-        job = settle(first, record, environ, num_looks=3)
+        job = wait_for_job(first, record, environ, num_looks=3)
         if job is not None:
             whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
             cancel_job(record.name, record, whole, environ)

@@ -86,7 +86,7 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
             if supervisor not in ended:
                 supervisor.process.kill()
         _wait_for(supervisors, ended)
-        retry_outage(lambda: _await_end(run))
+        retry_outage(lambda: _wait_for_end(run))
         # The guards have done this, unless they were killed too.
         for node in gang.nodes:
             sweep(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
@@ -137,7 +137,7 @@ def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
         time.sleep(0.05)
 
 
-def _await_end(run: RunDir) -> None:
+def _wait_for_end(run: RunDir) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
     while final_end(run) is None and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -32,7 +32,7 @@ def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job 
     return Slurm(environ, max_age_s=0.0).find(wanted) if wanted else None
 
 
-def settle(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
+def wait_for_job(run: RunDir, record: RunRecord, environ: Mapping[str, str], *, num_looks: int) -> Job | None:
     """Look up to `num_looks` times for a job that may be in the queue, with growing pauses; None if it never appears.
 
     Raises: SlurmError: the controller did not answer for 45 s.
@@ -57,7 +57,7 @@ def is_over(job: Job | None) -> bool:
     return job is None or job.phase is Phase.ENDED
 
 
-def await_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
+def wait_for_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
     """Wait until a job is over or `timeout_s` has passed; return its last state.
 
     Raises: SlurmError: Slurm could not be asked.

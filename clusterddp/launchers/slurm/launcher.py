@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
-from clusterddp.launchers.slurm.jobs import await_end, cancel_job, find_job, is_over, settle, signal_batch
+from clusterddp.launchers.slurm.jobs import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.launchers.slurm.state import read_job_state
 from clusterddp.planning.environment import python_path, travelling_variables
 from clusterddp.planning.plan import Plan, move_plan, read_plan
@@ -125,7 +125,7 @@ class SlurmLauncher:
 
         Raises: SlurmError: Slurm could not be asked.
         """
-        if not is_over(await_end(run, record, environ, timeout_s)):
+        if not is_over(wait_for_end(run, record, environ, timeout_s)):
             return False
         drop_secrets(run)
         return True
@@ -139,11 +139,11 @@ class SlurmLauncher:
         if job is None or is_over(job):
             return 0
         # The job may still clean up.
-        job = await_end(run, record, environ, 5.0)
+        job = wait_for_end(run, record, environ, 5.0)
         if job is None or is_over(job):
             return 0
         cancel_job(record.name, record, job, environ)
-        job = await_end(run, record, environ, _END_TIMEOUT_S)
+        job = wait_for_end(run, record, environ, _END_TIMEOUT_S)
         if job is not None and not is_over(job):
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
         return 1
@@ -200,7 +200,7 @@ def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
     """Cancel a job whose submit was interrupted; return a sentence on the result."""
     record = read_run(run)
     try:
-        job = settle(run, record, environ, num_looks=3)
+        job = wait_for_job(run, record, environ, num_looks=3)
         if job is None:
             return "Slurm has no job of this run"
         cancel_job(record.name, record, job, environ)
@@ -252,7 +252,7 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
     """
     job = None
     try:
-        job = settle(run, record, environ, num_looks=4 if error.transient else 2)
+        job = wait_for_job(run, record, environ, num_looks=4 if error.transient else 2)
     except SlurmError as unanswered:
         if error.transient or unanswered.transient:
             raise SlurmError(
