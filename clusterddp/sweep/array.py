@@ -90,7 +90,7 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
 
 
 def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """Ask sbatch once, as for one run, and wait_for_job doubts by the tag; return the array's number and its cluster."""
+    """Run sbatch once; if its answer is unclear, find the array by its tag. Return the array's id and its cluster."""
     array = dataclasses.replace(plan.base, slurm=plan.job)
     first = sweep.runs()[0]
     try:
