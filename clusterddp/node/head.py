@@ -227,6 +227,8 @@ class Head:
             self._attempt.cancel_reason = reason
 
     def _hear_stop(self, report: Message, now: float) -> None:
+        if report.get("ordered"):
+            return  # a stop file that a node has written on this head's order
         if self._job is not None and report.get("signal") == "SIGTERM":
             self._job.on_term(now)
             if self._ending is not None:

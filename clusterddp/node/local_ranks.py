@@ -30,7 +30,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
 from clusterddp.run.record import RankRecord
-from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason
+from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import is_outage
 
@@ -186,7 +186,8 @@ class LocalRanks:
             return
         if is_complete(attempt.dir.stop_file) if complete else is_file(attempt.dir.stop_file):
             attempt.stop_seen = True
-            self._report({"kind": "stop_requested", "reason": stop_reason(attempt.dir.stop_file)})
+            file = attempt.dir.stop_file
+            self._report({"kind": "stop_requested", "reason": stop_reason(file), "ordered": was_ordered(file)})
 
     def _hear_news(self) -> None:
         """Take in what has become of the ranks."""
@@ -264,7 +265,7 @@ class LocalRanks:
             return
         self._attempt.stop_seen = True
         try:
-            request_stop(self._attempt.dir.stop_file, reason)
+            request_stop(self._attempt.dir.stop_file, reason, ordered=True)
             self._attempt.stop_wanted = None
         except OSError as error:
             if is_outage(error):

@@ -12,7 +12,8 @@ SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract
 Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
 node_rank, missing: ranks whose tasks have not come, links: see socket_links.py), `missing` (ranks), `started`
 (interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested`
-(reason, signal), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed` (error, weight; rank, when its task is
+(reason, signal, ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed` (error, weight;
+rank, when its task is
 lost), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended`
 (node_rank, exit_code). Orders: `start` (attempt, restart, master_addr, master_port, agent_port, networks: what NCCL's
 sockets take), `stop` (reason), `kill` (whole_gang), `record` (attempt, end), `finish` (exit_code). Both ways: `gave_up`

@@ -25,8 +25,8 @@ LOOK_EVERY_S = 0.25
 """How often a program that asks in every step looks for the file."""
 
 
-def request_stop(stop_file: Path, reason: str) -> None:
-    """Ask for a stop; the first reason given stays.
+def request_stop(stop_file: Path, reason: str, *, ordered: bool = False) -> None:
+    """Ask for a stop; the first reason given stays. `ordered`: the head has decided it, so the file asks nothing new.
 
     Safe in a signal handler: two system calls, no lock.
     """
@@ -34,7 +34,7 @@ def request_stop(stop_file: Path, reason: str) -> None:
         descriptor = os.open(stop_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return
-    os.write(descriptor, json.dumps({"reason": reason, "time": time.time()}).encode())
+    os.write(descriptor, json.dumps({"reason": reason, "time": time.time(), "ordered": ordered}).encode())
     os.close(descriptor)
 
 
@@ -88,6 +88,14 @@ def cancel_reason(run: RunDir) -> str:
     except (ClusterddpError, OSError, AttributeError):
         by = None
     return f"cancelled by {by}" if by else "cancelled"
+
+
+def was_ordered(stop_file: Path) -> bool:
+    """Return whether the head has ordered the stop that the file asks for, not a user or another process."""
+    try:
+        return read_object(read_regular(stop_file, 65536)).get("ordered") is True
+    except (OSError, ValueError, ClusterddpError):
+        return False
 
 
 def confirm_stop(attempt: AttemptDir, progress: dict[str, Any]) -> None:
