@@ -59,7 +59,7 @@ def read_at_rest(run: RunDir, slurm: Slurm) -> RunView:
 
     def at_rest() -> bool:
         age(run)
-        return "may still come" not in read_state(run, slurm).reason
+        return "may be recorded soon" not in read_state(run, slurm).reason
 
     eventually(at_rest)
     return read_state(run, slurm)
@@ -332,7 +332,7 @@ def test_a_run_that_was_to_start_again_and_whose_job_has_ended_is_lost(
     end_attempt(begin_attempt(run), "FAILED", will_restart=True)
     await_state(rack, job, "FAILED")
     view = read_at_rest(run, slurm)
-    assert (view.state, "no other follows it" in view.reason) == (RunState.LOST, True)
+    assert (view.state, "no job follows it" in view.reason) == (RunState.LOST, True)
 
 
 def test_a_job_that_sbatch_queued_without_telling_us_is_found_by_its_tag(

@@ -172,7 +172,7 @@ def test_a_module_outside_of_a_repository_is_refused(tmp_path: Path) -> None:
 def test_of_a_script_outside_of_a_repository_it_is_said_what_travels(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     notes = plan("entry: {script: train.py}\n", tmp_path).notes
-    assert [note for note in notes if "the hosts get its *.py files alone" in note]
+    assert [note for note in notes if "the hosts get only its *.py files" in note]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_nccl_gets_slices_of_different_gpus() -> None:
 def test_two_slices_of_one_gpu_are_refused_to_nccl_and_given_to_gloo() -> None:
     job = load_spec("name: a\nresources: {gpus_per_node: 2}\n", environ={}).job
     with pytest.raises(
-        PreflightError, match="MIG-a0 and MIG-a1 are slices of one GPU, and NCCL takes one rank on each"
+        PreflightError, match="MIG-a0 and MIG-a1 are slices of one GPU, and NCCL allows one rank on each GPU"
     ):
         plan_placement(job, slices("MIG-a0", "MIG-a1"))
     gloo = load_spec("name: a\nresources: {gpus_per_node: 2}\nnetwork: {backend: gloo}\n", environ={}).job
