@@ -349,7 +349,7 @@ def test_an_exported_time_limit_holds_when_the_spec_has_none(tmp_path: Path) -> 
     assert named(sbatch(tmp_path, spec=spec, environ=environ), "time") == ["--time=20"]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("run%j", "job's numbers"), ("a\\b", "drops it"), ("a\nb", "one line")])
+@pytest.mark.parametrize(("name", "reason"), [("run%j", "job's ids"), ("a\\b", "removes it"), ("a\nb", "one line")])
 def test_a_runs_directory_that_slurm_would_read_otherwise_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         plan(tmp_path, runs_dir=tmp_path / name)
