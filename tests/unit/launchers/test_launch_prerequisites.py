@@ -46,7 +46,9 @@ def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
     monkeypatch.setattr("clusterddp.submission.submit.check_trainer", lambda gang, *, elsewhere: None)
     (tmp_path / "sets").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/sets}}")
-    with pytest.raises(PreflightError, match=r"cifar10 is not in .*/sets, and the nodes would look for it only after") as refused:
+    with pytest.raises(
+        PreflightError, match=r"cifar10 is not in .*/sets, and the nodes would look for it only after"
+    ) as refused:
         submit(planned)
     assert f"{shlex.quote(sys.executable)} -m clusterddp.train.data cifar10 {tmp_path}/sets" in str(refused.value.hint)
     assert not planned.run_dir.exists()
