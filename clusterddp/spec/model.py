@@ -101,7 +101,8 @@ class Stop(Section):
     lead: fields.TimeLimit | None = Field(
         default=None,
         description='How long before the time limit the ranks are asked to stop: "0:30" is 30 seconds, a plain number '
-        "is minutes; at most half of the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 minute before the job ends.",
+        "is minutes; at most half of the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 "
+        "minute before the job ends.",
     )
     grace: fields.TimeLimit | None = Field(
         default=None,
