@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from clusterddp.cli.terminal import Terminal
+from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir, sweep_of
 
@@ -110,7 +110,8 @@ def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
             function = click.option(
                 option, is_flag=True, hidden=True, expose_value=False, callback=_set_on_terminal, help=help_text
             )(function)
-        return click.command(name)(function)
+        # click keeps the names of the help option of the first context, whoever makes that.
+        return click.command(name, context_settings={"help_option_names": HELP_OPTIONS})(function)
 
     return decorate
 

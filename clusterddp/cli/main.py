@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import click
 
 from clusterddp import __version__
-from clusterddp.cli.terminal import Terminal, say, say_error, writing_stdout
+from clusterddp.cli.terminal import HELP_OPTIONS, Terminal, say, say_error, writing_stdout
 from clusterddp.errors import ClusterddpError, SpecError
 
-_HELP_OPTIONS = ["-h", "--help"]
 _COMMANDS = {
     "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("setup", "Run", "write a commented spec to start from"),
@@ -89,7 +88,7 @@ class CommandIndex(click.Group):
         command: click.Command = module.COMMANDS[cmd_name]
         command.short_help = summary
         # click keeps the names of the help option of the first context, whoever made that.
-        command.context_settings.setdefault("help_option_names", _HELP_OPTIONS)
+        command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
         return command
 
     def resolve_command(
@@ -121,7 +120,7 @@ class CommandIndex(click.Group):
             formatter.write_dl(records)
 
 
-@click.group(cls=CommandIndex, context_settings={"help_option_names": _HELP_OPTIONS, "max_content_width": 100})
+@click.group(cls=CommandIndex, context_settings={"help_option_names": HELP_OPTIONS, "max_content_width": 100})
 @click.version_option(__version__, prog_name="clusterddp", message="%(prog)s %(version)s")
 @click.option("--no-color", is_flag=True, help="No colour (so do NO_COLOR and TERM=dumb).")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error (so does CLUSTERDDP_DEBUG=1).")

@@ -17,6 +17,8 @@ from clusterddp.look.printable import UNSAFE, printable
 _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
 """The end of a line; what click.style writes for bold text and for the eight colours."""
 
+HELP_OPTIONS = ["-h", "--help"]
+
 
 class Terminal:
     """What is known about where the command runs; made once in `main`, handed to every command."""

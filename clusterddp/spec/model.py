@@ -100,13 +100,14 @@ class Stop(Section):
 
     lead: fields.TimeLimit | None = Field(
         default=None,
-        description="How long before the time limit the ranks are asked to stop, written as time is, at most half of "
-        "the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 minute before the job ends.",
+        description='How long before the time limit the ranks are asked to stop: "0:30" is 30 seconds, a plain number '
+        "is minutes; at most half of the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 "
+        "minute before the job ends.",
     )
     grace: fields.TimeLimit | None = Field(
         default=None,
         description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
-        'attempt has failed. Default: "2:00", 2 minutes.',
+        'attempt has failed. "0:30" is 30 seconds, a plain number is minutes. Default: "2:00", 2 minutes.',
     )
 
 
