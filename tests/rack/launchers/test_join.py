@@ -259,4 +259,4 @@ def _refuse_one(machines: Machines, run: RunDir) -> None:
     command = [sys.executable, "-m", "clusterddp", "resume", run.name]
     place, variables = machines.place("node1"), {"PYTHONPATH": str(ROOT)}
     done = machines.rack.run("node1", command, cwd=place, env=variables, check=False)
-    assert (done.returncode, f"clusterddp join SPEC --resume {run.name}, on each of them" in done.stderr) == (2, True)
+    assert (done.returncode, f"clusterddp join SPEC --resume {run.name} on each of them" in done.stderr) == (2, True)
