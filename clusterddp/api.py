@@ -76,7 +76,7 @@ class Run:
 
     def cancel(self, *, save: bool = False) -> str:
         """End the run, with `save` after a checkpoint; return in words what became of it."""
-        from clusterddp.submission.submit import cancel
+        from clusterddp.submission.cancel import cancel
 
         return cancel(RunDir(self.path), save=save)
 
@@ -192,7 +192,12 @@ def should_stop() -> bool:
     the answer is False.
     """
     stop_file = os.environ.get(STOP_FILE)
-    return stop_file is not None and Path(stop_file).exists()
+    if stop_file is None:
+        return False
+    from clusterddp.run.stop import record_question
+
+    record_question(Path(stop_file))
+    return Path(stop_file).exists()
 
 
 def _function_spec(

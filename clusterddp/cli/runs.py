@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +147,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 @click.pass_obj
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
-    from clusterddp.submission.submit import cancel as cancel_run
+    from clusterddp.submission.cancel import cancel as cancel_run
     from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
@@ -157,11 +158,16 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
                 say(f"{sweep.name}: {cancel_sweep(sweep, save=save)}")
                 continue
             run = find_run(runs_dir, name)
-            say(f"{run.name}: {printable(cancel_run(run, save=save))}")
+            tell = partial(_say_of, run.name)
+            tell(cancel_run(run, save=save, tell=tell))
         except ClusterddpError as error:  # the others are cancelled all the same
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
     return exit_code
+
+
+def _say_of(run: str, text: str) -> None:
+    say(f"{run}: {printable(text)}")
 
 
 @command("list")

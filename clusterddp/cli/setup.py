@@ -38,7 +38,8 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
-    from clusterddp.submission.submit import cancel, submit
+    from clusterddp.submission.cancel import cancel
+    from clusterddp.submission.submit import submit
 
     resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
     plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))

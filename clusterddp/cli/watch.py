@@ -60,7 +60,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
 @contextlib.contextmanager
 def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
     """Let the run end with this command, however that ends."""
-    from clusterddp.submission.submit import cancel
+    from clusterddp.submission.cancel import cancel
 
     try:
         yield

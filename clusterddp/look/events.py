@@ -13,7 +13,7 @@ from typing import TypedDict
 from clusterddp.network.nccl_log import SOCKETS
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, Start
-from clusterddp.system.files import read_jsonl
+from clusterddp.system.files import is_file, read_jsonl
 from clusterddp.wire import build
 
 
@@ -27,6 +27,12 @@ class _Event(_AnyEvent, total=False):
     attempt: int | None
     time: float
     phases: dict[str, float]
+
+
+class _StopEvent(TypedDict):
+    reason: str
+    time: float
+    asks: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +96,31 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     if imported is not None or own is not None:
         phases["import"] = (imported or 0.0) + (own or 0.0)
     return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopping:
+    """A run whose ranks were asked to checkpoint and end, and have not ended yet."""
+
+    reason: str
+    """Who asked, or what."""
+    since: float
+    """Seconds since the epoch."""
+    until: float
+    """Seconds since the epoch: when the supervisors end what still runs."""
+    asks: bool
+    """False: the program has not asked whether to stop so far."""
+
+
+def read_stopping(run: RunDir, attempt: int, grace_s: float) -> Stopping | None:
+    """Return what the head recorded of a stop in this attempt; None while no stop is requested."""
+    for row in read_jsonl(run.events):
+        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+            if row.get("event") == "stop_requested" and "asks" in row and row.get("attempt") == attempt:
+                event = build(_StopEvent, row)
+                since, asked = event["time"], is_file(run.attempt(attempt).asked)
+                return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
+    return None
 
 
 def count_lost_rows(run: RunDir) -> int:

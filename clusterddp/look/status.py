@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.launchers.state import read_state
-from clusterddp.look.events import NodeTransport, count_lost_rows, read_start_phases, read_transports, warn_of_sockets
+from clusterddp.look.events import (
+    NodeTransport,
+    Stopping,
+    count_lost_rows,
+    read_start_phases,
+    read_stopping,
+    read_transports,
+    warn_of_sockets,
+)
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
@@ -90,6 +98,8 @@ class RunStatus:
     """What a user should look at though the state does not show it."""
     transports: tuple[NodeTransport, ...] = ()
     """By node, of those whose NCCL has said so in the newest attempt."""
+    stopping: Stopping | None = None
+    """Of a run that goes on, though its ranks were asked to checkpoint and end."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -111,6 +121,7 @@ class RunStatus:
             "start_phases": self.start_phases,
             "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
+            "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
             **job,
         }
@@ -178,8 +189,15 @@ def read_status(run: RunDir) -> RunStatus:
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
+        stopping=_stopping(run, view, gang),
         lost_rows=count_lost_rows(run),
     )
+
+
+def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
+    if view.state is not RunState.RUNNING or view.attempt is None:
+        return None
+    return read_stopping(run, view.attempt, gang.stop_grace_s)
 
 
 def _stopped_ranks(attempt: AttemptDir) -> list[str]:

@@ -38,6 +38,8 @@ class Attempt:
         self.cancel_reason: str | None = None
         self.stopped_by_people = False
         """True when the request to stop can be nothing that Slurm wants."""
+        self.asks = gang.entry.always_stops
+        """True when the program is known to take part in the stop contract."""
         self.job_ends = False
         """On Slurm: the job is being taken away, though the run may go on in another start of it."""
         self.job_failure: str | None = None
@@ -54,6 +56,8 @@ class Attempt:
         self._decide_at = float("inf")
         self._decided = False
         self._stop_deadline = float("inf")
+        self._overdue: Failure | None = None
+        """Set when the ranks have not ended in time after a request to stop."""
 
     @property
     def settling(self) -> bool:
@@ -105,13 +109,16 @@ class Attempt:
         words = None
         if now >= self._stop_deadline:
             words = f"did not stop within {self._gang.stop_grace_s:g} s of the request ({self.stop_reason})"
+            words += "" if self.asks else "; the program never asked clusterddp.should_stop()"
         elif self._gang.time_limit_s is not None and now >= self.begun + self._gang.time_limit_s:
             words = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
         elif now >= self.ends_by:
             words = f"did not stop before Slurm takes the job away ({self.stop_reason})"
         if words is not None:
             host = self._gang.node_of(rank).host
-            self.fail(Failure.at(host, f"{self._spell(self.running)} {words}", rank=rank), now)
+            failure = Failure.at(host, f"{self._spell(self.running)} {words}", rank=rank)
+            self._overdue = failure if now >= self._stop_deadline else None
+            self.fail(failure, now)
 
     def is_over(self, now: float) -> bool:
         """Say whether the verdict is due: what is left of the gang is then ended."""
@@ -127,6 +134,8 @@ class Attempt:
         """Say how the attempt ended. `stop_confirmed`: the program has recorded that it ended because of the stop."""
         if self.cancel_reason is not None:
             return cancelled(self.cancel_reason)
+        if self._overdue is not None and self.stopped_by_people and self.cause() is self._overdue:
+            return cancelled(f"ended without a checkpoint: {self._overdue.cause.error}")
         if self._failures:
             return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):

@@ -174,6 +174,8 @@ class Head:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
+        if attempt.stop_reason is not None:
+            self._see_who_asks(attempt)
         attempt.check_time(now)
         if attempt.is_over(now):
             self._end_gang(now)
@@ -251,8 +253,13 @@ class Head:
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
-        log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason)
+        self._see_who_asks(self._attempt)
+        log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         self._tell_all({"kind": "stop", "reason": reason})
+
+    def _see_who_asks(self, attempt: Attempt) -> None:
+        """Note whether the program has asked for a stop by now; one that never does is going to be ended."""
+        attempt.asks = attempt.asks or is_file(self._run.attempt(attempt.number).asked)
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""

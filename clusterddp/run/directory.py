@@ -16,6 +16,8 @@ _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile(
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 MAX_ATTEMPTS = 1_000_000
 """More than any run has."""
+ASKED = "ASKED"
+"""The file that a rank makes beside STOP when its program first asks whether to stop."""
 STAGING_PREFIX = ".staging-"
 SWEEP_RECORD = "sweep.json"
 """What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
@@ -54,6 +56,11 @@ class AttemptDir:
     def stopped(self) -> Path:
         """Written by the ranks' program when it ended because of a stop: how far it came."""
         return self.path / "stopped.json"
+
+    @property
+    def asked(self) -> Path:
+        """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
+        return self.path / ASKED
 
     @property
     def claim(self) -> Path:

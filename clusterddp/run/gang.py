@@ -61,6 +61,11 @@ class Entry:
     """Where the run was submitted from, in the copy of the code; the working directory where there is no copy."""
 
     @property
+    def always_stops(self) -> bool:
+        """True when the entry is known to stop on request; of another program that shows when it first asks."""
+        return self.stop_aware or self.stop_signal != "none"
+
+    @property
     def takes_listener(self) -> bool:
         """True when rank 0's own process serves at the master port, and with torch's store, as far as we can tell.
 

@@ -6,16 +6,18 @@ the program agrees on one step over all ranks, writes a checkpoint there, confir
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import ASKED, AttemptDir, RunDir
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
 from clusterddp.wire import read_object
 
@@ -36,6 +38,13 @@ def request_stop(stop_file: Path, reason: str, *, ordered: bool = False) -> None
         return
     os.write(descriptor, json.dumps({"reason": reason, "time": time.time(), "ordered": ordered}).encode())
     os.close(descriptor)
+
+
+@cache
+def record_question(stop_file: Path) -> None:
+    """Record, once a process, that this program asks whether to stop: it takes part in the stop contract."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(stop_file.with_name(ASKED), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def stop_requested(stop_file: Path) -> bool:

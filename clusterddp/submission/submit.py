@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,21 +22,16 @@ from clusterddp.run.attempts import (
     Closeable,
     Tell,
     adopt,
-    end_queued,
     end_run,
-    final_end,
     make_next_attempt,
     refuse_resume,
-    refuse_to_end,
     silence,
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
-from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
-from clusterddp.run.stop import request_stop
+from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.sweep import claim
-from clusterddp.run.view import RunState, RunView
-from clusterddp.slurm.jobs import Phase
+from clusterddp.run.view import RunView
 from clusterddp.submission.staging import make_run
 from clusterddp.system.files import write_json
 
@@ -48,8 +42,6 @@ CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
 """How long `resume` waits for the state of a run on busy hosts, which decides whether it may start."""
-_ANSWER_S = 5.0
-"""How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,19 +147,6 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
     )
 
 
-def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
-    """End a run; with `save`, let it write a checkpoint first. Return a sentence on the result.
-
-    A run that has ended stays as it is; a second cancel only waits for the first.
-    Raises: ClusterddpError: the run has not ended in time. UsageError: the run belongs to another user.
-    """
-    run = RunDir(run.path.absolute())
-    refuse_to_end(run.path)
-    with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
-        sync.update()
-        return _end(run, sync, save=save, timeout_s=timeout_s)
-
-
 def wait(
     run: RunDir,
     timeout_s: float | None = None,
@@ -213,71 +192,6 @@ def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
     if renewed != plan:
         write_json(run.plan, plan_json(renewed))
     return renewed
-
-
-def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> str:
-    if end_queued(run, CANCELLED_IN_QUEUE):
-        return CANCELLED_IN_QUEUE
-    view = read_state(run)
-    record = read_run(run)
-    if view.state is RunState.LOST:
-        num_strays = clear_away(run, record, inherited_environment())
-        if num_strays:
-            things = launcher_named(record.launcher).things
-            return f"was lost; ended {num_strays} leftover {things}"
-    if view.finished:
-        return f"has already ended: {view.state.value} ({view.reason})"
-    waits = view.job is not None and view.job.phase is Phase.WAITING
-    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
-        return _stop(run, record, view.attempt, sync)
-    return _cancel(run, record, timeout_s, sync)
-
-
-def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser) -> str:
-    """Ask the run to checkpoint and end, and wait for its end."""
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
-    gang = read_gang(run)
-    request_stop(run.attempt(attempt).stop_file, "cancel --save")
-    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, environ, sync)
-    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), sync=sync)
-    if not view.finished:
-        raise ClusterddpError(
-            f"{run.name}: was asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
-            hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
-        )
-    return _describe_end(view)
-
-
-def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
-    by = f"pid {os.getpid()} on {socket.gethostname()}"
-    asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
-    if asked:
-        log_event(run, "cancel_requested")
-    deadline = time.monotonic() + timeout_s
-    will_answer = launcher.request_end(run, record, environ, sync)
-    slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
-    # No supervisor answers: the launcher ends the run.
-    if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
-        record_end(run, cancelled(launcher.killed))
-        view = read_state(run, slurm)
-    if not view.finished:
-        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, sync=sync)
-    if not view.finished:
-        raise ClusterddpError(
-            f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
-            hint=f"it ends as soon as its supervisors see {run.cancel_file}",
-        )
-    return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
-
-
-def _describe_end(view: RunView) -> str:
-    result = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
-    return result.get(view.state, f"ended: {view.state.value} ({view.reason})")
 
 
 def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:

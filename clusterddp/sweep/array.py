@@ -27,8 +27,8 @@ from clusterddp.run.view import RunState, RunView, spell_states
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm
+from clusterddp.submission.cancel import cancel
 from clusterddp.submission.staging import refusal
-from clusterddp.submission.submit import cancel
 from clusterddp.sweep.staging import replace_files, take_back
 from clusterddp.system.files import write_json
 

@@ -27,7 +27,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import ProcessIdentity, read_run
 from clusterddp.run.sweep import QueueRecord, SweepDir, read_sweep, write_queue
-from clusterddp.submission.submit import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.sweep.plan import queue_width
 from clusterddp.sweep.queued_run import start_queued
 from clusterddp.system.files import is_file

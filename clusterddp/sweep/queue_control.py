@@ -28,7 +28,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
 from clusterddp.run.view import RunView, spell_states
-from clusterddp.submission.submit import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
 from clusterddp.system.files import read_tail, write_json

@@ -16,7 +16,7 @@ from clusterddp.system.files import read_json
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.events import NodeTransport
+    from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
     from clusterddp.run.directory import RunDir
@@ -30,7 +30,8 @@ _BY_HAND = {
     "join": ("clusterddp join SPEC", "on each machine"),
     FOREIGN: ("clusterddp worker SPEC", "started as before"),
 }
-_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan", "KILLED": "yellow"}
+_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan"}
+_COLORS |= {"STOPPING": "yellow", "KILLED": "yellow"}
 
 
 def state_text(state: str) -> str:
@@ -46,7 +47,10 @@ def warning_text(warning: str) -> str:
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
     """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
-    lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
+    state = "STOPPING" if status.stopping else status.state.value
+    lines = [f"{click.style(name, bold=True)}  {state_text(state)}  {where}"]
+    if status.stopping:
+        lines.append(f"  {printable(stopping_text(status.stopping, now=time.time()))}")
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
         lines.append(f"  {printable(status.reason)}")
     if status.warning:
@@ -69,6 +73,14 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines += ["", *root_cause_lines(status.root_cause, run)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def stopping_text(stopping: Stopping, *, now: float) -> str:
+    """Say why the ranks are to stop, how long they have left, and whether their program knows."""
+    left = f"{stopping.reason}: its ranks are ended in {duration(max(0.0, stopping.until - now))}"
+    if stopping.asks:
+        return f"{left} if they have not stopped at a checkpoint by then"
+    return f"{left} and save nothing: the program has not asked clusterddp.should_stop()"
 
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:

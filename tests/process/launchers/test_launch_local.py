@@ -21,7 +21,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.view import RunState, RunView
-from clusterddp.submission.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import Submitted, resume, submit, wait
 from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import (
     HELLO,

@@ -14,12 +14,14 @@ from click import unstyle
 
 import clusterddp
 from clusterddp.cli.text.status import status_lines
+from clusterddp.errors import ClusterddpError
 from clusterddp.look.status import read_status
 from clusterddp.run.cleanup import sweep
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
-from clusterddp.submission.submit import cancel, submit, wait
+from clusterddp.submission.cancel import HOW_TO_STOP, cancel
+from clusterddp.submission.submit import submit, wait
 from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
 from tests.support.waiting import wait_until
 
@@ -256,5 +258,35 @@ def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
     (start.directory / "loop.py").write_text(code)
     run = start(f"{{command: [{sys.executable}, loop.py]}}")
     wait_for_ranks(run, 2)
-    assert cancel(run, save=True) == "cancelled"
+    reports: list[str] = []
+    assert cancel(run, save=True, tell=reports.append) == "cancelled"
+    assert not any("has not asked" in text for text in reports)
+    assert run.attempts()[-1].asked.exists()
     assert clusterddp.Run(run.path).wait(20) == "CANCELLED"
+
+
+def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_error(start: Starter) -> None:
+    (start.directory / "deaf.py").write_text("import time; print('up', flush=True); time.sleep(600)")
+    run = start("{script: deaf.py}", more="stop: {grace: \"00:00:04\"}")
+    wait_for_ranks(run, 2)
+    messages, seen = [], []
+
+    def report(text: str) -> None:
+        messages.append(text)
+        seen.append(read_status(run))
+
+    with pytest.raises(ClusterddpError, match=r"ended without a checkpoint: ranks 0-1 did not stop within 4 s") as info:
+        cancel(run, save=True, tell=report)
+    assert (info.value.exit_code, info.value.hint) == (1, HOW_TO_STOP)
+    assert "the program has not asked clusterddp.should_stop() so far" in messages[0]
+    stopping = seen[0].stopping
+    assert stopping is not None
+    assert (stopping.reason, stopping.asks, stopping.until - stopping.since) == ("cancel --save", False, 4.0)
+    page = unstyle("\n".join(status_lines(seen[0], run, address=run.name)))
+    assert "STOPPING" in page.splitlines()[0]
+    assert "and save nothing: the program has not asked clusterddp.should_stop()" in page
+    end = read_end(run.attempts()[-1])
+    assert end is not None
+    assert (end.outcome, end.root_cause) == ("CANCELLED", None)
+    assert "; the program never asked clusterddp.should_stop()" in end.reason
+    assert read_status(run).stopping is None

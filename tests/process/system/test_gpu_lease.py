@@ -20,7 +20,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
-from clusterddp.submission.submit import cancel, resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus

@@ -268,7 +268,7 @@ import os, sys
 from pathlib import Path
 import clusterddp.launchers.slurm.state
 from clusterddp.errors import ClusterddpError
-from clusterddp.submission.submit import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.run.directory import RunDir
 from clusterddp.launchers.state import read_state
 os.setgroups([])
