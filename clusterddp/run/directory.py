@@ -27,6 +27,10 @@ class _Created(TypedDict):
     created_ns: int
 
 
+class _Named(TypedDict):
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptDir:
     """The files of one attempt: one start of the run's ranks."""
@@ -260,9 +264,10 @@ def make_attempt_dirs(attempt: AttemptDir) -> None:
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:
-    """Find a run by its name, an unambiguous beginning of it, `@last`, or the path of its directory.
+    """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, or the `name:` of its spec.
 
-    Raises: RunNotFoundError: there is none. UsageError: several runs begin so.
+    Of several runs of one spec it is the one that has not ended, else the newest.
+    Raises: RunNotFoundError: there is none. UsageError: several runs match.
     """
     if os.sep in name and RunDir(Path(name)).record.is_file():
         return RunDir(Path(name).resolve())
@@ -270,16 +275,34 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     if name == "@last" and runs:
         return runs[-1]
     exact = [run for run in runs if run.name == name]
-    matches = exact or [run for run in runs if name and run.name.startswith(name)]
+    matches = exact or [run for run in runs if name and run.name.startswith(name)] or _runs_of_spec(runs, name)
     if len(matches) == 1:
         return matches[0]
     if matches:
         few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
-        raise UsageError(f"{name}: {len(matches)} runs begin so: {few}")
+        raise UsageError(f"{name} matches {len(matches)} runs: {few}")
     raise RunNotFoundError(
-        f"{name}: no such run in {runs_dir}",
+        f"no runs in {runs_dir} yet" if name == "@last" else f"no run named {name} in {runs_dir}",
         hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
     )
+
+
+def _runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
+    """Return the runs of the spec with this name that have not ended; when all have, the newest one."""
+    named = [run for run in runs if _spec_name(run) == name]
+    return [run for run in named if not _has_ended(run)] or named[-1:]
+
+
+def _spec_name(run: RunDir) -> str | None:
+    try:
+        return read_record(_Named, run.record)["name"]
+    except (ClusterddpError, OSError):
+        return None
+
+
+def _has_ended(run: RunDir) -> bool:
+    attempts = run.attempts()
+    return bool(attempts) and is_file(attempts[-1].end)
 
 
 def created_ns(run: RunDir) -> int:
