@@ -11,11 +11,11 @@ import click
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import Place, RunName, StartOptions, command, place_options, plan_options, start_options
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.terminal import Terminal, put, put_json, say
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
-from clusterddp.errors import PreflightError
+from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
-from clusterddp.run.directory import find_run
+from clusterddp.run.directory import RunDir, find_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
@@ -114,20 +114,41 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
 @command("resume")
 @works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--from-start", is_flag=True, help="Do not ask where no checkpoint of the program is found.")
 @start_options
 @click.pass_obj
-def resume(terminal: Terminal, *, name: str, options: StartOptions) -> int:
-    """Continue a run from its newest checkpoint: the next attempt of the same run.
+def resume(
+    terminal: Terminal, *, name: str, overrides: tuple[str, ...], from_start: bool, options: StartOptions
+) -> int:
+    """Continue a run from its newest checkpoint, with other values if given: the next attempt of the same run.
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
+    from clusterddp.look.status import may_have_saved
     from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(options.runs_dir, name)
+    if sweep and overrides:
+        raise UsageError(f"{sweep.name}: a sweep is resumed as it is", hint="clusterddp resume RUN KEY=VALUE takes one")
     if sweep:
         return sweeps.resume(sweep, terminal, options)
-    submitted = resume_run(find_run(options.runs_dir, name), tell=say)
+    run = find_run(options.runs_dir, name)
+    if not from_start and not may_have_saved(run):
+        _confirm_start_over(run)
+    submitted = resume_run(run, tell=say, overrides=overrides)
     return stay_with(submitted, terminal, options, verb="resumed")
+
+
+def _confirm_start_over(run: RunDir) -> None:
+    """Ask before a program starts from its beginning again.
+
+    Raises: UsageError: the user does not want that, or is not there to ask.
+    """
+    say(f"{run.name}: no checkpoint is known: the output directory is empty, the program never asked whether to stop")
+    hint = "--from-start starts the program from its beginning"
+    if not confirm("Start it from its beginning?", hint=hint, refused="nothing was started"):
+        raise UsageError("nothing was started")
 
 
 COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}

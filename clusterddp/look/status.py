@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.launchers.state import read_state
@@ -20,10 +22,12 @@ from clusterddp.look.events import (
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.host_reports import read_reports
 from clusterddp.run.host_state import read_silence
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
@@ -223,6 +227,23 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
         created=_created(record),
         ended=view.end.ended if view.end else None,
     )
+
+
+def has_checkpoint(run: RunDir) -> bool:
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
+    here = next(run.checkpoints.glob("*.json"), None) is not None
+    return here or any(report.checkpoints for report in read_reports(run).values())
+
+
+def may_have_saved(run: RunDir) -> bool:
+    """Return whether the run may go on from where it was; False for a program that left no file and never asked."""
+    entry = read_gang(run).entry
+    if entry.always_stops or has_checkpoint(run) or any(is_file(attempt.asked) for attempt in run.attempts()):
+        return True
+    output = Path(entry.output_dir or run.output)
+    with contextlib.suppress(OSError):
+        return next(output.iterdir(), None) is not None
+    return bool(entry.output_dir)  # it may be on another machine
 
 
 def find_job_log(run: RunDir) -> str | None:

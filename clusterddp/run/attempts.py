@@ -69,13 +69,15 @@ def refuse_to_end(path: Path) -> None:
         raise UsageError(f"{path.name} belongs to another user (uid {owner}), who alone can end it")
 
 
-def refuse_resume(run: RunDir, view: RunView, *, instead: str) -> None:
+def refuse_resume(run: RunDir, view: RunView, *, instead: str, more: bool = False) -> None:
     """Let only a run go on that has ended before it was done; `instead`: what else to do with one that is done.
+
+    `more`: it is given values with which it may not be done yet.
 
     Raises: UsageError.
     """
-    if view.state is RunState.COMPLETED:
-        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint=instead)
+    if view.state is RunState.COMPLETED and not more:
+        raise UsageError(f"{run.name}: already completed", hint=instead)
     if not view.finished:
         raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 

@@ -295,9 +295,10 @@ def _runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
 
 def _spec_name(run: RunDir) -> str | None:
     try:
-        return read_record(_Named, run.record)["name"]
+        found = read_record(_Named, run.record)
     except (ClusterddpError, OSError):
         return None
+    return found["name"] if found else None
 
 
 def _has_ended(run: RunDir) -> bool:

@@ -107,7 +107,8 @@ class Stop(Section):
     grace: fields.TimeLimit | None = Field(
         default=None,
         description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
-        'attempt has failed, or is cancelled if a user asked. "0:30" is 30 seconds, a plain number is minutes. Default: "2:00", 2 minutes.',
+        'attempt has failed, or is cancelled if a user asked. "0:30" is 30 seconds, a plain number is minutes. '
+        'Default: "2:00", 2 minutes.',
     )
 
 

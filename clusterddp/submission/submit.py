@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
+from clusterddp.planning.again import plan_changed
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
@@ -33,7 +34,7 @@ from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunView
 from clusterddp.submission.staging import make_run
-from clusterddp.system.files import write_json
+from clusterddp.system.files import write_json, write_text
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
@@ -70,10 +71,11 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     return start_attempt(RunDir(plan.run_dir), 0, tell)
 
 
-def resume(run: RunDir, tell: Tell = silence) -> Submitted:
-    """Start the next attempt of a run that ended before it was done.
+def resume(run: RunDir, tell: Tell = silence, *, overrides: Sequence[str] = ()) -> Submitted:
+    """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
-    Raises: UsageError: the run has not ended, or is done. PreflightError: fewer GPUs are free than the run had.
+    Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
+    GPUs are free than the run had. SpecError: an override is wrong.
     """
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
@@ -81,15 +83,16 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
-    refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
+    instead = f"clusterddp rerun {run.name} repeats it; clusterddp resume {run.name} train.epochs=N goes further"
+    refuse_resume(run, view, instead=instead, more=bool(overrides))
     refuse_foreign(run)
     clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
-    plan = plan_again(run, environ)
+    plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     launcher_named(plan.launcher).check(plan)
     number = open_attempt(run, view)
-    log_event(run, "resumed", attempt=number)
+    log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, tell)
 
 
@@ -182,13 +185,17 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
     return launcher_named(record.launcher).clear_away(run, record, environ)
 
 
-def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
-    """Renew what depends on the machine and on the path of the run directory; write and return the plan.
+def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:
+    """Renew what depends on the machine, on the path of the run directory and on `overrides`; write the plan.
 
-    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use.
+    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
+    run cannot go on with these values. SpecError: an override is wrong.
     """
     plan = read_plan(run)
-    renewed = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
+    changed = plan_changed(plan, run.spec, overrides, environ) if overrides else plan
+    renewed = move_plan(launcher_named(plan.launcher).renew(changed, environ), run.path)
+    if overrides:
+        write_text(run.spec, renewed.spec_text)
     if renewed != plan:
         write_json(run.plan, plan_json(renewed))
     return renewed

@@ -130,21 +130,15 @@ def next_steps(
 def _again(run: RunDir, address: str) -> tuple[str, str]:
     """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
     launcher = (read_json(run.record) or {}).get("launcher")
-    goes_on = _has_checkpoint(run)
+    from clusterddp.look.status import has_checkpoint
+
+    goes_on = has_checkpoint(run)
     if launcher in _BY_HAND:
         command, where = _BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
     else:
         command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
     return ("go on" if goes_on else "try again", command)
-
-
-def _has_checkpoint(run: RunDir) -> bool:
-    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
-    from clusterddp.run.host_reports import read_reports
-
-    here = next(run.checkpoints.glob("*.json"), None) is not None
-    return here or any(report.checkpoints for report in read_reports(run).values())
 
 
 def progress_text(progress: Progress) -> str:

@@ -267,7 +267,7 @@ def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
 
 def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_error(start: Starter) -> None:
     (start.directory / "deaf.py").write_text("import time; print('up', flush=True); time.sleep(600)")
-    run = start("{script: deaf.py}", more="stop: {grace: \"00:00:04\"}")
+    run = start("{script: deaf.py}", more='stop: {grace: "00:00:04"}')
     wait_for_ranks(run, 2)
     messages, seen = [], []
 

@@ -240,7 +240,7 @@ def test_a_run_is_joined_again_with_its_next_attempt_on_all_machines_and_not_fro
     assert [each.attempt(1).stdout(rank).read_text() for rank, each in enumerate(runs)] == [f"{run.name} 1\n"] * 2
     assert [(read_state(each).state.value, read_state(each).attempt) for each in runs] == [("COMPLETED", 1)] * 2
     code, said = result(machines.join("node1", "--resume", run.name))
-    assert (code, "is done, there is nothing to resume" in said) == (2, True)
+    assert (code, "already completed" in said) == (2, True)
 
 
 def test_machines_that_go_on_with_different_runs_are_told_so(machines: Machines) -> None:
