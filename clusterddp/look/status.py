@@ -20,6 +20,7 @@ from clusterddp.look.events import (
     warn_of_sockets,
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
+from clusterddp.look.times import Times, read_times
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_reports import read_reports
@@ -70,6 +71,8 @@ class RunStatus:
     """A run at one moment, by its files."""
 
     run: str
+    name: str
+    """Of its spec; several runs may have it."""
     state: RunState
     reason: str
     """Why it is in this state, in words; empty when the state says it all."""
@@ -90,6 +93,7 @@ class RunStatus:
     created: float
     """Seconds since the epoch."""
     ended: float | None
+    times: Times
     job: Job | None = None
     """On Slurm: the job as Slurm reports it; None where the files suffice."""
     silent: tuple[str, ...] = ()
@@ -112,11 +116,15 @@ class RunStatus:
         job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
         return {
             "run": self.run,
+            "name": self.name,
             "state": self.state.value,
             "reason": self.reason,
             "launcher": self.launcher,
             "job_id": self.job_id,
             "attempt": self.attempt,
+            "created": self.created,
+            "ended": self.ended,
+            "times": self.times.to_json(),
             "world_size": self.world_size,
             "progress": self.progress.to_json() if self.progress else None,
             "ranks": [rank.to_json() for rank in self.ranks],
@@ -136,6 +144,8 @@ class RunSummary:
     """One line of `list`: what is known without reading the records of ranks."""
 
     run: str
+    name: str
+    """Of its spec."""
     state: RunState
     reason: str
     launcher: str
@@ -147,12 +157,14 @@ class RunSummary:
     """Seconds since the epoch."""
     ended: float | None
     """Seconds since the epoch."""
+    times: Times
     variant: str = ""
     """In a sweep: what tells this run from the others."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "run": self.run,
+            "name": self.name,
             "variant": self.variant,
             "state": self.state.value,
             "reason": self.reason,
@@ -161,6 +173,7 @@ class RunSummary:
             "attempt": self.attempt,
             "created": self.created,
             "ended": self.ended,
+            "times": self.times.to_json(),
             "progress": self.progress.to_json() if self.progress else None,
         }
 
@@ -176,6 +189,8 @@ def read_status(run: RunDir) -> RunStatus:
     transports = read_transports(run, view.attempt)
     return RunStatus(
         run=run.name,
+        name=record.name,
+        times=_times(run, record, view),
         state=view.state,
         reason="; ".join([view.reason, *([] if attempt is None or view.finished else _stopped_ranks(attempt))]),
         launcher=record.launcher,
@@ -217,6 +232,8 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
     """Read what `list` shows of a run whose record and state are known already."""
     return RunSummary(
         run=run.name,
+        name=record.name,
+        times=_times(run, record, view),
         state=view.state,
         reason=view.end.root_cause.error if view.end and view.end.root_cause else view.reason,
         launcher=record.launcher,
@@ -250,6 +267,10 @@ def find_job_log(run: RunDir) -> str | None:
     """Find what the batch script of a run on Slurm wrote, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
+
+
+def _times(run: RunDir, record: RunRecord, view: RunView) -> Times:
+    return read_times(run, created=_created(record), finished=view.finished)
 
 
 def _created(record: RunRecord) -> float:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.look.times import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
@@ -48,7 +49,8 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
     state = "STOPPING" if status.stopping else status.state.value
-    lines = [f"{click.style(name, bold=True)}  {state_text(state)}  {where}"]
+    name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
+    lines = [f"{name}  {state_text(state)}  {where}"]
     if status.stopping:
         lines.append(f"  {printable(stopping_text(status.stopping, now=time.time()))}")
     if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
@@ -191,7 +193,6 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     for summary in summaries:
         state, progress = summary.state.value, summary.progress
         accuracy = "-" if progress is None or progress.accuracy is None else f"{progress.accuracy:.1%}"
-        until = summary.ended or (now if state in {"PENDING", "RUNNING", "REQUEUED"} else None)
         rows.append(
             [
                 printable(summary.run),
@@ -200,7 +201,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
                 _short_progress(progress),
                 accuracy,
                 _when(summary.created, now),
-                duration(until - summary.created) if until else "-",
+                duration(summary.times.running_s) if summary.times.running_s else "-",
                 "" if state in SAYS_IT_ALL else printable(summary.reason),
             ]
         )
@@ -227,10 +228,13 @@ def _where(status: RunStatus) -> str:
         parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
     if status.attempt:
         parts.append(f"attempt {status.attempt}")
-    until = status.ended or (time.time() if not status.state.finished else None)
-    if until:
-        parts.append(duration(until - status.created))
-    return ", ".join(parts)
+    return ", ".join([*parts, *times_texts(status.times)])
+
+
+def times_texts(times: Times) -> list[str]:
+    """Write how long a run ran, waited and stood still, as far as it did."""
+    spent = (("ran", times.running_s), ("queued", times.queued_s), ("stopped", times.stopped_s))
+    return [f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1]
 
 
 def _job_facts(job: Job) -> list[str]:

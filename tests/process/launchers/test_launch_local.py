@@ -422,7 +422,7 @@ def test_a_run_goes_on_with_other_values_and_the_code_of_its_first_submit(start:
     wait(run, 30)
     code, token = run.code.resolve(), read_run(run).token
     for refused in ("launcher=slurm", "entry.script=other.py", "name=other"):
-        with pytest.raises(UsageError, match="resume goes on with the same|no such file"):
+        with pytest.raises(UsageError, match=r"resume goes on with the same|no such file"):
             resume(run, overrides=[refused])
     with pytest.raises(UsageError, match="already completed"):
         resume(run)
