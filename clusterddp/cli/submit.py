@@ -126,7 +126,7 @@ def resume(terminal: Terminal, *, name: str, options: StartOptions) -> int:
     sweep = find_sweep(options.runs_dir, name)
     if sweep:
         return sweeps.resume(sweep, terminal, options)
-    submitted = resume_run(find_run(options.runs_dir, name), tell=say)
+    submitted = resume_run(find_run(options.runs_dir, name), report=say)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
@@ -179,7 +179,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
 
     for note in plan.notes:
         say_note(note)
-    return stay_with(submit_plan(plan, tell=say), terminal, options, verb="submitted")
+    return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
 
 
 def _show(plan: Plan, terminal: Terminal, output: str) -> int:

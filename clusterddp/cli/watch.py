@@ -89,9 +89,9 @@ def say_note(text: str) -> None:
 
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
-    from clusterddp.run.host_state import read_silence
+    from clusterddp.run.host_state import read_unreached
 
-    why = "; ".join(["", *read_silence(run).values()])
+    why = "; ".join(["", *read_unreached(run).values()])
     say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")
 
 

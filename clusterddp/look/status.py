@@ -12,7 +12,7 @@ from clusterddp.look.events import NodeTransport, count_lost_rows, read_start_ph
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_state import read_silence
+from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
 from clusterddp.run.view import RunState, RunView
@@ -157,7 +157,7 @@ def read_status(run: RunDir) -> RunStatus:
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
-    silence = read_silence(run) if record.launcher == "ssh" else {}
+    unreached = read_unreached(run) if record.launcher == "ssh" else {}
     transports = read_transports(run, view.attempt)
     return RunStatus(
         run=run.name,
@@ -168,12 +168,12 @@ def read_status(run: RunDir) -> RunStatus:
         attempt=view.attempt,
         world_size=sum(gang.entry.spawns) or gang.world_size,
         progress=_progress(run, view),
-        ranks=_rank_statuses(gang, attempt, start, view, silence),
+        ranks=_rank_statuses(gang, attempt, start, view, unreached),
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
         job=view.job,
-        silent=() if view.finished else tuple(silence.values()),
+        silent=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
@@ -232,7 +232,7 @@ def _job_json(job: Job | None) -> dict[str, Any] | None:
 
 
 def _rank_statuses(
-    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, silence: Collection[str]
+    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, unreached: Collection[str]
 ) -> tuple[RankStatus, ...]:
     records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
     found = {node.get("node_rank"): node for node in start.get("nodes", ())}
@@ -252,7 +252,7 @@ def _rank_statuses(
                     interface=record.interface if record else there.get("interface", gang.interface),
                     master_addr=record.master_addr if record else master_addr,
                     master_port=record.master_port if record else master_port,
-                    state=_rank_state(record, view, may_be_known=node.host not in silence),
+                    state=_rank_state(record, view, may_be_known=node.host not in unreached),
                     exit_code=record.exit_code if record else None,
                     owns=gang.carried_by([rank]) if gang.entry.spawns else None,
                 )

@@ -125,7 +125,7 @@ def _joined(before: HostReport | None, news: HostReport) -> HostReport:
         return news
     if news.error is not None:
         return dataclasses.replace(before, start=news.start, asked=news.asked, error=news.error)
-    stays_complete = news.complete is None and not news.answers
+    stays_complete = news.complete is None and not news.is_supervised
     return dataclasses.replace(news, complete=before.complete) if stays_complete else news
 
 

@@ -253,7 +253,7 @@ class Synchroniser:
             return visit
         large = download_large(session, host_run, files, self._say)
         visit.problem, visit.notes = large.problem, large.notes
-        goes_on = not large.complete or (report.answers and host_run.wants.patient)
+        goes_on = not large.complete or (report.is_supervised and host_run.wants.patient)
         visit.complete = not goes_on or large.problem is not None
         if not goes_on:
             visit.report = dataclasses.replace(report, complete=newest_attempt(host_run.run))

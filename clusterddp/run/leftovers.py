@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.cleanup import answers_for_its_run
+from clusterddp.run.cleanup import is_supervising
 from clusterddp.run.directory import RunDir, list_runs
 from clusterddp.system.files import read_json
 from clusterddp.system.processes import (
@@ -181,7 +181,7 @@ def _answered_by(family: list[_Carrier], ours: Collection[int]) -> str | None:
     """Say who sees to the end of a run's processes on this machine."""
     if any(carrier.process.pid in ours for carrier in family):
         return "this command itself, which was started inside of the run"
-    words = [_spell(carrier) for carrier in family if answers_for_its_run(carrier.process)]
+    words = [_spell(carrier) for carrier in family if is_supervising(carrier.process)]
     if words:
         return ", ".join(words)
     for ancestor in (ancestor for carrier in family for ancestor in _ancestors(carrier.process)):

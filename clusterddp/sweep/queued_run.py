@@ -7,7 +7,7 @@ import dataclasses
 from clusterddp.errors import ClusterddpError
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import Tell, end_run, final_end, silence
+from clusterddp.run.attempts import Report, end_run, final_end, no_report
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
@@ -24,7 +24,7 @@ from clusterddp.submission.submit import (
 )
 
 
-def start_queued(run: RunDir, tell: Tell = silence) -> bool:
+def start_queued(run: RunDir, report: Report = no_report) -> bool:
     """Take a run out of the queue and start it; False: another process has taken it.
 
     Raises: GpusInUseError: it waits on. ClusterddpError: it cannot be started; that is then its recorded end.
@@ -47,7 +47,7 @@ def start_queued(run: RunDir, tell: Tell = silence) -> bool:
         write_run(run, dataclasses.replace(read_run(run), queued=False, submitter=submitter))
         if trouble is not None:
             give_up_start(run, trouble)
-        start_attempt(run, attempt.number, tell, may_wait=True)
+        start_attempt(run, attempt.number, report, may_wait=True)
     except GpusInUseError:
         _put_back(run, attempt)
         raise

@@ -15,7 +15,7 @@ from click import unstyle
 import clusterddp
 from clusterddp.cli.text.status import status_lines
 from clusterddp.look.status import read_status
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     (tmp_path / "tell.py").write_text(TELL)
     yield starter
     for run in starter.runs:
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def output(run: RunDir, rank: int = 0) -> str:

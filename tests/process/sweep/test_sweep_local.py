@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, claim, read_queue
@@ -71,7 +71,7 @@ def place(tmp_path: Path) -> Iterator[SweepPerson]:
     for each in place.sweeps():
         kill_queue(each)
         for run in each.runs():
-            sweep(f"{read_run(run).token}.", timeout_s=5)
+            end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def kill_queue(sweep: SweepDir) -> None:
@@ -192,7 +192,7 @@ def test_after_a_power_cut_resume_goes_on_with_what_ran_and_what_waited(place: S
     place.let_go(0)
     await_begun(place, 1)
     kill_queue(sweep_dir)
-    sweep(f"{read_run(sweep_dir.runs()[1]).token}.", timeout_s=5)
+    end_processes(f"{read_run(sweep_dir.runs()[1]).token}.", timeout_s=5)
     assert states(sweep_dir) == ["COMPLETED", "LOST", "LOST"]
     place.let_go(1, 2)
     assert place.run("resume", sweep_dir.name, "--wait", HOLDS="all").returncode == 0
