@@ -92,8 +92,8 @@ class JoinClient:
                     self._take_waiting(message)
             messages = self._connection.wait(deadline + _GRACE_S)
         if self._connection.lost is not None:
-            message = f"{self._head} disconnected before all machines had joined"
-            raise PreflightError(message, hint="the terminal of node 0 shows the reason")
+            reason = f"{self._head} disconnected before all machines had joined"
+            raise PreflightError(reason, hint="the terminal of node 0 shows the reason")
         raise PreflightError(f"{self._waiting_for} did not join within {timeout_s:g} s", hint=self._hint())
 
     def _take_waiting(self, message: Message) -> None:
