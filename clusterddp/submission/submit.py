@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
-"""How long `resume` waits for the state of a run on busy hosts, which decides whether it may start."""
+"""How long `resume` waits for the answers of busy hosts, which decide whether the run may start."""
 _ANSWER_S = 5.0
 """How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
 

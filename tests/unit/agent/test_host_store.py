@@ -157,7 +157,7 @@ def test_nothing_is_written_through_what_came_before(host: Host, tmp_path: Path,
     outside.mkdir()
     link = os.fsencode(outside) if first == "link" else b""
     data = handmade((first, b"a", link), ("file", b"a/x", b""))
-    with pytest.raises(ClusterddpError, match="comes twice"):
+    with pytest.raises(ClusterddpError, match="the stream has it twice"):
         ask(host, "store.put", data, kind="code", sum="0" * 64)
     assert what_lies_in(outside) == {}
 
