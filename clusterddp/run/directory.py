@@ -91,7 +91,7 @@ class AttemptDir:
         return self.logs / f"rank-{rank:03d}.err"
 
     def nccl(self, rank: int) -> Path:
-        """NCCL's own log, unless the user's NCCL_DEBUG_FILE sends it elsewhere."""
+        """NCCL's own log, unless the user sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS or NCCL_DEBUG_FILE."""
         return self.logs / f"rank-{rank:03d}.nccl"
 
 

@@ -157,7 +157,7 @@ def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Pa
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "main.py").write_text("")
-    with pytest.raises(UsageError, match=r"script=b/main\.py: its code is not in the copy"):
+    with pytest.raises(UsageError, match=r"script=b/main\.py: its code is not in the snapshot"):
         plan_one(tmp_path, "entry.script=a/main.py,b/main.py")
 
 
