@@ -138,7 +138,9 @@ class JoinServer:
         if not reason:
             clients.by_number[node_rank] = Member(connection, introduction)
             missing = self._spell_missing()
-            self.report(f"{_spell(node_rank, host)} has joined; {f'waiting for {missing}' if missing else 'all have'}")
+            self.report(
+                f"{_spell(node_rank, host)} has joined; {f'waiting for {missing}' if missing else 'none is missing'}"
+            )
             self._send_missing()
             return
         who = f"{_spell(node_rank, host)}, pid {introduction['pid']}"
