@@ -12,7 +12,7 @@ from typing import Any
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import RunDir
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
@@ -95,10 +95,10 @@ def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """End every process of a run on this host; those that answer for it may first put things in order, if asked to."""
     family = f"{request['token']}."
     deadline = time.monotonic() + (request["patience_s"] or 0.0)
-    while any(answers_for_its_run(process) for process in find_processes(family)) and time.monotonic() < deadline:
+    while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = len(find_processes(family))
-    left = sweep(family, timeout_s=5.0) if found else []
+    left = end_processes(family, timeout_s=5.0) if found else []
     return {"ended": found - len(left), "left": left}
 
 

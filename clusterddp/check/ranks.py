@@ -160,7 +160,7 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
 
     Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
     """
-    run = Run(submit(plan, tell=tell).run_dir)
+    run = Run(submit(plan, report=tell).run_dir)
     deadline = time.monotonic() + timeout_s
     while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
         if time.monotonic() > deadline:

@@ -81,7 +81,7 @@ def join(
         node_rank=node_rank,
         timeout_s=timeout_s or start_timeout_s(resolved.job),
         resume=resume,
-        say=lambda words: say(printable(words)),
+        report=lambda words: say(printable(words)),
     )
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
     for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():

@@ -24,7 +24,7 @@ from clusterddp.login.node import (
 )
 from clusterddp.login.record import find_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
-from clusterddp.run.directory import find_run
+from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:

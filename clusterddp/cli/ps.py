@@ -13,7 +13,7 @@ import click
 from clusterddp.cli.arguments import HostName, RunName, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.run.directory import find_run
+from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_wi
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import demand_sight, is_out_of_sight
+from clusterddp.results.reports import is_unknown, raise_if_unknown
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir, find_run, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
@@ -65,7 +66,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
         return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
 
     # The text names the hosts that do not answer.
-    with Synchroniser([run], terminal.environ, say=say_note, names_hosts=output == "json") as sync:
+    with Synchroniser([run], terminal.environ, report=say_note, names_hosts=output == "json") as sync:
         if watch and output == "text" and terminal.can_redraw(sys.stdout):
             state = _redraw(run, text_of, terminal, sync)
         else:
@@ -75,7 +76,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
                     sys.stdout.flush()
                 else:
                     put(text_of(state) + ("\n" if watch else ""))
-    return PreflightError.exit_code if is_out_of_sight(run, state.state) else 0
+    return PreflightError.exit_code if is_unknown(run, state.state) else 0
 
 
 @command("logs")
@@ -108,7 +109,7 @@ def logs(
     with staying_with(run, terminal) as sync:
         anything = write_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
     if not anything:
-        demand_sight(run, read_state(run))
+        raise_if_unknown(run, read_state(run))
     if not anything and tail_lines != 0:
         record = read_run(run)
         what = "has written nothing"
@@ -158,8 +159,8 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
                 say(f"{sweep.name}: {cancel_sweep(sweep, save=save)}")
                 continue
             run = find_run(runs_dir, name)
-            tell = partial(_say_of, run.name)
-            tell(cancel_run(run, save=save, tell=tell))
+            report = partial(_say_of, run.name)
+            report(cancel_run(run, save=save, report=report))
         except ClusterddpError as error:  # the others are cancelled all the same
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
@@ -284,7 +285,7 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
     from clusterddp.look.status import read_summary
 
     while batch := list(itertools.islice(runs, at_once)):
-        with Synchroniser(batch, terminal.environ, say=say_note) as sync:
+        with Synchroniser(batch, terminal.environ, report=say_note) as sync:
             sync.update(timeout_s=_LIST_TIMEOUT_S)
         records = list(_with_records(batch))
         announce(records)

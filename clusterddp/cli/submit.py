@@ -15,7 +15,8 @@ from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
-from clusterddp.run.directory import RunDir, find_run
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
@@ -136,7 +137,7 @@ def resume(
     run = find_run(options.runs_dir, name)
     if not from_start and not may_have_saved(run):
         _confirm_start_over(run)
-    submitted = resume_run(run, tell=say, overrides=overrides)
+    submitted = resume_run(run, report=say, overrides=overrides)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
@@ -200,7 +201,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
 
     for note in plan.notes:
         say_note(note)
-    return stay_with(submit_plan(plan, tell=say), terminal, options, verb="submitted")
+    return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
 
 
 def _show(plan: Plan, terminal: Terminal, output: str) -> int:

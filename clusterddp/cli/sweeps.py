@@ -65,7 +65,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
-    with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+    with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
         sync.update()
     status = read_sweep_status(sweep)
     if output == "json":
@@ -83,7 +83,7 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+        with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
             status = _poll(sweep, sync, deadline)
             if status.finished:
                 sync.download()

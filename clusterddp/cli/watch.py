@@ -17,7 +17,7 @@ from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import demand_sight
+from clusterddp.results.reports import raise_if_unknown
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
@@ -48,7 +48,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
             say(f"  status  clusterddp status {where}")
             say(f"  cancel  clusterddp cancel {where}")
             return 0
-        with Synchroniser([run], terminal.environ, say=say_note) as sync:
+        with Synchroniser([run], terminal.environ, report=say_note) as sync:
             with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
                 if options.follow:
                     stream = sys.stderr if options.output == "json" else sys.stdout
@@ -78,7 +78,7 @@ def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
 @contextlib.contextmanager
 def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
-    with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
+    with detaching(run, terminal), Synchroniser([run], terminal.environ, report=say_note) as sync:
         yield sync
 
 
@@ -89,9 +89,9 @@ def say_note(text: str) -> None:
 
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
-    from clusterddp.run.host_state import read_silence
+    from clusterddp.run.host_state import read_unreached
 
-    why = "; ".join(["", *read_silence(run).values()])
+    why = "; ".join(["", *read_unreached(run).values()])
     say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")
 
 
@@ -211,7 +211,7 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) 
         view = read_state(run)
         waited_s = time.monotonic() - begun
         if waited_s >= (_SIGHT_S if timeout_s is None else timeout_s):
-            demand_sight(run, view, asked_s=waited_s)
+            raise_if_unknown(run, view, asked_s=waited_s)
         show(view, read_progress(run))
         if view.finished:
             return view

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning.seal import is_sealed, seal
-from clusterddp.run.directory import created_ns, list_places, list_runs
+from clusterddp.run.find import created_ns, list_places, list_runs
 from clusterddp.system.files import read_record, write_json, write_text
 
 FOLDER = ".login"
@@ -94,5 +94,5 @@ def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
         return None
     if len(found) > 1 or (here_names and not exact) or name in here_names:
         where = [f"{sent.run} on {sent.login['host']}" for sent in found] + [f"{each} here" for each in here_names]
-        raise UsageError(f"{name}: {len(where)} runs begin so: {', '.join(where)}")
+        raise UsageError(f"{name}: {len(where)} runs begin with it: {', '.join(where)}")
     return found[0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.events import (
@@ -20,50 +19,19 @@ from clusterddp.look.events import (
     warn_of_sockets,
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
+from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.times import Times, read_times
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.host_state import read_silence
+from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
-from clusterddp.run.record import RankRecord, RunRecord, Start, read_gang, read_ranks, read_run, read_start
+from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
-
-RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
-"""PENDING: not started yet. RUNNING: started, and its end is not recorded. COMPLETED: ended with exit code 0.
-FAILED: ended by itself with another exit code. KILLED: ended by a signal, as all ranks are when one fails.
-NOT_STARTED: the run ended before this rank was started. LOST: the run is over and the end of this rank was not
-recorded. UNKNOWN: the rank is on a machine that cannot be asked from here."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
-    """One rank of the attempt that `status` shows."""
-
-    rank: int
-    node_rank: int
-    local_rank: int
-    host: str
-    """Where the rank runs, or is planned to run."""
-    pid: int | None
-    interface: str | None
-    """Network interface of the rank's traffic."""
-    master_addr: str | None
-    master_port: int | None
-    """With `master_addr`: where the ranks meet."""
-    state: RankState
-    exit_code: int | None
-    """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
-    owns: tuple[int, ...] | None = None
-    """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
-
-    def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
-        return values if self.owns is None else values | {"owns": list(self.owns)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,25 +153,25 @@ def read_status(run: RunDir) -> RunStatus:
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
-    silence = read_silence(run) if record.launcher == "ssh" else {}
+    unreached = read_unreached(run) if record.launcher == "ssh" else {}
     transports = read_transports(run, view.attempt)
     return RunStatus(
         run=run.name,
         name=record.name,
         times=_times(run, record, view),
         state=view.state,
-        reason="; ".join([view.reason, *([] if attempt is None or view.finished else _stopped_ranks(attempt))]),
+        reason="; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))]),
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
         world_size=sum(gang.entry.spawns) or gang.world_size,
         progress=_progress(run, view),
-        ranks=_rank_statuses(gang, attempt, start, view, silence),
+        ranks=rank_statuses(gang, attempt, start, view, unreached),
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
         job=view.job,
-        silent=() if view.finished else tuple(silence.values()),
+        silent=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
@@ -217,15 +185,6 @@ def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
     if view.state is not RunState.RUNNING or view.attempt is None:
         return None
     return read_stopping(run, view.attempt, gang.stop_grace_s)
-
-
-def _stopped_ranks(attempt: AttemptDir) -> list[str]:
-    """Name the ranks that a signal has stopped, for which all others wait."""
-    return [
-        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there lets it go on"
-        for record in read_ranks(attempt)
-        if record.stopped is not None and record.ended is None
-    ]
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
@@ -289,45 +248,3 @@ def _job_json(job: Job | None) -> dict[str, Any] | None:
     waits = job.phase.value == "waiting"
     moments = {"started": None if waits else job.started, "expected_start": job.started if waits else None}
     return {name: getattr(job, name) for name in names} | moments
-
-
-def _rank_statuses(
-    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, silence: Collection[str]
-) -> tuple[RankStatus, ...]:
-    records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
-    found = {node.get("node_rank"): node for node in start.get("nodes", ())}
-    master_addr, master_port = start.get("master_addr", gang.master_addr), start.get("master_port", gang.master_port)
-    statuses = []
-    for node in gang.nodes:
-        there = found.get(node.node_rank, {})
-        for local_rank, rank in enumerate(node.ranks):
-            record = records.get(rank)
-            statuses.append(
-                RankStatus(
-                    rank=rank,
-                    node_rank=node.node_rank,
-                    local_rank=local_rank,
-                    host=record.host if record else there.get("host", node.host),
-                    pid=record.pid if record else None,
-                    interface=record.interface if record else there.get("interface", gang.interface),
-                    master_addr=record.master_addr if record else master_addr,
-                    master_port=record.master_port if record else master_port,
-                    state=_rank_state(record, view, may_be_known=node.host not in silence),
-                    exit_code=record.exit_code if record else None,
-                    owns=gang.carried_by([rank]) if gang.entry.spawns else None,
-                )
-            )
-    return tuple(sorted(statuses, key=lambda status: status.rank))
-
-
-def _rank_state(record: RankRecord | None, view: RunView, *, may_be_known: bool) -> RankState:
-    attempt_over = view.finished or view.end is not None
-    if record is None:
-        return "NOT_STARTED" if attempt_over else "PENDING"
-    if record.ended is None:
-        if attempt_over:
-            return "LOST"
-        return "RUNNING" if may_be_known and view.state is not RunState.UNKNOWN else "UNKNOWN"
-    if record.signal is not None:
-        return "KILLED"
-    return "COMPLETED" if record.exit_code == 0 else "FAILED"

@@ -10,7 +10,7 @@ from clusterddp.node.attempt import Attempt
 from clusterddp.node.rank import ENDING
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
 from clusterddp.ranks.environment import node_cookies
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd
@@ -49,7 +49,7 @@ class Ending:
         """End what is left here of lost nodes: one may be a slot of this very machine, its guard killed too."""
         cookies = node_cookies(self._gang.token, *lost)
         if cookies:
-            sweep(*cookies, timeout_s=3.0)
+            end_processes(*cookies, timeout_s=3.0)
 
     def conclude(self, attempt: Attempt, run: RunDir, address: str, port: int) -> AttemptEnd:
         """Remove what only a running attempt needs; return how it ended, with what may be left of it.

@@ -30,7 +30,7 @@ from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import failed_by, loss_of_node
 from clusterddp.run.record import read_ranks, write_rank
@@ -196,7 +196,7 @@ def listen(pass_on: int | None = None) -> Facts | None:
 
 def bury(facts: Facts, what_happened: str) -> None:
     """Put a node in order whose supervisor is no more: end its ranks, complete the records; as head, record the end."""
-    left = sweep(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
+    left = end_processes(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
     if not facts.is_head:
@@ -204,7 +204,7 @@ def bury(facts: Facts, what_happened: str) -> None:
     deadline = time.monotonic() + OTHERS_END_S
     while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
         time.sleep(0.05)
-    left = sweep(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
+    left = end_processes(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
     cause = loss_of_node(
         what_happened,
         host=facts.host,

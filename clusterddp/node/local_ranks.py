@@ -25,7 +25,7 @@ from clusterddp.node.rank_watch import ConnectionWatch, NcclWatch, StoppedRanks
 from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter, choose_cores, plan_launch
 from clusterddp.ranks.environment import cookie
 from clusterddp.rendezvous.connection import Message
-from clusterddp.run.cleanup import Sweep
+from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
@@ -42,7 +42,7 @@ TERM_GRACE_S = 1.0
 class _Ending:
     kill_at: float
     give_up_at: float
-    sweep: Sweep
+    cleanup: Cleanup
     killed: bool = False
 
 
@@ -134,7 +134,7 @@ class LocalRanks:
         nodes = self._gang.nodes if whole_gang else (self._node,)
         cookies = tuple(cookie(self._gang.token, f"n{node.node_rank}") for node in nodes)
         if attempt.ending is not None:
-            attempt.ending.sweep.cookies = max(attempt.ending.sweep.cookies, cookies, key=len)
+            attempt.ending.cleanup.cookies = max(attempt.ending.cleanup.cookies, cookies, key=len)
             return
         self._starter.withdraw()
         if attempt.running:
@@ -145,7 +145,7 @@ class LocalRanks:
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
-            sweep=Sweep(
+            cleanup=Cleanup(
                 cookies=cookies, descendants_but=self._guard_pid() if self._starter.sweeps_descendants else None
             ),
         )
@@ -298,12 +298,12 @@ class LocalRanks:
             ending.killed = True
             for rank in attempt.running:
                 self._starter.signal(rank, signal.SIGKILL)
-        ending.sweep.step()
-        if (ending.sweep.clear and not attempt.running) or now >= ending.give_up_at:
+        ending.cleanup.step()
+        if (ending.cleanup.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
             attempt.watch.look()
-            orphans = ending.sweep.killed - {record.pid for record in attempt.records.values()}
-            left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
+            orphans = ending.cleanup.killed - {record.pid for record in attempt.records.values()}
+            left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
             self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
 
     def _fail(self, error: str) -> None:

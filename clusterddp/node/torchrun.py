@@ -27,7 +27,7 @@ from clusterddp.node.taskwire import PREFIX
 from clusterddp.ranks.environment import COOKIE, USERS, cookie
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.ranks.torchrun import torchrun_words
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import read_tail
@@ -140,7 +140,7 @@ class Torchrun:
         if self._agent is not None:
             os.kill(self._agent, signal.SIGKILL)
             self._await_agent(_FAREWELL_S)
-        sweep(cookie(self._gang.token, f"a{self._node.node_rank}"), timeout_s=_FAREWELL_S)
+        end_processes(cookie(self._gang.token, f"a{self._node.node_rank}"), timeout_s=_FAREWELL_S)
 
     def _start_agent(self, launch: Launch) -> int:
         told = launch.values()

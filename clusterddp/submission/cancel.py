@@ -11,7 +11,7 @@ from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.attempts import Tell, end_queued, final_end, refuse_to_end, silence
+from clusterddp.run.attempts import Report, end_queued, final_end, no_report, refuse_to_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
@@ -29,10 +29,10 @@ _ASKS_WITHIN_S = 2.0
 HOW_TO_STOP = "a program that asks clusterddp.should_stop(), or looks at $CLUSTERDDP_STOP_FILE, saves: docs/entry.md"
 
 
-def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, tell: Tell = silence) -> str:
+def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: Report = no_report) -> str:
     """End a run; with `save`, let it write a checkpoint first. Return a sentence on the result.
 
-    A run that has ended stays as it is; a second cancel only waits for the first. `tell` receives what a user should
+    A run that has ended stays as it is; a second cancel only waits for the first. `report` receives what a user should
     know while it waits.
     Raises: ClusterddpError: the run has not ended in time, or with `save` ended without a checkpoint. UsageError: the
     run belongs to another user.
@@ -41,10 +41,10 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, tell: Te
     refuse_to_end(run.path)
     with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()
-        return _end(run, sync, save=save, timeout_s=timeout_s, tell=tell)
+        return _end(run, sync, save=save, timeout_s=timeout_s, report=report)
 
 
-def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, tell: Tell) -> str:
+def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, report: Report) -> str:
     if end_queued(run, CANCELLED_IN_QUEUE):
         return CANCELLED_IN_QUEUE
     view = read_state(run)
@@ -58,11 +58,11 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, tell:
         return f"has already ended: {view.state.value} ({view.reason})"
     waits = view.job is not None and view.job.phase is Phase.WAITING
     if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
-        return _stop(run, record, view.attempt, sync, tell)
+        return _stop(run, record, view.attempt, sync, report)
     return _cancel(run, record, timeout_s, sync)
 
 
-def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, tell: Tell) -> str:
+def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, report: Report) -> str:
     """Ask the run to checkpoint and end, and wait for its end.
 
     Raises: ClusterddpError: it did not end, or ended without a checkpoint.
@@ -77,7 +77,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, tell
     view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
     if not view.finished:
         asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
-        tell(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
+        report(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
         view = wait(run, grace_s + _ANSWER_S - _ASKS_WITHIN_S, slurm=slurm, sync=sync)
     if not view.finished:
         raise ClusterddpError(

@@ -21,12 +21,12 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.attempts import (
     Closeable,
-    Tell,
+    Report,
     adopt,
     end_run,
     make_next_attempt,
+    no_report,
     refuse_resume,
-    silence,
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
-"""How long `resume` waits for the state of a run on busy hosts, which decides whether it may start."""
+"""How long `resume` waits for the answers of busy hosts, which decide whether the run may start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +57,8 @@ class Submitted:
     """The open connections that an attached run depends on; it ends when they are closed."""
 
 
-def submit(plan: Plan, tell: Tell = silence) -> Submitted:
-    """Make the run's directory, then start the run; `tell` receives progress messages.
+def submit(plan: Plan, report: Report = no_report) -> Submitted:
+    """Make the run's directory, then start the run; `report` receives progress messages.
 
     Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run's
     recorded end says why.
@@ -68,10 +68,10 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     launcher_named(plan.launcher).check(plan)
     plan = make_run(plan, environ)
-    return start_attempt(RunDir(plan.run_dir), 0, tell)
+    return start_attempt(RunDir(plan.run_dir), 0, report)
 
 
-def resume(run: RunDir, tell: Tell = silence, *, overrides: Sequence[str] = ()) -> Submitted:
+def resume(run: RunDir, report: Report = no_report, *, overrides: Sequence[str] = ()) -> Submitted:
     """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
     Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
@@ -93,7 +93,7 @@ def resume(run: RunDir, tell: Tell = silence, *, overrides: Sequence[str] = ()) 
     launcher_named(plan.launcher).check(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
-    return start_attempt(run, number, tell)
+    return start_attempt(run, number, report)
 
 
 def refuse_foreign(run: RunDir) -> None:
@@ -123,7 +123,7 @@ def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
     return number
 
 
-def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: bool = False) -> Submitted:
+def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_wait: bool = False) -> Submitted:
     """Start an attempt whose directory is ready.
 
     Raises: ClusterddpError: the start fails; the run's recorded end says why. GpusInUseError: GPUs are in use; with
@@ -132,7 +132,7 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
     environ = inherited_environment()
     launcher = read_run(run).launcher
     try:
-        started = launcher_named(launcher).start(run, attempt, environ, tell)
+        started = launcher_named(launcher).start(run, attempt, environ, report)
     except KeyboardInterrupt:
         # A user who interrupts a submit does not want the run.
         result = launcher_named(launcher).withdraw(run, environ)

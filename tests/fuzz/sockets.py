@@ -151,15 +151,15 @@ def _joining() -> Iterator[Target]:
     facts: dict[str, str | None] = {"clusterddp": "1", "torch": "2", "Python": "3.12"}
 
     def join_client() -> JoinClient:
-        return JoinClient(hosts=("a", "b"), node_rank=1, port=1, key="k", tell=lambda text: None)
+        return JoinClient(hosts=("a", "b"), node_rank=1, port=1, key="k", report=lambda text: None)
 
     def read_member(what: Any, data: bytes, rng: random.Random) -> None:
-        here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
+        here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, report=lambda text: None)
         with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
-            here.members = Members(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
-            here.members.server._strangers.append(connection_with(data, JOIN, "server"))
-            here.take_turn(here.members, 0.0)
-            here.take_turn(here.members, 0.0)
+            here.clients = Members(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
+            here.clients.server._strangers.append(connection_with(data, JOIN, "server"))
+            here.take_turn(here.clients, 0.0)
+            here.take_turn(here.clients, 0.0)
 
     who = {"kind": "join", "node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}}
     yield Target(name="a machine that joins", examples=[Example(value=who)], read=read_member)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from tests.support.person import Person
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD

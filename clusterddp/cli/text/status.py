@@ -18,7 +18,8 @@ from clusterddp.system.units import format_count
 if TYPE_CHECKING:
     from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
-    from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.look.ranks import RankStatus
+    from clusterddp.look.status import RunStatus, RunSummary
     from clusterddp.look.times import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause

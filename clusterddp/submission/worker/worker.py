@@ -31,7 +31,8 @@ from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, co
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.rank_messages import RanksMet
 from clusterddp.run.attempts import make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, find_run
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.find import find_run
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import (
     FOREIGN,

@@ -15,8 +15,9 @@ from typing import Any
 import pexpect
 import pytest
 
-from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.cleanup import end_processes, find_processes
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.system.files import read_json
 from tests.support.waiting import PATIENCE
@@ -46,7 +47,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "job.yaml").write_text(SPEC)
     yield tmp_path
     for run in list_runs(tmp_path / "runs"):
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def clusterddp(place: Path, *arguments: str, timeout_s: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:

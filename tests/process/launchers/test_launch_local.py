@@ -16,7 +16,7 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks, read_run
@@ -61,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
     for run in starter.runs:
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def kill(process: Process) -> None:

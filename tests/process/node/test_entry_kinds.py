@@ -16,7 +16,7 @@ import clusterddp
 from clusterddp.cli.text.status import status_lines
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.status import read_status
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     (tmp_path / "tell.py").write_text(TELL)
     yield starter
     for run in starter.runs:
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def output(run: RunDir, rank: int = 0) -> str:
@@ -259,7 +259,7 @@ def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
     run = start(f"{{command: [{sys.executable}, loop.py]}}")
     wait_for_ranks(run, 2)
     reports: list[str] = []
-    assert cancel(run, save=True, tell=reports.append) == "cancelled"
+    assert cancel(run, save=True, report=reports.append) == "cancelled"
     assert not any("has not asked" in text for text in reports)
     assert run.attempts()[-1].asked.exists()
     assert clusterddp.Run(run.path).wait(20) == "CANCELLED"
@@ -276,7 +276,7 @@ def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_e
         seen.append(read_status(run))
 
     with pytest.raises(ClusterddpError, match=r"ended without a checkpoint: ranks 0-1 did not stop within 4 s") as info:
-        cancel(run, save=True, tell=report)
+        cancel(run, save=True, report=report)
     assert (info.value.exit_code, info.value.hint) == (1, HOW_TO_STOP)
     assert "the program has not asked clusterddp.should_stop() so far" in messages[0]
     stopping = seen[0].stopping

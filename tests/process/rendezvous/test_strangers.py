@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def join_server(key: str, said: list[str]) -> JoinServer:
-    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), tell=said.append)
+    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), report=said.append)
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def call(port: int) -> socket.socket:
 
 def join_as_node_1(port: int, key: str) -> None:
     """Be node 1, and leave."""
-    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, report=lambda said: None)
     with contextlib.closing(client):
         client.join(SPEC, FACTS, PATIENCE * 5)
 
@@ -238,7 +238,7 @@ def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
         head.send(begin | change)
         head.read_all()
 
-    refused = pytest.raises(PreflightError, match="what answers as node 0 is none")
+    refused = pytest.raises(PreflightError, match="the process that answers is not node 0")
     with serving(answer) as port, refused:
         join_as_node_1(port, "")
 
@@ -262,7 +262,7 @@ def test_node_0_without_a_key_tells_no_value_and_no_key_that_the_other_does_not_
             {"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}}
         )
         got = stranger.read_all()
-    assert b"its spec is another one: restarts differs; and 2 more" in got
+    assert b"its spec differs from node 0's: restarts differs; and 2 more" in got
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"lan"))
 
 
