@@ -16,12 +16,6 @@ from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Mess
 from clusterddp.rendezvous.server import Arrival, Server
 from clusterddp.run.gang import Gang
 
-_REPORT_FATAL_S = 1.0
-_CONNECT_S = 8.0
-"""How long the host of a head that is known to listen may take to accept a connection at first."""
-_MAX_PROBES = 16
-"""How many connections of the head, which only asks whether we are there, are taken off the queue at a time."""
-
 
 class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are its peers."""
@@ -109,8 +103,7 @@ class HeadHere:
         assert self.head is not None
         node_rank = int(join["node_rank"])
         if self.head.may_join(node_rank):
-            host, _, *rest = connection.sock.getpeername()
-            address = (host, int(join["port"]), *rest)
+            address = (connection.peer_address, int(join["port"]))
             peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)
             self._members[node_rank] = peer
             self._pids[node_rank] = int(join["pid"])

@@ -90,7 +90,7 @@ class HeadElsewhere:
         self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
         self._session = ""
         self._now = now
-        self._address: tuple[object, ...] = ()
+        self._address = ("", 0)
         self._peer = Peer(limits, self._connect_again, when_quiet=True)
 
     @property
@@ -172,7 +172,7 @@ class HeadElsewhere:
             found.connection.close()
             return [first]
         self._session = str(first["session"])
-        self._address = found.connection.sock.getpeername()
+        self._address = (found.connection.peer_address, found.connection.peer_port)
         self._peer.connect(found.connection, int(first["received"]), now)
         return self._peer.take(others)
 
