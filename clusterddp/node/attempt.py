@@ -187,7 +187,7 @@ class Restarts:
         self._on_slurm = on_slurm
         self.final = False
         """True once something has happened after which no process starts another attempt."""
-        self.crippled = False
+        self.incomplete = False
         """True once a node or a task is lost: these supervisors start no other attempt."""
 
     def before(self, attempt: Attempt) -> int:
@@ -203,7 +203,7 @@ class Restarts:
 
         `all_gone`: all supervisors have confirmed that nothing of the attempt is left.
         """
-        able = all_gone and not self.crippled
+        able = all_gone and not self.incomplete
         if end.outcome in {"COMPLETED", "CANCELLED"}:
             return "none"
         if attempt.job_ends:

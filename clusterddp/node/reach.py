@@ -125,7 +125,7 @@ def _make_head(order: SupervisorOrder, guard: Guard, here: HeadHere, allocation:
         rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
         job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
         guard=guard,
-        tell=here.tell,
+        send=here.send,
         now=now,
     )
 

@@ -10,9 +10,9 @@ from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
-from clusterddp.node.job_watch import Intent, JobWatch, bring_home
-from clusterddp.node.joined import JoinedNodes
-from clusterddp.node.rendezvous import choose_address
+from clusterddp.node.gang_nodes import JoinedNodes
+from clusterddp.node.job_watch import Intent, JobWatch, apply_intent
+from clusterddp.node.rank_network import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.supervisors import SlurmOrder
@@ -88,7 +88,7 @@ def job(**changes):
 )
 def test_the_controller_s_words_tell_why_sigterm_came(now, kind, words):
     intent = after_term(now)
-    assert (intent.kind, intent.words) == (kind, words)
+    assert (intent.kind, intent.reason) == (kind, words)
 
 
 def test_a_sigterm_of_somebody_else_changes_nothing():
@@ -117,7 +117,7 @@ def test_in_a_container_the_end_of_the_job_is_known_from_its_environment(monkeyp
             intents[clock.now] = intent
     (approaches, first), (reached, last) = intents.items()
     assert (540 <= approaches <= 542, first.kind) == (True, "time_is_up")
-    assert (reached > 602, last.words) == (True, "the time limit of the job is reached")
+    assert (reached > 602, last.reason) == (True, "the time limit of the job is reached")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1e99", "9" * 40])
@@ -141,18 +141,18 @@ def test_the_end_of_a_preemption_s_grace_is_no_time_limit():
     watched.tick(0.0)
     watched.tick(0.1)
     watched.on_term(100.0)
-    words = [intent.words for step in range(300) if (intent := watched.tick(100.0 + step / 10))]
+    words = [intent.reason for step in range(300) if (intent := watched.tick(100.0 + step / 10))]
     assert words == ["the job was preempted"]
 
 
 def test_the_time_limit_does_not_rename_a_preemption(tmp_path):
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     for intent in (
-        Intent(kind="goes_on", words="the job was preempted"),
-        Intent(kind="time_is_up", words="the time limit approaches"),
+        Intent(kind="goes_on", reason="the job was preempted"),
+        Intent(kind="time_is_up", reason="the time limit approaches"),
     ):
-        bring_home(intent, attempt)
-        attempt.stop(intent.words, 1.0)
+        apply_intent(intent, attempt)
+        attempt.stop(intent.reason, 1.0)
     assert attempt.stop_reason == "the job was preempted"
 
 
@@ -160,7 +160,7 @@ def test_a_killed_batch_script_fails_the_run_and_nobody_has_cancelled_it(tmp_pat
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     attempt.begun = 1.0
     attempt.stop("SIGTERM to the supervisor of node 0", 2.0)
-    bring_home(Intent(kind="failed", words="the script was killed"), attempt)
+    apply_intent(Intent(kind="failed", reason="the script was killed"), attempt)
     end = attempt.verdict(stop_confirmed=True)
     assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
     assert restarts(tmp_path).after(attempt, end, all_gone=True) == "none"
@@ -170,7 +170,7 @@ def test_ranks_are_asked_to_stop_a_lead_before_the_job_s_end():
     watched = watch(*[Answer(job=RUNNING, asked=0.0, time_left_s=600.0)] * 9)
     intents = {now: watched.tick(float(now)) for now in range(0, 600, 5)}
     assert [now for now, intent in intents.items() if intent] == [540]
-    assert intents[540].words == "the time limit of the job approaches, 60 s are left"
+    assert intents[540].reason == "the time limit of the job approaches, 60 s are left"
 
 
 def test_the_lead_is_at_most_half_of_what_was_left():

@@ -55,7 +55,7 @@ def test_the_head_counts_a_node_whose_connection_was_killed_after_its_join(tmp_p
     join = {"kind": "join", "node_rank": 0, "pid": os.getpid(), "missing": [0]}
     here = HeadHere(gang, selector, LIMITS, listener=listeners[0], join=join)
     here.head = Head(
-        RunDir(tmp_path), gang, first_attempt=0, rendezvous_seed="seed", guard=None, tell=here.tell, now=0.0
+        RunDir(tmp_path), gang, first_attempt=0, rendezvous_seed="seed", guard=None, send=here.send, now=0.0
     )
     sent = []
 
@@ -66,7 +66,7 @@ def test_the_head_counts_a_node_whose_connection_was_killed_after_its_join(tmp_p
     attempt = AuthenticatedAttempt(here.address, 0.0, protocol=SUPERVISORS, key=gang.token, introduce=introduce)
     wait_until(lambda: (here.pump(0.0), attempt.look(0.0), sent)[-1])
     reset(attempt.sock)
-    wait_until(lambda: (here.pump(0.0), not here.head.may_join(1))[-1])
+    wait_until(lambda: (here.pump(0.0), not here.head.nodes.may_join(1))[-1])
     here.report_fatal_error("the test is over")
 
 
