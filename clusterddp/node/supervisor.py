@@ -101,9 +101,9 @@ class Supervisor:
         environment = inherited_environment()
         self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
-        self._children = self._make_starter(environment)
-        starter = self._children or self._tasks
-        assert starter is not None
+        self._children = self._make_rank_starter(environment)
+        rank_starter = self._children or self._tasks
+        assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
         self._allocation: Allocation | None = None
         if order.slurm is not None:
@@ -123,12 +123,12 @@ class Supervisor:
             order.gang,
             order.node,
             first_attempt=order.attempt,
-            starter=starter,
+            starter=rank_starter,
             report=self.uplink.report,
             guard_pid=lambda: guard.pid,
         )
 
-    def _make_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
+    def _make_rank_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
         """Return what starts the ranks in this process; None: Slurm's tasks start them."""
         if self._order.gang.start == "torchrun":
             return Torchrun(self._order, environment, self._selector, self._tasks, self._clock)

@@ -125,7 +125,7 @@ class Task:
 
     def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         place = self._place
-        # With torchrun a task is not a rank but a node's, and the plan says which ranks that has.
+        # With torchrun a task is not a rank but a node's, and the plan has its ranks.
         shares = [node["ranks"] for node in gang["nodes"]] if _one_for_each_node(gang) else place.ranks
         return [
             {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}

@@ -97,7 +97,7 @@ class Recorder:
     ],
     ids=["a GPU each", "on the CPU", "fewer GPUs than ranks", "the user's own choice", "Slurm has given cores"],
 )
-def test_a_node_tells_its_ranks_their_cores(
+def test_a_node_sets_the_cores_of_its_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     gpus: tuple[str, ...],
