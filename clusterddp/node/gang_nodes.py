@@ -66,7 +66,7 @@ class JoinedNodes:
         self._unready[node_rank] = tuple(ranks)
 
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:
-        """Count a node as lost; return what happened, each time with the node whose loss that is.
+        """Count a node as lost; return what happened, each time with the node at fault.
 
         `interface`: the one that carries the gang's traffic on this host. `given_up`: the node counts this one as lost,
         as it does after this process was stopped for long.

@@ -54,16 +54,16 @@ class Decided:
         try:
             decided: Decided = build(cls, data, "rank 0's answer")
         except ValueError as error:
-            raise PreflightError(f"what answers as rank 0 is none: {error}") from error
+            raise PreflightError(f"another process answers as rank 0: {error}") from error
         ranks = sorted(rank for _, of_host in decided.nodes for rank in of_host)
         fits = 0 < decided.master_port < 65536 and 0 <= decided.attempt < MAX_ATTEMPTS
         if not (is_run_name(decided.run) and is_token(decided.token) and fits):
-            raise PreflightError(f"what answers as rank 0 is none: it names the run {decided.run!r:.60}")
+            raise PreflightError(f"another process answers as rank 0: it names the run {decided.run!r:.60}")
         if ranks != list(range(world_size)):
-            raise PreflightError(f"what answers as rank 0 is none: its ranks are not 0 to {world_size - 1}")
+            raise PreflightError(f"another process answers as rank 0: its ranks are not 0 to {world_size - 1}")
         texts = (decided.identity, decided.master_addr, decided.reached, *(host for host, _ in decided.nodes))
         if not all(text.isprintable() and len(text) < _MAX_TEXT for text in texts):
-            raise PreflightError("what answers as rank 0 is none: it names a host that cannot be one")
+            raise PreflightError("another process answers as rank 0: it sends a name that no host has")
         return decided
 
 
