@@ -1,4 +1,4 @@
-"""How a rank that another launcher started introduces itself to the others, and which specs it refuses."""
+"""The introduction of a rank that another launcher has started, and the specs that it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, RankHello]:
-    """Complete what PMI reports, and describe this rank to the others."""
+    """Complete the facts from PMI, and return what this rank sends rank 0."""
     timeout_s = start_timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         launched = ask_pmi(launched, environ, own_addresses(), timeout_s)
@@ -61,7 +61,7 @@ def with_spec_port(launched: Launched, job: JobSpec) -> Launched:
         return launched
     if told and told.origin.endswith("MASTER_PORT") and int(told.value) != port:
         raise UsageError(
-            f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one thing",
+            f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one port",
             hint=f"unset {told.origin}, or network.master_port=auto",
         )
     known = {**launched.told, "MASTER_PORT": Variable(str(port), "network.master_port")}
@@ -84,7 +84,7 @@ def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
             hint="torchrun ... -m clusterddp worker SPEC; or start=ranks",
         )
     if job.sweep:
-        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+        raise UsageError("a spec with a sweep is many runs; a worker is of one", hint="~sweep drops the section")
     if job.container:
         raise UsageError(
             "container: another launcher starts the ranks, and it has to start them in the container",

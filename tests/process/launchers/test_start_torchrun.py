@@ -132,7 +132,7 @@ def test_torchrun_that_cannot_start_says_why() -> None:
     Path("torch/__init__.py").write_text("raise ImportError('this torch is broken')\n")
     run = submit("", more=f"env: {{PYTHONPATH: {Path.cwd()}}}")
     assert run.wait(PATIENCE * 60) == "FAILED"
-    assert "it said last: ImportError: this torch is broken" in run.status()["root_cause"]["error"]
+    assert "its last line: ImportError: this torch is broken" in run.status()["root_cause"]["error"]
 
 
 @pytest.mark.slow

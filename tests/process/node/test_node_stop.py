@@ -44,7 +44,7 @@ def ask_rank_term(gang):
         (ask_rank_term, "SIGTERM to rank 0"),
     ],
 )
-def test_whoever_is_asked_to_stop_all_ranks_stop(tmp_path, ask, reason):
+def test_all_ranks_stop_whichever_process_is_asked(tmp_path, ask, reason):
     with running(tmp_path, UNTIL_STOP, restarts=3) as gang:
         gang.await_up()
         ask(gang)

@@ -296,7 +296,7 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
 
     with serving(answer) as port:
         (ended,) = place.by_hand([1], 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    assert (ended.code, "what answers as rank 0 is none" in ended.err) == (3, True)
+    assert (ended.code, "another process answers as rank 0" in ended.err) == (3, True)
     assert not (tmp_path / "escaped").exists()
 
 
@@ -324,7 +324,7 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
     ],
 )
 def test_what_no_rank_0_decides_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PreflightError, match="what answers as rank 0 is none"):
+    with pytest.raises(PreflightError, match="another process answers as rank 0"):
         Decided.from_json(DECIDED | change, 2)
 
 
