@@ -1,4 +1,4 @@
-"""Connecting to hosts as the user's own ssh would: ssh_config, keys, hosts on the way, hosts that do not answer."""
+"""Connecting to hosts as the user's own ssh would: ssh_config, keys, jump hosts, hosts that do not answer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_host_that_wants_a_password_as_well_is_told(person):
     with person.sshd("node1", "AuthenticationMethods=publickey,password", "PasswordAuthentication=yes") as sshd:
         person.configure(f"Host node1\n  Port {sshd.port}\n")
         row = person.check("node1").hosts["node1"]
-    assert row["found"] == "root is let in with a key and password only"
+    assert row["found"] == "the host accepts root with a key and password only"
 
 
 def test_a_circle_of_jumps_is_told(person):
@@ -153,7 +153,7 @@ def test_a_host_that_accepts_and_says_nothing_is_told(person):
     with listening(person.rack, "node1", 9022):
         person.configure("Host node1\n  Port 9022\n  ConnectTimeout 1\n")
         row = person.check("node1").hosts["node1"]
-    assert row["found"] == "node1:9022 accepted the connection and then nothing for 1 s"
+    assert row["found"] == "node1:9022 accepted the connection, then nothing for 1 s"
 
 
 def test_twenty_connections_get_through_a_sshd_that_takes_two_at_a_time(person):
@@ -207,7 +207,7 @@ def test_no_thread_is_left_when_connections_are_closed(person):
     person.configure("Host far\n  HostName node3\n  ProxyJump node1\n")
     program = """
 import os, threading
-from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.connector import connect_all
 made = connect_all(["node1", "far"], environ=os.environ)
 for connection in made.values():
     connection.close()

@@ -24,7 +24,8 @@ CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
 from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}
 sessions = open_sessions(accesses, environ=os.environ, package=package())
