@@ -1,1 +1,1 @@
-"""Connections to hosts by SSH, as the user's own ssh would make them, and sessions with the agents there."""
+"""Connects to hosts by SSH, as the user's own ssh would, and runs sessions with the agents there."""
