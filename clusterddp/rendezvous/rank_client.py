@@ -91,7 +91,7 @@ def _await_verdict(found: Found, deadline: float) -> dict[str, Any] | Loss:
 def _unreached(
     launched: Launched, own: RankHello, ports: Sequence[int], failure: NotFound | None, timeout_s: float
 ) -> PreflightError:
-    told = launched.told
+    told = launched.variables
     address = f"{told['MASTER_ADDR'].origin}" if "MASTER_ADDR" in told else "the launcher"
     port = told["MASTER_PORT"].origin if "MASTER_PORT" in told and not launched.port_is_taken else "the job's name"
     few = launched.master_addrs[:4]

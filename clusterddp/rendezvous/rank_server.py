@@ -179,7 +179,7 @@ class _Elsewhere:
         self.found = ""
         elsewhere = [address for address in launched.master_addrs if not _is_here(address)]
         if elsewhere and len(elsewhere) == len(launched.master_addrs):
-            origin = launched.told["MASTER_ADDR"].origin if "MASTER_ADDR" in launched.told else "the launcher"
+            origin = launched.variables["MASTER_ADDR"].origin if "MASTER_ADDR" in launched.variables else "the launcher"
             self.found = f"{elsewhere[0]} (from {origin}) is no address of {own.host}, where rank 0 is"
             look = threading.Thread(target=self._look, args=(elsewhere[0], own, port, deadline, key), daemon=True)
             look.start()

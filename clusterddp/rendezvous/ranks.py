@@ -98,7 +98,7 @@ def _open_master_port(
         if len(ports) == 1:  # raises, if it is another rank 0 that has the port
             ask_rank_0([LOOPBACK_ADDRESS], own, ports, min(until, time.monotonic() + 1.0), key)
         if time.monotonic() >= until:
-            which = launched.told.get("MASTER_PORT")
+            which = launched.variables.get("MASTER_PORT")
             named = f"port {ports[0]} (from {which.origin})" if which and len(ports) == 1 else f"ports {list(ports)}"
             raise PreflightError(
                 f"{own.name}: {named} is in use by another program", hint="MASTER_PORT names another one"

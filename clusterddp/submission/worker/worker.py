@@ -196,7 +196,7 @@ class Worker:
 
     def _master_addr(self, met: RanksMet) -> str:
         """Take the address as it was found, and where it was our guess the one that the others got through by."""
-        told = self.launched.told.get("MASTER_ADDR")
+        told = self.launched.variables.get("MASTER_ADDR")
         if told and told.origin.endswith("MASTER_ADDR"):
             return told.value
         return met.reached

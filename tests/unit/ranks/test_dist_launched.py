@@ -88,7 +88,7 @@ def test_the_default_port_is_torchruns() -> None:
 
 
 def test_every_number_says_which_variable_it_came_from() -> None:
-    told = find_place(STEP).told
+    told = find_place(STEP).variables
     assert (told["RANK"].origin, told["WORLD_SIZE"].origin) == ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
