@@ -122,7 +122,7 @@ def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_NTASKS", "")
     if read_launcher(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
         raise UsageError(
-            variables={_VARIABLES[each.key]: Variable(str(each.value), each.variable) for each in numbers.values()},
+            f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), this process is none of them",
             hint="srun clusterddp worker SPEC",
         )
 

@@ -1,7 +1,7 @@
 """The server's side of a rendezvous: it accepts connections, and returns those that have authenticated.
 
-Every process that reaches a port may connect as often as it likes. What that costs in one turn is bounded, so that
-heartbeats go on (acceptor.py), and there is a limited number of strangers, each for a limited time.
+Any process may connect to the port, any number of times. The work of one turn is bounded (acceptor.py), so heartbeats
+go on; the number of connections that have not authenticated is limited, and so is the time of each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ INTRODUCTION_S = 5.0
 """How long a connection may take to authenticate and to send its first message."""
 _FLUSH_S = 1.0
 _MAX_STRANGERS = 64
-"""How many connections may not have authenticated yet; 4 more for each client that is expected."""
-
+"""How many connections may be open that have not authenticated; 4 more for each client that is expected."""
 
 _T = TypeVar("_T")
 
@@ -48,9 +47,9 @@ class Server:
         num_expected: int,
         report: Callable[[str], object],
     ) -> None:
-        """`report` gets a sentence about connections that were refused, at most once a minute."""
+        """`report` receives a sentence about refused connections, at most once a minute."""
         self.unproven: Counter[str] = Counter()
-        """How many connections did not know the key, by their address."""
+        """Address -> how many connections from it have failed to prove that they know the key."""
         self._selector = selector
         self._protocol = protocol
         self._key = key
@@ -58,10 +57,10 @@ class Server:
         self._acceptor = Acceptor(listener, selector)
         self._refusals = Refusals(report)
         self._strangers: list[Connection] = []
-        """Connections that have not authenticated yet, the first one first."""
+        """Connections that have not authenticated yet, the oldest first."""
 
     def accept(self, now: float) -> list[Arrival]:
-        """Accept connections, and return the clients whose first message has arrived since the last turn."""
+        """Accept connections; return the clients whose first message has arrived since the last turn."""
         for sock, _ in self._acceptor.accept(now):
             if len(self._strangers) >= self._max_strangers:
                 self.refuse(self._strangers.pop(0), "too many connections at once have not authenticated", now)
@@ -79,7 +78,7 @@ class Server:
         return arrived
 
     def refuse(self, connection: Connection, why: str, now: float) -> None:
-        """Close a connection, and count it among those that are reported."""
+        """Close a connection, and count it for the report."""
         connection.close()
         self._refusals.add(f"{connection.peer_address}: {why}", now)
 
@@ -107,15 +106,15 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Generic[_T]):
-    """A client that has been counted."""
+class Participant(Generic[_T]):
+    """A client that has authenticated and was counted."""
 
     connection: Connection
     introduction: _T
 
 
-class Members(Generic[_T]):
-    """A server and the clients that it has counted, by their number: they wait until all of them are there."""
+class Participants(Generic[_T]):
+    """A server and its participants, by their number; they wait until all of them have connected."""
 
     def __init__(
         self,
@@ -126,32 +125,32 @@ class Members(Generic[_T]):
         num_expected: int,
         report: Callable[[str], object],
     ) -> None:
-        self.by_number: dict[int, Member[_T]] = {}
+        self.by_number: dict[int, Participant[_T]] = {}
         self._selector = selectors.DefaultSelector()
         self.server = Server(
             listener, self._selector, protocol=protocol, key=key, num_expected=num_expected, report=report
         )
 
-    def take_turn(self, wait_s: float) -> tuple[list[Arrival], dict[int, Member[_T]]]:
-        """Wait a moment; return the clients that have introduced themselves, and the members that have left."""
+    def take_turn(self, wait_s: float) -> tuple[list[Arrival], dict[int, Participant[_T]]]:
+        """Wait up to `wait_s`; return new clients with their first message, and participants that have disconnected."""
         ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
         now = time.monotonic()
         left = {}
-        for number, member in list(self.by_number.items()):
-            if member.connection.sock in ready:
-                member.connection.receive(now)
-            if member.connection.lost is not None:
-                member.connection.close()
+        for number, participant in list(self.by_number.items()):
+            if participant.connection.sock in ready:
+                participant.connection.receive(now)
+            if participant.connection.lost is not None:
+                participant.connection.close()
                 left[number] = self.by_number.pop(number)
         return self.server.accept(now), left
 
     def send_all(self, message: Message) -> None:
-        for member in self.by_number.values():
-            member.connection.send(message)
+        for participant in self.by_number.values():
+            participant.connection.send(message)
 
     def close(self, within_s: float) -> None:
-        """Close all connections, once what was sent is on its way; the listener stays as it is."""
-        connections = [member.connection for member in self.by_number.values()]
+        """Close all connections, after up to `within_s` for data that is still to be sent; the listener stays open."""
+        connections = [participant.connection for participant in self.by_number.values()]
         flush_all(connections, within_s)
         for connection in connections:
             connection.close()
@@ -161,6 +160,6 @@ class Members(Generic[_T]):
 
 
 def refuse(connection: Connection, error: ClusterddpError) -> None:
-    """Send a client why it is refused; its connection stays open for the caller to close."""
+    """Send a client the reason why it is refused; the caller closes the connection."""
     connection.send(refusal(error))
     flush_all([connection], _FLUSH_S)

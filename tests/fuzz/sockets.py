@@ -143,7 +143,7 @@ def _ranks() -> Iterator[Target]:
 
 def _joining() -> Iterator[Target]:
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.server import Members
+    from clusterddp.rendezvous.server import Participants
     from clusterddp.submission.join.client import JoinClient
     from clusterddp.submission.join.messages import JOIN
     from clusterddp.submission.join.server import JoinServer
@@ -156,7 +156,7 @@ def _joining() -> Iterator[Target]:
     def read_member(what: Any, data: bytes, rng: random.Random) -> None:
         here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
         with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
-            here.members = Members(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
+            here.members = Participants(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
             here.members.server._strangers.append(connection_with(data, JOIN, "server"))
             here.take_turn(here.members, 0.0)
             here.take_turn(here.members, 0.0)

@@ -15,7 +15,7 @@ from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.connection import Connection, Message, flush_all, no_key, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
+from clusterddp.rendezvous.server import Arrival, Participant, Participants, refuse
 from clusterddp.run.attempts import Tell
 from clusterddp.submission.join.messages import JOIN, digests_of
 from clusterddp.wire import build
@@ -54,7 +54,7 @@ class JoinServer:
     key: str
     port: int
     tell: Tell
-    members: Members[_Introduction] | None = None
+    members: Participants[_Introduction] | None = None
     """By node rank; None: `gather` has not been called."""
     _refused: dict[str, None] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class JoinServer:
         Raises: PreflightError: the port is taken, or a node did not come; all that came receive the same error.
         """
         deadline = time.monotonic() + timeout_s
-        members = self.members = Members(
+        members = self.members = Participants(
             self._listen(), protocol=JOIN, key=self.key, num_expected=len(self.hosts), report=self.tell
         )
         try:
@@ -81,7 +81,7 @@ class JoinServer:
             self.close()
             raise error
 
-    def take_turn(self, members: Members[_Introduction], wait_s: float) -> None:
+    def take_turn(self, members: Participants[_Introduction], wait_s: float) -> None:
         """Wait a moment for machines that introduce themselves or leave."""
         arrivals, left = members.take_turn(wait_s)
         for node_rank, member in left.items():
@@ -124,7 +124,7 @@ class JoinServer:
                 hint="is this spec being joined here already? network.master_port names another port, on all machines",
             ) from error
 
-    def _meet(self, arrival: Arrival, members: Members[_Introduction]) -> None:
+    def _meet(self, arrival: Arrival, members: Participants[_Introduction]) -> None:
         """Count a machine, or refuse it."""
         connection = arrival.connection
         try:
@@ -136,7 +136,7 @@ class JoinServer:
             connection.close()
             return
         if not objection:
-            members.by_number[node_rank] = Member(connection, introduction)
+            members.by_number[node_rank] = Participant(connection, introduction)
             self.tell(f"{_spell(node_rank, host)} is there" + self._still())
             self._send_who_is_missing()
             return
@@ -178,7 +178,7 @@ class JoinServer:
     def _send_who_is_missing(self) -> None:
         self.send_all({"kind": "waiting", "for": [_spell(rank, self.hosts[rank]) for rank in self._missing()]})
 
-    def _counted(self) -> dict[int, Member[_Introduction]]:
+    def _counted(self) -> dict[int, Participant[_Introduction]]:
         return self.members.by_number if self.members is not None else {}
 
     def _missing(self) -> list[int]:

@@ -280,7 +280,7 @@ def test_a_rank_without_the_key_is_told_so_and_rank_0_says_who_came(tmp_path: Pa
     ended = wait_for([first, other])
     assert [each.code for each in ended] == [3, 3]
     assert "from 127.0.0.1 did not know the same CLUSTERDDP_JOIN_KEY" in ended[0].err
-    assert "what answers there does not know the same CLUSTERDDP_JOIN_KEY" in ended[1].err
+    assert "the process that answers there does not know the same CLUSTERDDP_JOIN_KEY" in ended[1].err
     assert "has to have the same value for all ranks, or be set for none" in ended[1].err
 
 

@@ -63,7 +63,7 @@ def test_three_hosts_come_together(gang: Hosts) -> None:
 
 def test_a_missing_machine_is_named_by_its_rank_to_all(gang: Hosts) -> None:
     for words in gang.fail(gang.start("node1", 0), gang.start("node2", 1)):
-        assert "rank 2 of 3 did not come to node1, port 29511, within 30 s" in words
+        assert "rank 2 of 3 did not connect to node1, port 29511, within 30 s" in words
         assert "here: rank 0 on node1; rank 1 on node2" in words
 
 
@@ -109,7 +109,7 @@ def test_another_torch_is_named_with_its_machine(gang: Hosts) -> None:
 
 def test_a_wrong_address_is_named_with_the_variable_that_had_it(gang: Hosts) -> None:
     wrong = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 2, MASTER_ADDR="10.77.0.99"))
-    assert "rank 2 of 3 did not come to node1" in wrong[0]
+    assert "rank 2 of 3 did not connect to node1" in wrong[0]
     assert "rank 2 on node3 did not reach rank 0 at 10.77.0.99 (from MASTER_ADDR), port 29511" in wrong[2]
 
 
@@ -126,7 +126,7 @@ def test_a_closed_port_is_named_with_its_machine(gang: Hosts) -> None:
         told = gang.fail(gang.start("node1", 0, world_size=2), gang.start("node2", 1, world_size=2))
     finally:
         open_ports(gang.rack, "node1")
-    assert "rank 1 of 2 did not come to node1, port 29511" in told[0]
+    assert "rank 1 of 2 did not connect to node1, port 29511" in told[0]
     assert "did not reach rank 0 at node1 (from MASTER_ADDR), port 29511 (from MASTER_PORT)" in told[1]
     assert "no answer" in told[1]
 

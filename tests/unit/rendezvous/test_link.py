@@ -29,11 +29,11 @@ def make_sockets():
         return left, server.accept()[0]
 
 
-def make_pair(head_token=TOKEN, member_token=TOKEN, now=0.0):
+def make_pair(head_token=TOKEN, client_token=TOKEN, now=0.0):
     left, right = make_sockets()
     return (
         Connection(left, protocol=SUPERVISORS, key=head_token, role="server", now=now),
-        Connection(right, protocol=SUPERVISORS, key=member_token, role="client", now=now),
+        Connection(right, protocol=SUPERVISORS, key=client_token, role="client", now=now),
     )
 
 
@@ -48,41 +48,41 @@ def hear(channel, now=0.0):
     return channel.receive(now)
 
 
-def meet(head, wire, member, member_wire):
-    """Carry hellos and proofs across by hand; return the proof of the member and what it had to send."""
-    member_wire.sendall(wire.recv(4096))
-    hear(member)
+def meet(head, wire, client, client_wire):
+    """Carry hellos and proofs across by hand; return the proof of the client and what it had to send."""
+    client_wire.sendall(wire.recv(4096))
+    hear(client)
     time.sleep(0.01)
-    hello, _, proof = member_wire.recv(4096).partition(b"\n")
+    hello, _, proof = client_wire.recv(4096).partition(b"\n")
     wire.sendall(hello + b"\n")
     assert hear(head) == []
     time.sleep(0.01)
-    member_wire.sendall(wire.recv(4096))
-    hear(member)
+    client_wire.sendall(wire.recv(4096))
+    hear(client)
     time.sleep(0.01)
-    return proof + member_wire.recv(4096)
+    return proof + client_wire.recv(4096)
 
 
 def test_messages_arrive_in_both_directions_and_in_order():
-    head, member = make_pair()
-    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
-    member.send({"kind": "started"})
+    head, client = make_pair()
+    client.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
+    client.send({"kind": "started"})
     head.send({"kind": "start", "text": "ü\n"})
-    heard_by_head, heard_by_member = [], []
+    heard_by_head, heard_by_client = [], []
     for _ in range(3):  # nonces first, in however many pieces
         heard_by_head += hear(head)
-        heard_by_member += hear(member)
+        heard_by_client += hear(client)
     assert heard_by_head == [{"kind": "join", "node_rank": 1, "pid": 7, "port": 9}, {"kind": "started"}]
-    assert heard_by_member == [{"kind": "start", "text": "ü\n"}]
-    assert (head.lost, member.lost, head.proven) == (None, None, True)
+    assert heard_by_client == [{"kind": "start", "text": "ü\n"}]
+    assert (head.lost, client.lost, head.proven) == (None, None, True)
 
 
 def test_another_token_is_not_heard():
-    head, member = make_pair(member_token="0" * 32)
-    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
+    head, client = make_pair(client_token="0" * 32)
+    client.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
     for _ in range(2):
-        assert (hear(head), hear(member)) == ([], [])
-    assert (head.lost, member.lost) == (no_key(SUPERVISORS),) * 2
+        assert (hear(head), hear(client)) == ([], [])
+    assert (head.lost, client.lost) == (no_key(SUPERVISORS),) * 2
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_a_line_without_an_end_is_not_kept():
 
 def test_half_a_line_is_heard_when_its_rest_has_come():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "started"})
-    said = meet(head, wire, member, member_wire)
+    client, client_wire = bare("client")
+    client.send({"kind": "started"})
+    said = meet(head, wire, client, client_wire)
     wire.sendall(said[:-20])
     assert hear(head) == []
     wire.sendall(said[-20:])
@@ -131,9 +131,9 @@ def test_half_a_line_is_heard_when_its_rest_has_come():
 
 def test_what_was_said_cannot_be_said_again():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    said = meet(head, wire, client, client_wire)
     wire.sendall(said + said.partition(b"\n")[2])
     assert hear(head) == [{"kind": "ended"}]
     assert head.lost is not None
@@ -141,9 +141,9 @@ def test_what_was_said_cannot_be_said_again():
 
 def test_what_was_said_cannot_be_said_on_another_connection():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    said = meet(head, wire, client, client_wire)
     other, other_wire = bare("server")
     other_wire.sendall(said)
     assert hear(other) == []
@@ -152,20 +152,20 @@ def test_what_was_said_cannot_be_said_on_another_connection():
 
 def test_what_was_said_cannot_be_sent_back():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
-    member_wire.sendall(said.partition(b"\n")[2])
-    assert hear(member) == []
-    assert member.lost is not None
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    said = meet(head, wire, client, client_wire)
+    client_wire.sendall(said.partition(b"\n")[2])
+    assert hear(client) == []
+    assert client.lost is not None
 
 
 def test_what_was_said_before_the_end_is_still_heard():
-    head, member = make_pair()
+    head, client = make_pair()
     for _ in range(2):
-        hear(head), hear(member)
-    member.send({"kind": "failed"})
-    member.close()
+        hear(head), hear(client)
+    client.send({"kind": "failed"})
+    client.close()
     assert hear(head) == [{"kind": "failed"}]
     assert head.lost == CLOSED
 
@@ -177,7 +177,7 @@ class Ends:
         self.limits = Limits(host_silence_s=host_silence_s, heartbeat_timeout_s=heartbeat_timeout_s, spans_hosts=True)
         self.listeners = [listen("127.0.0.1") for _ in range(2)]
         self.head = self.make_peer(self.listeners[1])
-        self.member = self.make_peer(self.listeners[0])
+        self.client = self.make_peer(self.listeners[0])
 
     def make_peer(self, listener):
         address = listener.getsockname()
@@ -185,17 +185,17 @@ class Ends:
 
     def connect(self, now=0.0):
         """Connect both ends anew; the sockets are returned for the test to break."""
-        head, member = make_pair(now=now)
-        heard = self.head.received, self.member.received
+        head, client = make_pair(now=now)
+        heard = self.head.received, self.client.received
         self.head.connect(head, heard[1], now)
-        self.member.connect(member, heard[0], now)
-        return head.sock, member.sock
+        self.client.connect(client, heard[0], now)
+        return head.sock, client.sock
 
     def turn(self, now=0.0):
         """Let both ends listen and keep up; return what each has heard."""
-        heard = self.head.receive(now), self.member.receive(now)
+        heard = self.head.receive(now), self.client.receive(now)
         self.head.keep_up(now)
-        self.member.keep_up(now)
+        self.client.keep_up(now)
         return heard
 
     def turn_until_settled(self, now=0.0):
@@ -203,13 +203,13 @@ class Ends:
         for _ in range(200):
             for all_of, some in zip(heard, self.turn(now), strict=True):
                 all_of.extend(some)
-            if not (self.head.owes_acknowledgement(now) or self.member.owes_acknowledgement(now)):
+            if not (self.head.owes_acknowledgement(now) or self.client.owes_acknowledgement(now)):
                 return heard
             time.sleep(0.002)
         raise AssertionError("they never acknowledge")
 
     def close(self):
-        for peer in (self.head, self.member):
+        for peer in (self.head, self.client):
             peer.lose(CLOSED)
         for listener in self.listeners:
             listener.close()
@@ -228,7 +228,7 @@ def test_no_message_is_lost_or_doubled_however_often_the_connection_breaks(ends,
     heard = [], []
     socks = ends.connect()
     for number in range(300):
-        chance.choice((ends.head, ends.member)).send({"kind": "x", "of": number})
+        chance.choice((ends.head, ends.client)).send({"kind": "x", "of": number})
         breaks = chance.random() < 0.1
         if breaks:
             chance.choice(socks).shutdown(chance.choice((socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR)))
@@ -249,12 +249,12 @@ def test_heartbeats_keep_a_link_and_a_silent_process_ends_it(ends):
     for step in range(1, 5):
         ends.turn(step * 10.0)
         time.sleep(0.01)
-    assert (ends.head.lost, ends.member.lost) == (None, None)
+    assert (ends.head.lost, ends.client.lost) == (None, None)
     ends.head.keep_up(40 + 14.0)
     assert ends.head.lost is None
     ends.head.keep_up(40 + 16.0)
     assert str(ends.head.lost) == "no heartbeat for 15 s"
-    assert ends.member.receive(40.0)[-1] == {"kind": "gave_up", "why": "no heartbeat for 15 s"}
+    assert ends.client.receive(40.0)[-1] == {"kind": "gave_up", "why": "no heartbeat for 15 s"}
 
 
 def test_a_connection_that_breaks_ends_no_link_while_both_processes_live(ends):

@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp.rendezvous.client import AuthenticatedAttempt, Found
 from clusterddp.rendezvous.connection import Protocol
-from clusterddp.rendezvous.server import INTRODUCTION_S, Member, Members, Server
+from clusterddp.rendezvous.server import INTRODUCTION_S, Participant, Participants, Server
 from tests.support.waiting import PATIENCE, wait_until
 
 TEST = Protocol(name="test", key="key", max_bytes_to_server=4096, max_bytes_to_client=4096)
@@ -73,14 +73,16 @@ def test_a_client_with_another_key_is_counted_by_its_address(place: Place) -> No
 
 
 def test_a_member_that_leaves_is_named(place: Place) -> None:
-    members: Members[str] = Members(place.listener, protocol=TEST, key="k", num_expected=1, report=place.said.append)
+    participants: Participants[str] = Participants(
+        place.listener, protocol=TEST, key="k", num_expected=1, report=place.said.append
+    )
     attempt = _attempt(place.listener.getsockname(), "k")
     found: list[Found] = []
 
     def meet() -> bool:
-        for connection, message in members.take_turn(0.01)[0]:
-            members.by_number[1] = Member(connection, str(message["kind"]))
-            members.send_all({"kind": "welcome"})
+        for connection, message in participants.take_turn(0.01)[0]:
+            participants.by_number[1] = Participant(connection, str(message["kind"]))
+            participants.send_all({"kind": "welcome"})
         answer = attempt.look(time.monotonic())
         found.extend([answer] if answer else [])
         return bool(found)
@@ -89,9 +91,9 @@ def test_a_member_that_leaves_is_named(place: Place) -> None:
     assert found[0].messages == [{"kind": "welcome"}]
     found[0].connection.close()
     left: dict[int, object] = {}
-    wait_until(lambda: bool(left.update(members.take_turn(0.01)[1]) or left))
-    assert (list(left), members.by_number) == ([1], {})
-    members.close(0.0)
+    wait_until(lambda: bool(left.update(participants.take_turn(0.01)[1]) or left))
+    assert (list(left), participants.by_number) == ([1], {})
+    participants.close(0.0)
 
 
 def _attempt(address: tuple[str, int], key: str) -> AuthenticatedAttempt:
