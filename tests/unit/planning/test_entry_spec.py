@@ -48,7 +48,7 @@ def test_torchrun_does_not_start_a_program_that_owns_its_ranks() -> None:
         ("{script: a.py, local_rank_arg: true, owns_ranks: true}", "entry.local_rank_arg", "a program that starts its "
          "ranks itself is no local rank"),
         ("{script: a.py, stop_signal: TERM}", "entry.stop_signal", "is for a command"),
-        ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words as a shell has them (no '
+        ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words that a shell can split (no '
          "closing quotation)"),
         ("{command: []}", "entry.command", "found a list, expected a program and its arguments"),
         ("{function: a.b.c}", "entry.function", 'found "a.b.c", expected package.module:function or '
