@@ -95,7 +95,7 @@ class Uploader:
                 left.discard(host)
 
         try:
-            results = Fan(list(hosts), call, lambda result: None).results(_AT_ONCE)
+            results = Fan(list(hosts), call).results(_AT_ONCE)
         except BaseException:
             for host in left:  # only closing its channel interrupts an upload; the host discards what it has received
                 self.sessions[host].channel.close()

@@ -21,7 +21,7 @@ from clusterddp.rendezvous.connection import Connection, Message, Protocol, flus
 INTRODUCTION_S = 5.0
 """How long a connection may take to authenticate and to send its first message."""
 _FLUSH_S = 1.0
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 """How many connections may be open that have not authenticated; 4 more for each client that is expected."""
 
 _T = TypeVar("_T")
@@ -53,27 +53,27 @@ class Server:
         self._selector = selector
         self._protocol = protocol
         self._key = key
-        self._max_strangers = _MAX_STRANGERS + 4 * num_expected
+        self._max_unauthenticated = _MAX_UNAUTHENTICATED + 4 * num_expected
         self._acceptor = Acceptor(listener, selector)
         self._refusals = Refusals(report)
-        self._strangers: list[Connection] = []
+        self._unauthenticated: list[Connection] = []
         """Connections that have not authenticated yet, the oldest first."""
 
     def accept(self, now: float) -> list[Arrival]:
         """Accept connections; return the clients whose first message has arrived since the last turn."""
         for sock, _ in self._acceptor.accept(now):
-            if len(self._strangers) >= self._max_strangers:
-                self.refuse(self._strangers.pop(0), "too many connections at once have not authenticated", now)
-            self._strangers.append(self._open(sock, now))
+            if len(self._unauthenticated) >= self._max_unauthenticated:
+                self.refuse(self._unauthenticated.pop(0), "too many connections at once have not authenticated", now)
+            self._unauthenticated.append(self._open(sock, now))
         arrived = []
-        for connection in list(self._strangers):
+        for connection in list(self._unauthenticated):
             messages = connection.receive(now)
             if messages:
-                self._strangers.remove(connection)
+                self._unauthenticated.remove(connection)
                 arrived.append(Arrival(connection, messages[0]))
             elif connection.lost is not None or now - connection.opened > INTRODUCTION_S:
-                self._strangers.remove(connection)
-                self._refuse_stranger(connection, now)
+                self._unauthenticated.remove(connection)
+                self._refuse_unauthenticated(connection, now)
         self._refusals.tick(now)
         return arrived
 
@@ -83,21 +83,21 @@ class Server:
         self._refusals.add(f"{connection.peer_address}: {why}", now)
 
     def close(self) -> None:
-        """Close the listener, whose port refuses connections then, and all strangers."""
+        """Close the listener, whose port then refuses connections, and all connections that have not authenticated."""
         self._acceptor.close()
-        self.close_strangers()
+        self.close_unauthenticated()
 
-    def close_strangers(self) -> None:
+    def close_unauthenticated(self) -> None:
         """Close the connections that have not authenticated; the listener stays open."""
-        for stranger in self._strangers:
-            stranger.close()
-        self._strangers.clear()
+        for connection in self._unauthenticated:
+            connection.close()
+        self._unauthenticated.clear()
 
     def _open(self, sock: socket.socket, now: float) -> Connection:
         self._selector.register(sock, selectors.EVENT_READ)
         return Connection(sock, protocol=self._protocol, key=self._key, role="server", now=now, selector=self._selector)
 
-    def _refuse_stranger(self, connection: Connection, now: float) -> None:
+    def _refuse_unauthenticated(self, connection: Connection, now: float) -> None:
         loss = connection.lost
         if loss is not None and loss.kind == "unproven":
             self.unproven[connection.peer_address] += 1
@@ -155,7 +155,7 @@ class Participants(Generic[_T]):
         for connection in connections:
             connection.close()
         self.by_number.clear()
-        self.server.close_strangers()
+        self.server.close_unauthenticated()
         self._selector.close()
 
 

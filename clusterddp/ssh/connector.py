@@ -196,7 +196,7 @@ def scan_all(
             return error
 
     with connector:
-        return Fan(dict.fromkeys(destinations), scan, lambda result: None).results(AT_ONCE)
+        return Fan(dict.fromkeys(destinations), scan).results(AT_ONCE)
 
 
 def _close_if_open(result: Connection | SshError) -> None:

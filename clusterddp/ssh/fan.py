@@ -20,7 +20,10 @@ class Fan(Generic[_Item, _Result]):
     """Calls a function for every item, in daemon threads; `undo` closes a result that no caller gets."""
 
     def __init__(
-        self, items: Iterable[_Item], function: Callable[[_Item], _Result], undo: Callable[[_Result], object]
+        self,
+        items: Iterable[_Item],
+        function: Callable[[_Item], _Result],
+        undo: Callable[[_Result], object] = lambda result: None,
     ) -> None:
         self._order = list(items)
         self._function = function
@@ -55,7 +58,7 @@ class Fan(Generic[_Item, _Result]):
                 item = self._waiting.get_nowait()
                 try:
                     result = self._function(item)
-                except BaseException as error:  # our own mistake: the thread that waits raises it
+                except BaseException as error:  # an unexpected error: the thread that waits raises it
                     self._done.put(error)
                     return
                 if self._given_up.is_set():

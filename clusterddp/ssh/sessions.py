@@ -41,7 +41,7 @@ def ask_all(
         except SshError as error:
             return error
 
-    return Fan(sessions, ask, lambda result: None).results(AT_ONCE)
+    return Fan(sessions, ask).results(AT_ONCE)
 
 
 def raise_for(errors: Collection[ClusterddpError], problem: str = "cannot be used") -> None:

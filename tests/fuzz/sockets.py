@@ -111,7 +111,7 @@ def _ranks() -> Iterator[Target]:
     def read_hello(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = RankServer(listener, launched, own, deadline=1e9, key="k")
-            server._members.server._strangers.append(connection_with(data, RANKS, "server"))
+            server._participants.server._unauthenticated.append(connection_with(data, RANKS, "server"))
             try:
                 for member in server.take_turn(0.0):
                     server._admit(member)
@@ -157,7 +157,7 @@ def _joining() -> Iterator[Target]:
         here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
         with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
             here.members = Participants(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
-            here.members.server._strangers.append(connection_with(data, JOIN, "server"))
+            here.members.server._unauthenticated.append(connection_with(data, JOIN, "server"))
             here.take_turn(here.members, 0.0)
             here.take_turn(here.members, 0.0)
 

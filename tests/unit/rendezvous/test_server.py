@@ -1,4 +1,4 @@
-"""What a server keeps of clients that do not authenticate, and whom it counts."""
+"""What a server does with clients that do not authenticate, and which clients it counts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Place:
 
     listener: socket.socket
     selector: selectors.BaseSelector
-    said: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.server = Server(
-            self.listener, self.selector, protocol=TEST, key="k", num_expected=1, report=self.said.append
+            self.listener, self.selector, protocol=TEST, key="k", num_expected=1, report=self.reports.append
         )
 
     def call(self) -> socket.socket:
@@ -46,7 +46,7 @@ def test_a_stranger_that_sends_nothing_is_disconnected_in_time(place: Place) -> 
     with place.call() as stranger:
         assert place.server.accept(10.0) == []
         assert place.server.accept(10.0 + INTRODUCTION_S + 0.1) == []
-        assert place.said == ["a connection was refused: 127.0.0.1: it did not authenticate within 5 s"]
+        assert place.reports == ["a connection was refused: 127.0.0.1: it did not authenticate within 5 s"]
         stranger.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
@@ -57,7 +57,7 @@ def test_of_too_many_strangers_the_first_ones_are_disconnected(place: Place) -> 
     strangers = [place.call() for _ in range(70)]
     for _ in range(5):
         assert place.server.accept(10.0) == []
-    assert place.said == ["a connection was refused: 127.0.0.1: too many connections at once have not authenticated"]
+    assert place.reports == ["a connection was refused: 127.0.0.1: too many connections at once have not authenticated"]
     assert len(place.selector.get_map()) == 1 + 68
     for stranger in strangers:
         stranger.close()
@@ -72,9 +72,9 @@ def test_a_client_with_another_key_is_counted_by_its_address(place: Place) -> No
     attempt.close()
 
 
-def test_a_member_that_leaves_is_named(place: Place) -> None:
+def test_a_participant_that_disconnects_is_named(place: Place) -> None:
     participants: Participants[str] = Participants(
-        place.listener, protocol=TEST, key="k", num_expected=1, report=place.said.append
+        place.listener, protocol=TEST, key="k", num_expected=1, report=place.reports.append
     )
     attempt = _attempt(place.listener.getsockname(), "k")
     found: list[Found] = []
