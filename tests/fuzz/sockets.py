@@ -99,7 +99,7 @@ def _ranks() -> Iterator[Target]:
     from clusterddp.network.socket_links import faster_networks, names_in
     from clusterddp.ranks.launched import Launched
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.rank_client import _await_verdict
+    from clusterddp.rendezvous.rank_client import _await_decision
     from clusterddp.rendezvous.rank_messages import RANKS, introduce_rank
     from clusterddp.rendezvous.rank_server import RankServer
     from clusterddp.submission.worker.place import Decided, nodes_of
@@ -122,7 +122,7 @@ def _ranks() -> Iterator[Target]:
 
     def read_decided(what: Any, data: bytes, rng: random.Random) -> None:
         connection = connection_with(b'{"kind": "complete"}\n' + data, RANKS, "client")
-        verdict = _await_verdict(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
+        verdict = _await_decision(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
         if isinstance(verdict, dict):
             names_in(Decided.from_json(verdict, world_size=4).networks, read_links())
 
