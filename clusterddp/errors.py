@@ -70,12 +70,22 @@ class PreflightError(ClusterddpError):
     exit_code = 3
 
 
-class SlurmError(PreflightError):
-    """A command of Slurm failed; `transient`: Slurm could not be reached, so the effect of the command is unknown."""
+SlurmReason = Literal["no command", "cannot run", "no cluster", "accounting disabled", "unknown job"]
 
-    def __init__(self, message: str, *, hint: str | None = None, transient: bool) -> None:
+
+class SlurmError(PreflightError):
+    """A command of Slurm failed.
+
+    `transient`: Slurm did not answer, so it is unknown whether it did what was asked. `reason`: the cause, where a
+    caller acts on it.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, transient: bool, reason: SlurmReason | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.transient = transient
+        self.reason = reason
 
 
 class NetworkError(PreflightError):

@@ -24,7 +24,8 @@ from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
-from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:

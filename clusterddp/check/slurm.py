@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import SlurmError
 from clusterddp.facts.checks import Result, note, ok, red
 from clusterddp.slurm.cluster import Cluster, read_cluster
+from clusterddp.slurm.first_spec import choose_partition, consequences, time_text, why_not
 from clusterddp.slurm.partitions import Partition
-from clusterddp.slurm.starter import choose_partition, consequences, time_text, why_not
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec

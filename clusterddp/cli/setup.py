@@ -88,7 +88,7 @@ def init(
         more = ["--partition", partition] if partition else []
         text = ask_login(node, ["init", "--launcher", "slurm", *more, "-"]).decode()
     elif launcher == "slurm":
-        from clusterddp.slurm.starter import slurm_spec
+        from clusterddp.slurm.first_spec import slurm_spec
 
         text, notes = slurm_spec(text, terminal.environ, partition)
     if str(path) == "-":

@@ -17,7 +17,8 @@ from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
 from clusterddp.run.git import describe_commit
 from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.ssh.command import Write, open_command
-from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import open_sessions
 from clusterddp.system.file_set import choose_files
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def run_at_login(
         laid = _lay_out(agent, errand, environ, watch) if errand.files or errand.code else {}
         place = laid.get("place", "")
         with open_command(agent, access, package()) as command:
-            answer = command.order(
+            answer = command.start(
                 {
                     "arguments": [_spell(word, place) for word in errand.arguments],
                     "variables": {name: _spell(word, place) for name, word in errand.variables.items()}
@@ -164,7 +165,7 @@ def run_at_login(
             )
             if answer["missing"]:
                 raise _lacks(login, answer["python"], answer["missing"])
-            return command.stay(agent, write_out, write_err)
+            return command.wait(agent, write_out, write_err)
 
 
 def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: Watch | None) -> dict[str, str]:

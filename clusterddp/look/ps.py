@@ -19,7 +19,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
-from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import ask_all, open_sessions
 from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from clusterddp.errors import SlurmError
 from clusterddp.node.clock import Clock
 from clusterddp.slurm.commands import slurm_environment
-from clusterddp.slurm.control import JobNow, read_job
-from clusterddp.slurm.time_left import END_TIME, KILL_WAIT_S, read_kill_wait_s, read_time_left_s
+from clusterddp.slurm.control import END_TIME, KILL_WAIT_S, JobNow, read_job, read_kill_wait_s, read_time_left_s
 
 PATIENCE_S = 4.0
 """How long the controller may take to answer: its answer mostly decides whether ranks that end are restarted."""

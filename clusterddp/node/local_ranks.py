@@ -141,9 +141,7 @@ class LocalRanks:
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
-            cleanup=Cleanup(
-                cookies=cookies, descendants_but=self._guard_pid() if self._starter.owns_descendants else None
-            ),
+            cleanup=Cleanup(cookies=cookies, descendants_but=descendants_but),
         )
 
     def tick(self, now: float) -> None:

@@ -26,7 +26,7 @@ from clusterddp.node.tasks import Tasks
 from clusterddp.node.taskwire import PREFIX
 from clusterddp.ranks.environment import COOKIE, USERS, cookie
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.ranks.torchrun import torchrun_words
+from clusterddp.ranks.torchrun import torchrun_arguments
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
@@ -145,7 +145,7 @@ class Torchrun:
     def _start_agent(self, launch: Launch) -> int:
         variables = launch.values()
         users = {name: variable.value for name, variable in launch.variables.items() if variable.origin == USERS}
-        words = torchrun_words(
+        words = torchrun_arguments(
             run=self._gang.run,
             num_nodes=len(self._gang.nodes),
             node_rank=self._node.node_rank,

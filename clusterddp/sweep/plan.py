@@ -17,7 +17,7 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.sweep import SweepDir
-from clusterddp.slurm.arrays import check_array_size
+from clusterddp.slurm.cluster import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
 
 if TYPE_CHECKING:

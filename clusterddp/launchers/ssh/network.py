@@ -15,7 +15,8 @@ from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_
 from clusterddp.network.interface import loopback
 from clusterddp.network.paths import Findings, HostNetwork, Probe, plan_probes, usable_addresses
 from clusterddp.run.gang import Gang
-from clusterddp.ssh.session import Reply, Session, ask_all, raise_for
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all, raise_for
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough to resend one lost packet."""

@@ -15,7 +15,7 @@ from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.connection import Connection, Message, flush_all, no_key, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
+from clusterddp.rendezvous.server import Arrival, Participant, Participants, refuse
 from clusterddp.run.attempts import Report
 from clusterddp.submission.join.messages import JOIN, digests_of
 from clusterddp.wire import build
@@ -54,7 +54,7 @@ class JoinServer:
     key: str
     port: int
     report: Report
-    clients: Members[_Introduction] | None = None
+    clients: Participants[_Introduction] | None = None
     """The machines that have joined, by node rank; None: `gather` has not been called."""
     _refused: dict[str, None] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class JoinServer:
         Raises: PreflightError: the port is in use, or a node did not join; those that did receive the same error.
         """
         deadline = time.monotonic() + timeout_s
-        clients = self.clients = Members(
+        clients = self.clients = Participants(
             self._listen(), protocol=JOIN, key=self.key, num_expected=len(self.hosts), report=self.report
         )
         try:
@@ -82,7 +82,7 @@ class JoinServer:
             self.close()
             raise error
 
-    def take_turn(self, clients: Members[_Introduction], wait_s: float) -> None:
+    def take_turn(self, clients: Participants[_Introduction], wait_s: float) -> None:
         """Wait at most `wait_s` for machines that introduce themselves or disconnect."""
         arrivals, left = clients.take_turn(wait_s)
         for node_rank, client in left.items():
@@ -125,7 +125,7 @@ class JoinServer:
                 hint="another join of this spec may run here; network.master_port, on all machines, sets another port",
             ) from error
 
-    def _accept_or_refuse(self, arrival: Arrival, clients: Members[_Introduction]) -> None:
+    def _accept_or_refuse(self, arrival: Arrival, clients: Participants[_Introduction]) -> None:
         connection = arrival.connection
         try:
             introduction = build(_Introduction, arrival.message)
@@ -136,7 +136,7 @@ class JoinServer:
             connection.close()
             return
         if not reason:
-            clients.by_number[node_rank] = Member(connection, introduction)
+            clients.by_number[node_rank] = Participant(connection, introduction)
             missing = self._spell_missing()
             self.report(
                 f"{_spell(node_rank, host)} has joined; {f'waiting for {missing}' if missing else 'none is missing'}"
@@ -181,7 +181,7 @@ class JoinServer:
     def _send_missing(self) -> None:
         self.send_all({"kind": "waiting", "for": [_spell(rank, self.hosts[rank]) for rank in self._missing()]})
 
-    def _joined(self) -> dict[int, Member[_Introduction]]:
+    def _joined(self) -> dict[int, Participant[_Introduction]]:
         return self.clients.by_number if self.clients is not None else {}
 
     def _missing(self) -> list[int]:

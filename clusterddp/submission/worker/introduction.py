@@ -30,7 +30,7 @@ def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, 
     timeout_s = start_timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         launched = ask_pmi(launched, environ, own_addresses(), timeout_s)
-    size = launched.told.get("WORLD_SIZE")
+    size = launched.variables.get("WORLD_SIZE")
     port_is_given = launched.master_port is not None and not launched.port_is_taken
     gpus = count_gpus(resolved.job, environ)
     return launched, introduce_rank(
@@ -56,7 +56,7 @@ def with_spec_port(launched: Launched, job: JobSpec) -> Launched:
     Raises: UsageError: it sets another one.
     """
     port = job.network.master_port
-    told = launched.told.get("MASTER_PORT")
+    told = launched.variables.get("MASTER_PORT")
     if port == "auto" or launched.port_is_taken:
         return launched
     if told and told.origin.endswith("MASTER_PORT") and int(told.value) != port:
@@ -64,8 +64,8 @@ def with_spec_port(launched: Launched, job: JobSpec) -> Launched:
             f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one port",
             hint=f"unset {told.origin}, or network.master_port=auto",
         )
-    known = {**launched.told, "MASTER_PORT": Variable(str(port), "network.master_port")}
-    return dataclasses.replace(launched, master_port=port, told=known)
+    known = {**launched.variables, "MASTER_PORT": Variable(str(port), "network.master_port")}
+    return dataclasses.replace(launched, master_port=port, variables=known)
 
 
 def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:

@@ -189,7 +189,7 @@ class Worker:
 
     def _master_addr(self, met: RanksMet) -> str:
         """Take the address that the launcher has set; without one the address by which the others reached rank 0."""
-        told = self.launched.told.get("MASTER_ADDR")
+        told = self.launched.variables.get("MASTER_ADDR")
         if told and told.origin.endswith("MASTER_ADDR"):
             return told.value
         return met.reached

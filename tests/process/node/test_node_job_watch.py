@@ -16,8 +16,7 @@ from clusterddp.node.rank_network import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.supervisors import SlurmOrder
-from clusterddp.slurm.control import JobNow
-from clusterddp.slurm.time_left import read_duration_s, read_kill_wait_s, read_time_left_s
+from clusterddp.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
 from tests.support.gang_runs import make_gang
 
 SHOWN = (

@@ -13,8 +13,9 @@ import pytest
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
-from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
-from clusterddp.slurm.starter import fill_in
+from clusterddp.slurm.control import read_duration_s
+from clusterddp.slurm.first_spec import fill_in
+from clusterddp.slurm.partitions import Association, Partition, parse_gpus
 from clusterddp.spec.load import load_spec
 from clusterddp.system.templates import read_template
 from tests.support.paths import ROOT
@@ -155,7 +156,7 @@ def test_gpus_are_read_from_every_form_of_gres(gres: str, gpus: tuple[tuple[str,
     [("2-00:00:00", 172_800), ("04:00:00", 14_400), ("30:00", 1_800), ("UNLIMITED", None), ("NONE", None), ("", None)],
 )
 def test_times_are_read_as_slurm_prints_them(text: str, seconds: int | None) -> None:
-    assert parse_time(text) == seconds
+    assert read_duration_s(text) == seconds
 
 
 @pytest.mark.root

@@ -24,7 +24,7 @@ from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
-from clusterddp.slurm.arrays import array_limits
+from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
 from clusterddp.sweep.staging import make_sweep, take_back
 from tests.support.paths import ROOT
