@@ -87,7 +87,7 @@ class CommandIndex(click.Group):
         module = importlib.import_module(f"clusterddp.cli.{module_name}")
         command: click.Command = module.COMMANDS[cmd_name]
         command.short_help = summary
-        # click keeps the names of the help option of the first context, whoever made that.
+        # click keeps the help option's names of the first context that is made.
         command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
         return command
 

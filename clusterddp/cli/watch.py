@@ -1,4 +1,4 @@
-"""Staying with a run: a bar or lines while it goes on, its logs as they are written, how it ended."""
+"""Show how a run goes on until it ends: a bar or lines of progress, its logs, and how it ended."""
 
 from __future__ import annotations
 
@@ -132,16 +132,9 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal.
     """
-    from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
+    from clusterddp.look.logs import LogPiece, NewAttempt, follow_logs, format_piece, read_logs
 
-    if follow or ranks == "failed":
-        sync.update()
-    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
-    attempts = run.attempts()
-    newest = attempts[-1].number if follow and attempts else None
-    sync.want_logs(chosen, newest if attempt is None else attempt)
-    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
-        sync.update_logs()
+    chosen = _fetch_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines)
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
@@ -199,6 +192,23 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
 def exit_code_of(view: RunView) -> int:
     """Return the exit code that stands for how a run ended."""
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
+
+
+def _fetch_logs(
+    run: RunDir, ranks: str, sync: Synchroniser, *, follow: bool, attempt: int | None, tail_lines: int | None
+) -> tuple[int, ...]:
+    """Choose the ranks whose logs are shown, and copy those of remote hosts here; return the ranks."""
+    from clusterddp.look.logs import choose_ranks
+
+    if follow or ranks == "failed":
+        sync.update()
+    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
+    attempts = run.attempts()
+    newest = attempts[-1].number if follow and attempts else None
+    sync.want_logs(chosen, newest if attempt is None else attempt)
+    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
+        sync.update_logs()
+    return chosen
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:

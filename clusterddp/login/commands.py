@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.login.node import AT_LOGIN
@@ -149,22 +149,25 @@ def run_at_login(
         raise agent
     with agent:
         laid = _lay_out(agent, errand, environ, watch) if errand.files or errand.code else {}
-        place = laid.get("place", "")
         with open_command(agent, access, package()) as command:
-            answer = command.order(
-                {
-                    "arguments": [_spell(word, place) for word in errand.arguments],
-                    "variables": {name: _spell(word, place) for name, word in errand.variables.items()}
-                    | {AT_LOGIN: login.host},
-                    "needs": NEEDS,
-                    "directory": laid.get("directory"),
-                    "runs_dir": login.runs_dir,
-                    "discard": place if errand.discard and place else None,
-                }
-            )
+            answer = command.order(_order(login, errand, laid))
             if answer["missing"]:
                 raise _lacks(login, answer["python"], answer["missing"])
             return command.stay(agent, write_out, write_err)
+
+
+def _order(login: Login, errand: Errand, laid: Mapping[str, str]) -> dict[str, Any]:
+    """Write the order of a command for the relay on the login node; `laid`: where its code and files are."""
+    place = laid.get("place", "")
+    variables = {name: _spell(word, place) for name, word in errand.variables.items()}
+    return {
+        "arguments": [_spell(word, place) for word in errand.arguments],
+        "variables": variables | {AT_LOGIN: login.host},
+        "needs": NEEDS,
+        "directory": laid.get("directory"),
+        "runs_dir": login.runs_dir,
+        "discard": place if errand.discard and place else None,
+    }
 
 
 def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: Watch | None) -> dict[str, str]:
