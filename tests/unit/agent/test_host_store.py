@@ -139,7 +139,7 @@ def test_a_damaged_snapshot_is_missing_and_gets_replaced(host: Host, source: Pat
 
 
 def test_a_snapshot_with_another_sum_is_refused(host: Host, source: Path) -> None:
-    with pytest.raises(ClusterddpError, match=r"sum [0-9a-f]{12}, 000000000000 was announced"):
+    with pytest.raises(ClusterddpError, match=r"sum [0-9a-f]{12}, expected 000000000000"):
         ask(host, "store.put", stream(source), kind="code", sum="0" * 64)
     assert what_lies_in(host.root / "code") == {}
 
