@@ -1,4 +1,4 @@
-"""The command that shows where the variables of a rank come from: explain."""
+"""The command explain, which shows where the variables of a rank come from."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from clusterddp.planning.explain import Origin
 
 _COLUMNS = 110
-_NOTE = "Under another launcher variables that are set already stay as they are; numbers that disagree are an error."
+_NOTE = (
+    "Under another launcher, variables that are set already are kept; numbers that contradict each other are an error."
+)
 
 
 @command("explain")
 @spec_arguments
-@click.option("--under", metavar="LAUNCHER", help="One of them only: local, ssh, slurm, torchrun, srun, mpirun, ...")
+@click.option("--under", metavar="LAUNCHER", help="One launcher only: local, ssh, slurm, torchrun, srun, mpirun, ...")
 @output_option
 @click.pass_obj
 def explain(

@@ -1,4 +1,4 @@
-"""Commands between specs and files of other launchers: import, manifest."""
+"""Commands that translate files of other launchers to specs and back: import, manifest."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 def import_(
     terminal: Terminal, *, files: tuple[Path, ...], kind: str | None, line: int | None, output: Path | None, force: bool
 ) -> None:
-    """Write the spec that files of other launchers come to; nothing in them is executed.
+    """Write a spec from files of other launchers; nothing in them is executed.
 
     A Slurm batch script, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed, Horovod, mpirun), a
-    .deepspeed_env. What the spec does not carry is listed, with its line and why, and stands in its comments, too.
+    .deepspeed_env. What the spec cannot express is listed with its line and the reason, also in the spec's comments.
 
     \b
     clusterddp import train.slurm > job.yaml

@@ -18,7 +18,7 @@ from clusterddp.run.directory import find_run
 from clusterddp.run.record import read_run
 
 if TYPE_CHECKING:
-    from clusterddp.look.clearing import Clearing
+    from clusterddp.look.cleanup import Cleanup
     from clusterddp.look.ps import Machines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -107,7 +107,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     not found. Exit code 3 when a host cannot be asked.
     """
     from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
-    from clusterddp.look.clearing import left_over_of
+    from clusterddp.look.cleanup import left_over_of
 
     with selection.open(terminal.environ) as machines:
         found = machines.look(selection.tokens)
@@ -154,44 +154,44 @@ def gc(
     Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
     from clusterddp.cli.text import ps as text
-    from clusterddp.look.clearing import Clearing
+    from clusterddp.look.cleanup import Cleanup
 
     older_than_s = _read_age(older_than) if older_than else None
     if selection.name and older_than:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
     with selection.open(terminal.environ) as machines:
         show = say if output == "json" else put
-        clearing = Clearing(machines=machines, tokens=selection.tokens, older_than_s=older_than_s)
-        clearing.look()
-        if lines := text.clearing_lines(clearing):
+        cleanup = Cleanup(machines=machines, tokens=selection.tokens, older_than_s=older_than_s)
+        cleanup.look()
+        if lines := text.cleanup_lines(cleanup):
             show("\n".join(lines))
-        text.say_kept(clearing)
-        if not _carry_out(clearing, show, yes=yes, dry_run=dry_run):
+        text.say_kept(cleanup)
+        if not _carry_out(cleanup, show, yes=yes, dry_run=dry_run):
             return 1
     if output == "json":
-        put_json(text.clearing_json(clearing))
-    return clearing.exit_code
+        put_json(text.cleanup_json(cleanup))
+    return cleanup.exit_code
 
 
 COMMANDS = {"ps": ps, "gc": gc}
 
 
-def _carry_out(clearing: Clearing, show: Callable[[str], None], *, yes: bool, dry_run: bool) -> bool:
+def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_run: bool) -> bool:
     """End and remove what was found, after asking; return False when the user refuses."""
     from clusterddp.cli.text import ps as text
-    from clusterddp.look.clearing import answers
+    from clusterddp.look.cleanup import answers
 
-    question = text.clearing_question(clearing)
+    question = text.cleanup_question(cleanup)
     if not question:
-        if answers(clearing.found):
-            say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
+        if answers(cleanup.found):
+            say("nothing is left over" + (" on the others" if cleanup.exit_code else ""))
     elif not dry_run:
         refused = "nothing was ended, nothing was removed"
         if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
             say(refused)
             return False
-        clearing.carry_out()
-        text.say_cleared(clearing, show)
+        cleanup.carry_out()
+        text.say_removed(cleanup, show)
     return True
 
 

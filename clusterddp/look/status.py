@@ -1,4 +1,4 @@
-"""What is known about a run, gathered from its files into one value; the form that scripts rely on is `to_json`."""
+"""The status of a run, read from its files into one value; `to_json` is its form for scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunStatus:
     run: str
     state: RunState
     reason: str
-    """Why it is in this state, in words; empty when the state says it all."""
+    """Why it is in this state; may be empty."""
     launcher: str
     """`local`, `ssh`, `slurm`, `join`; `none` for ranks that another launcher started."""
     job_id: str | None
@@ -80,16 +80,16 @@ class RunStatus:
     ended: float | None
     job: Job | None = None
     """On Slurm: the job as Slurm reports it; None where the files suffice."""
-    silent: tuple[str, ...] = ()
-    """On SSH hosts: which of them did not answer last, in words."""
+    unreachable: tuple[str, ...] = ()
+    """On SSH hosts: a sentence for each of them that did not answer last."""
     job_log: str | None = None
-    """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
+    """On Slurm: the log of the batch script, relative to the run's directory, when no rank was started."""
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
-    """What a user should look at though the state does not show it."""
+    """What a user should look at besides the state."""
     transports: tuple[NodeTransport, ...] = ()
-    """By node, of those whose NCCL has said so in the newest attempt."""
+    """By node, as far as NCCL has reported it in the newest attempt."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -118,7 +118,7 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One line of `list`: what is known without reading the records of ranks."""
+    """One line of `list`, read without the records of ranks."""
 
     run: str
     state: RunState
@@ -133,7 +133,7 @@ class RunSummary:
     ended: float | None
     """Seconds since the epoch."""
     variant: str = ""
-    """In a sweep: what tells this run from the others."""
+    """In a sweep: the values by which this run differs from the others."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -151,7 +151,7 @@ class RunSummary:
 
 
 def read_status(run: RunDir) -> RunStatus:
-    """Read all that is known about a run now."""
+    """Read the status of a run."""
     record = read_run(run)
     view, gang = read_state(run, record=record), read_gang(run)
     end = view.end
@@ -173,7 +173,7 @@ def read_status(run: RunDir) -> RunStatus:
         created=_created(record),
         ended=end.ended if end else None,
         job=view.job,
-        silent=() if view.finished else tuple(silence.values()),
+        unreachable=() if view.finished else tuple(silence.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
@@ -183,16 +183,16 @@ def read_status(run: RunDir) -> RunStatus:
 
 
 def _stopped_ranks(attempt: AttemptDir) -> list[str]:
-    """Name the ranks that a signal has stopped, for which all others wait."""
+    """Name the ranks that a signal has stopped; all others wait for them."""
     return [
-        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there lets it go on"
+        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
         for record in read_ranks(attempt)
         if record.stopped is not None and record.ended is None
     ]
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
-    """Read what `list` shows of a run whose record and state are known already."""
+    """Read the line of `list` of a run whose record and state are known already."""
     return RunSummary(
         run=run.name,
         state=view.state,
@@ -208,7 +208,7 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
 
 
 def find_job_log(run: RunDir) -> str | None:
-    """Find what the batch script of a run on Slurm wrote, relative to the run's directory."""
+    """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
 
