@@ -264,7 +264,7 @@ def test_every_other_command_is_listed() -> None:
         assert words in lost
 
 
-def test_two_commands_that_start_ranks_are_told_apart_by_their_line(tmp_path: Path) -> None:
+def test_one_of_two_commands_that_start_ranks_is_chosen_by_its_line(tmp_path: Path) -> None:
     text = EACH + "srun python prepare.py\nsrun python train.py\n"
     with pytest.raises(UsageError) as caught:
         imported(tmp_path, text)
@@ -360,12 +360,12 @@ def test_hosts_that_a_line_names_become_those_of_a_run_over_ssh(tmp_path: Path) 
         ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("a, b", "in a job Slurm chooses the hosts")),
         ("-N 2", "srun torchrun t.py", 2, ("srun torchrun t.py", "torchrun without --nnodes starts a world on each")),
         ("-N 2 --ntasks-per-node=4", "srun -n 4 python t.py", 2, ("srun -n 4 python t.py", "this line starts 2")),
-        ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not go into 2 nodes")),
+        ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not divide by 2 nodes")),
         (
             "-p gpu",
             "srun torchrun --nnodes $SLURM_NNODES t.py",
             1,
-            ("torchrun --nnodes {num_nodes}", "does not say how"),
+            ("torchrun --nnodes {num_nodes}", "does not have the number"),
         ),
         ("-N 1", "mpirun -hostfile none python t.py", 1, ("mpirun -hostfile none", "its hosts cannot be read")),
     ],
