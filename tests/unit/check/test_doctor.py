@@ -92,7 +92,7 @@ def test_the_runs_directory_of_a_node_is_judged_as_it_is_here(changes: dict[str,
 
 def test_a_runs_directory_that_is_another_one_on_a_node_is_red() -> None:
     found = result_of(judge_nodes(answer(report(0, HERE, nonce="Not there")), HERE, Needs()), "runs directory", "n1")
-    assert (found.level, found.found) == ("red", "/shared/runs is not what it is here: Not there")
+    assert (found.level, found.found) == ("red", "/shared/runs is another directory there: Not there")
 
 
 def test_another_torch_on_a_node_is_red() -> None:
@@ -162,7 +162,7 @@ def test_what_torch_compile_lacks_is_noted_where_the_trainer_has_gpus() -> None:
     machine = dataclasses.replace(HERE, gpus=("0", "1"), torch=torch)
     found = dict(judge_machine(machine, Needs(trainer=True)))["compiler"]
     assert found.level == "note"
-    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto goes on uncompiled")
+    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto runs uncompiled")
     assert "compiler" not in dict(judge_machine(HERE, Needs(trainer=True)))
     assert "compiler" not in dict(judge_machine(machine, Needs()))
 
@@ -187,7 +187,7 @@ def test_a_file_system_without_hard_links_is_noted(tmp_path: Path) -> None:
         result = judge_directory(dataclasses.replace(read_directory(plain.path / "runs"), free_bytes=10**11))
     assert result.level == "note"
     assert "on fuseblk" in result.found
-    assert "only locks keep the hosts of a run apart" in result.found
+    assert "only locks protect the files of a run" in result.found
     assert judge_directory(dataclasses.replace(read_directory(tmp_path), free_bytes=10**11)).level == "ok"
 
 
@@ -307,7 +307,7 @@ def test_a_runs_directory_in_memory_makes_the_exit_code_three(tmp_path: Path) ->
         (["resources.time=3-00:00:00"], "partition", "gpu allows 2-00:00:00, the spec asks for 3-00:00:00"),
         (["resources.gpus_per_node=8"], "partition", "gpu has 0 nodes with 8 GPUs, the spec asks for 1"),
         (["resources.nodes=17"], "partition", "gpu has 12 nodes with 4 GPUs, the spec asks for 17"),
-        (["slurm.account=elsewhere"], "account", "elsewhere is no account of"),
+        (["slurm.account=elsewhere"], "account", "elsewhere is not an account of"),
         (["slurm.account=vision"], "account", "vision"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is made of the facts of hosts: what keeps a run back, which host or link is to blame, what mends it."""
+"""The judgement of the facts of hosts: what is red, which host or link is at fault, and the fix."""
 
 from __future__ import annotations
 
