@@ -41,7 +41,7 @@ class RankHello:
     gpus: int = 0
     """How many this rank sees."""
     links: dict[str, int] = field(default_factory=dict)
-    """Of its host, where it has GPUs; see `tell_links`."""
+    """Of its host, where it has GPUs; see `report_links`."""
     identity: str = ""
     """Of the job, where the port was not given; another job's ranks may connect to the same port."""
     left_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: which are red, what mends them, how they are shown. No cluster is needed here."""
+"""The doctor's judgement of facts: which are red, the fix, how they are shown. No cluster is needed here."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
     assert judge_torch(torch, needs, has_gpus=has_gpus).level == level
 
 
-def test_a_driver_that_torch_finds_too_old_is_told_with_versions() -> None:
+def test_a_driver_that_is_too_old_for_torch_is_reported_with_versions() -> None:
     torch = Torch(version="2.13.0", cuda="13.0", gpus=0, driver="535.104.05")
     found = judge_torch(torch, Needs(), has_gpus=True)
     words = "2.13.0, CUDA 13.0, which needs NVIDIA's driver 580 or newer; this host has 535.104.05"
@@ -192,7 +192,7 @@ def test_a_file_system_without_hard_links_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "level"), [(-1, "ok"), (65_536, "ok"), (512, "note"), (64, "red")])
-def test_few_open_files_are_told(limit: int, level: str) -> None:
+def test_few_open_files_are_reported(limit: int, level: str) -> None:
     results = dict(judge_machine(dataclasses.replace(HERE, open_files=limit), Needs()))
     assert results["open files"].level == level
 
@@ -201,7 +201,7 @@ def test_interfaces_of_containers_are_named_as_never_used() -> None:
     assert dict(judge_here(HERE))["interfaces"].found == "eth0 10.0.0.1 (by route); never used: docker0"
 
 
-def test_a_host_name_that_is_the_loopback_is_told() -> None:
+def test_a_host_name_that_is_the_loopback_is_reported() -> None:
     debian = dataclasses.replace(HERE, own_addresses=("127.0.1.1",))
     found = dict(judge_here(debian))["host name"]
     assert (found.level, found.found.startswith("login is 127.0.1.1 here")) == ("note", True)
@@ -259,7 +259,7 @@ def test_hosts_that_found_the_same_share_a_row_and_red_comes_first() -> None:
     assert seen == [("b", ("n1",), "red"), ("a", ("n3",), "note"), ("a", ("n1", "n2"), "ok")]
 
 
-def test_each_red_row_has_what_mends_it_below() -> None:
+def test_each_red_row_has_its_fix_below() -> None:
     lines = [click.unstyle(line) for line in check_lines([Check(name="b", results={"n1": red("3", "mend it")})])]
     assert lines == ["     CHECK  HOST  FOUND", "red  b      n1    3", "      fix: mend it"]
 
@@ -311,7 +311,7 @@ def test_a_runs_directory_in_memory_makes_the_exit_code_three(tmp_path: Path) ->
         (["slurm.account=vision"], "account", "vision"),
     ],
 )
-def test_wishes_that_the_cluster_does_not_have_are_told(
+def test_requests_that_the_cluster_cannot_meet_are_reported(
     overrides: list[str], check: str, words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(

@@ -122,7 +122,7 @@ def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(tmp_path: Path) -> N
     assert (caught.value.problems[0].line, caught.value.problems[0].column) == (2, 3)
 
 
-def test_a_file_that_nobody_knows_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_kind_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         written(tmp_path, "hosts", "a\nb\n")
     assert caught.value.hint == "--from names its kind: slurm, gluoncv, accelerate, hostfile, env"
