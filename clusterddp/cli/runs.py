@@ -40,7 +40,7 @@ _LIST_TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
 _NEWEST_SHOWN = 20
 _RUNS_AT_ONCE = 1000
-"""How many runs are looked at together when it is not known how many will be shown."""
+"""How many runs are read at a time when --state selects some of them."""
 
 
 @command("status")
@@ -114,10 +114,12 @@ def logs(
         record = read_run(run)
         what = "has written nothing"
         if record.launcher == FOREIGN:
-            what = f"has no log here: what ranks of clusterddp worker write goes to what started them ({record.job_id})"
+            what = (
+                f"has no log here: ranks of clusterddp worker write to the launcher that started them ({record.job_id})"
+            )
         say(f"rank {ranks} of {run.name} {what}")
     if not follow and ranks == "0":
-        _say_who_failed(run, attempt, terminal)
+        _say_failed_rank(run, attempt, terminal)
 
 
 @command("wait")
@@ -161,7 +163,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
             run = find_run(runs_dir, name)
             report = partial(_say_of, run.name)
             report(cancel_run(run, save=save, report=report))
-        except ClusterddpError as error:  # the others are cancelled all the same
+        except ClusterddpError as error:  # the others are cancelled nevertheless
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
     return exit_code
@@ -232,13 +234,13 @@ def _watched(run: RunDir, sync: Synchroniser) -> Iterator[RunStatus]:
     before = None
     while True:
         state = _fetched_status(run, sync)
-        # How long ago something was known last is no news.
-        news = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
-        if news != before:
+        # An UNKNOWN state has its age in the reason, which is no change.
+        update = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
+        if update != before:
             yield state
         if state.state.finished:
             return
-        before = news
+        before = update
         time.sleep(_WATCH_INTERVAL_S)
 
 
@@ -258,8 +260,8 @@ def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal
             time.sleep(_WATCH_INTERVAL_S)
 
 
-def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
-    """Name the rank that failed first to a reader of rank 0's log of a failed attempt."""
+def _say_failed_rank(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
+    """Below rank 0's log of a failed attempt, name the rank that failed first."""
     attempts = run.attempts()
     if not attempts:
         return
@@ -280,7 +282,7 @@ def _state_word(text: str) -> str:
 
 
 def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
-    """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
+    """Yield the summary of each run; Slurm is asked once for `at_once` of them, and each host once."""
     from clusterddp.launchers.state import announce
     from clusterddp.look.status import read_summary
 
@@ -297,7 +299,7 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
 
 
 def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
-
+    """Yield the runs whose record can be read."""
     for run in runs:
         try:
             yield run, read_run(run)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli import sweeps
-from clusterddp.cli.arguments import Place, RunName, StartOptions, command, place_options, plan_options, start_options
+from clusterddp.cli.arguments import (
+    Place,
+    RunName,
+    StartOptions,
+    command,
+    place_options,
+    plan_options,
+    spec_arguments,
+    start_options,
+)
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
@@ -27,15 +36,14 @@ if TYPE_CHECKING:
 
 
 @command("submit")
-@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@spec_arguments
 @place_options
 @plan_options
 @start_options
 @click.option(
     "--smoke-test",
     is_flag=True,
-    help="Start all ranks on this machine, or where --launcher says, for one step and one checkpoint, and wait.",
+    help="Start all ranks on this machine, or by --launcher, for one step and one checkpoint, and wait.",
 )
 @click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
 @profile_option
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
 def submit(
     terminal: Terminal,
     *,
-    spec: str,
+    spec: Path | str,
     overrides: tuple[str, ...],
     place: Place,
     options: StartOptions,
@@ -51,12 +59,10 @@ def submit(
     sweep: bool,
     profile: str | None,
 ) -> int:
-    """Start what a spec describes; - reads the spec from stdin.
-
-    Ctrl-C while it waits or follows leaves the run alone.
+    """Start what a spec describes; - reads it from stdin. Ctrl-C while it waits does not stop the run.
 
     \b
-    clusterddp submit job.yaml                                run it, come back at once
+    clusterddp submit job.yaml                                run it, return at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
@@ -68,15 +74,8 @@ def submit(
 
     if smoke_test and not place.flags.get("launcher"):
         place = dataclasses.replace(place, launcher="local")
-    read = load_sweep(
-        "-" if spec == "-" else Path(spec),
-        overrides,
-        sweep=sweep,
-        profile=profile,
-        environ=terminal.environ,
-        flags=place.flags,
-        hosts=place.read_hosts(),
-    )
+    flags, hosts = place.flags, place.read_hosts()
+    read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
     if smoke_test and read.keys:
         raise click.UsageError("--smoke-test is for one run, and this is a sweep of many: give one value for each key")
     resolved = read.variants[0].resolved

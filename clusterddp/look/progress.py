@@ -1,4 +1,4 @@
-"""How far a run is: read from the end of `metrics.jsonl`, however long the file has become."""
+"""The progress of a run, read from the end of `metrics.jsonl`, however long the file is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the newest attempt has come; None where its rows do not say."""
+    """The progress of the newest attempt; None where its rows have no value."""
 
     epoch: int | None
     """Counts from 1: the epoch that is being trained, or the last one."""
@@ -33,14 +33,14 @@ class Progress:
     images_per_s: float | None
     """All ranks together."""
     eta_s: float | None
-    """Seconds until the last step, at the pace of the newest rows; None also when the run does not go on."""
+    """Seconds until the last step, at the pace of the newest rows; None also when the run has ended."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
-    """Read how far the run is from the last `tail_bytes` of its metrics; None when it wrote none (yet)."""
+    """Read the progress of a run from the last `tail_bytes` of its metrics; None when it wrote none (yet)."""
     return progress_of(read_last_rows(run.metrics, tail_bytes))
 
 
@@ -66,7 +66,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
 
 
 def read_last_rows(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
+    """Read the complete rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -81,7 +81,7 @@ def read_last_rows(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; None for a line that is still being written, or that is no row."""
+    """Parse a row; None for a line that is incomplete or not a row."""
     try:
         return read_object(line)
     except ValueError:

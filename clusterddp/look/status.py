@@ -1,4 +1,4 @@
-"""What is known about a run, gathered from its files into one value; the form that scripts rely on is `to_json`."""
+"""The status of a run, read from its files into one value; `to_json` is its form for scripts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunStatus:
     """Of its spec; several runs may have it."""
     state: RunState
     reason: str
-    """Why it is in this state, in words; empty when the state says it all."""
+    """Why it is in this state; may be empty."""
     launcher: str
     """`local`, `ssh`, `slurm`, `join`; `none` for ranks that another launcher started."""
     job_id: str | None
@@ -64,14 +64,14 @@ class RunStatus:
     times: Times
     job: Job | None = None
     """On Slurm: the job as Slurm reports it; None where the files suffice."""
-    silent: tuple[str, ...] = ()
-    """On SSH hosts: which of them did not answer last, in words."""
+    unreachable: tuple[str, ...] = ()
+    """On SSH hosts: a sentence for each of them that did not answer last."""
     job_log: str | None = None
-    """On Slurm: what the batch script wrote, relative to the run's directory, when no rank was started."""
+    """On Slurm: the log of the batch script, relative to the run's directory, when no rank was started."""
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
     warning: str = ""
-    """What a user should look at though the state does not show it."""
+    """What a user should look at besides the state."""
     transports: tuple[NodeTransport, ...] = ()
     """By node, of those whose NCCL has said so in the newest attempt."""
     stopping: Stopping | None = None
@@ -109,7 +109,7 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One line of `list`: what is known without reading the records of ranks."""
+    """One line of `list`, read without the records of ranks."""
 
     run: str
     name: str
@@ -127,7 +127,7 @@ class RunSummary:
     """Seconds since the epoch."""
     times: Times
     variant: str = ""
-    """In a sweep: what tells this run from the others."""
+    """In a sweep: the values by which this run differs from the others."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,7 +147,7 @@ class RunSummary:
 
 
 def read_status(run: RunDir) -> RunStatus:
-    """Read all that is known about a run now."""
+    """Read the status of a run."""
     record = read_run(run)
     view, gang = read_state(run, record=record), read_gang(run)
     end = view.end
@@ -171,7 +171,7 @@ def read_status(run: RunDir) -> RunStatus:
         created=_created(record),
         ended=end.ended if end else None,
         job=view.job,
-        silent=() if view.finished else tuple(unreached.values()),
+        unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
         transports=transports,
@@ -188,7 +188,7 @@ def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
-    """Read what `list` shows of a run whose record and state are known already."""
+    """Read the line of `list` of a run whose record and state are known already."""
     return RunSummary(
         run=run.name,
         name=record.name,
@@ -223,7 +223,7 @@ def may_have_saved(run: RunDir) -> bool:
 
 
 def find_job_log(run: RunDir) -> str | None:
-    """Find what the batch script of a run on Slurm wrote, relative to the run's directory."""
+    """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
 

@@ -37,7 +37,7 @@ class JoinedNodes:
         self.reached: dict[int, str] = {}
         """The address at which each other node has reached the head."""
         self._links: dict[int, dict[str, int]] = {}
-        """The links that nodes have reported, by node rank; see `tell_links`."""
+        """The links that nodes have reported, by node rank; see `report_links`."""
         self._gang = gang
         self._timeout_s = timeout_s
         self._until = now + timeout_s

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback, read_links
 from clusterddp.network.own_host import addresses_of
 from clusterddp.network.port import walk_ports
-from clusterddp.network.socket_links import tell_links
+from clusterddp.network.socket_links import report_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
@@ -83,7 +83,7 @@ def _join_message(order: SupervisorOrder, missing: tuple[int, ...]) -> Message:
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
     if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
         # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
-        join["links"] = tell_links(read_links())
+        join["links"] = report_links(read_links())
     return join
 
 

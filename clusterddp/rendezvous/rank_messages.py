@@ -41,7 +41,7 @@ class RankHello:
     gpus: int = 0
     """How many GPUs this rank sees."""
     links: dict[str, int] = field(default_factory=dict)
-    """The links of its host, where it has GPUs; see `tell_links`."""
+    """The links of its host, where it has GPUs; see `report_links`."""
     identity: str = ""
     """The job's identity, where no port was given: ranks of another job may connect to the same port."""
     left_s: float = 0.0

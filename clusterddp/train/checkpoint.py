@@ -183,7 +183,7 @@ def read_verified(directory: Path, manifest: Manifest) -> bytes:
     """
     data = (directory / manifest.file).read_bytes()
     if len(data) != manifest.bytes:
-        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest says {manifest.bytes:,}")
+        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest has {manifest.bytes:,}")
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise ClusterddpError(f"{manifest.file} is damaged: its sha256 is not the manifest's")
     return data
@@ -244,6 +244,6 @@ def _data_fits(path: Path) -> bool:
 
 
 def _name_age(path: Path) -> tuple[int, int]:
-    """Order by (attempt, step), from the name alone, so that damage inside changes no order."""
+    """Order by (attempt, step), from the name only, so that a damaged file changes no order."""
     match = re.fullmatch(r"step-(\d+)-a(\d+)", path.stem)
     return (int(match[2]), int(match[1])) if match else (-1, -1)

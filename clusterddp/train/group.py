@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-# Whoever imports this while there is a group, as torch.optim does by torch._dynamo, keeps that group for good, as the
-# default of an argument: its threads outlive it, and may abort the process while Python ends (torch 2.13).
+# Imported here, before there is a group: an import while there is one (torch.optim does it by torch._dynamo) keeps the
+# group for good, as the default of an argument; its threads may then abort the process while Python ends (torch 2.13).
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 

@@ -1,7 +1,7 @@
 """The built-in trainer as a rank's program: join the group, build, train, leave.
 
-Started once per rank with torchrun's variables and CLUSTERDDP_RUN_DIR, whose plan.json holds the spec; alone it needs
-no more than CLUSTERDDP_RUN_DIR.
+Started once per rank with torchrun's variables and CLUSTERDDP_RUN_DIR, whose plan.json holds the spec; a single rank
+needs only CLUSTERDDP_RUN_DIR.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a run is shown: its state, progress and ranks, why it failed, and what to type next."""
+"""Show a run as text: its state, progress and ranks, why it failed, and the next commands."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8
-SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
-"""States whose reason adds nothing."""
+WITHOUT_REASON = {"RUNNING", "COMPLETED"}
+"""States that are shown without a reason."""
 _BY_HAND = {
     "join": ("clusterddp join SPEC", "on each machine"),
     FOREIGN: ("clusterddp worker SPEC", "started as before"),
@@ -37,34 +37,34 @@ _COLORS |= {"STOPPING": "yellow", "KILLED": "yellow"}
 
 
 def state_text(state: str) -> str:
-    """Colour a state word; the word alone says all."""
+    """Return the state in its colour."""
     return click.style(state, fg=_COLORS.get(state), bold=True)
 
 
 def warning_text(warning: str) -> str:
-    """Spell what a person should look at though the run ended well."""
+    """Write the warning of a run that ended well."""
     return f"{click.style('warning', fg='yellow')}: {printable(warning)}"
 
 
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
-    """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    """Write the status of one run; many ranks are grouped by node, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
     state = "STOPPING" if status.stopping else status.state.value
     name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
     lines = [f"{name}  {state_text(state)}  {where}"]
     if status.stopping:
         lines.append(f"  {printable(stopping_text(status.stopping, now=time.time()))}")
-    if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
+    if status.reason and not status.root_cause and status.state.value not in WITHOUT_REASON:
         lines.append(f"  {printable(status.reason)}")
     if status.warning:
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
-    lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
+    lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
-    lines += [f"  NCCL: {printable(words)}" for words in transport_texts(status.transports)]
+    lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines += [f"  {printable(str(run.path))}", ""]
@@ -87,7 +87,7 @@ def stopping_text(stopping: Stopping, *, now: float) -> str:
 
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
-    """Write why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.look.log_file import read_log_tail
 
     code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
@@ -103,7 +103,7 @@ def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
 
 
 def _from_traceback(lines: list[str]) -> list[str]:
-    """Leave out what stands before the last traceback, if there is one."""
+    """Return the lines from the last traceback on, or all when there is none."""
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[starts[-1] :] if starts else lines
 
@@ -111,9 +111,9 @@ def _from_traceback(lines: list[str]) -> list[str]:
 def next_steps(
     state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
 ) -> list[str]:
-    """Return the commands that make sense now, each with what it does.
+    """Return the commands that are useful now, each with what it does.
 
-    `job_log`: what there is to read when no rank was started, relative to the run's directory.
+    `job_log`: the log to read when no rank was started, relative to the run's directory.
     """
     steps: list[tuple[str, str]] = []
     if state in {"PENDING", "RUNNING", "REQUEUED"}:
@@ -131,7 +131,7 @@ def next_steps(
 
 
 def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
+    """Return the command that continues a run that has ended, or repeats it."""
     launcher = (read_json(run.record) or {}).get("launcher")
     from clusterddp.look.status import has_checkpoint
 
@@ -165,7 +165,7 @@ def phases_text(phases: Mapping[str, float]) -> str:
 
 
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
-    """Write which way NCCL's data takes, equal nodes together."""
+    """Write by which network and devices NCCL sends, equal nodes together."""
     nodes: dict[str, list[str]] = {}
     for transport in transports:
         devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
@@ -173,7 +173,7 @@ def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
         nodes.setdefault(f"network {transport.network}{devices}{links}", []).append(transport.host)
     if len(nodes) == 1:
         return list(nodes)
-    return [f"{', '.join(dict.fromkeys(hosts))}: {words}" for words, hosts in nodes.items()]
+    return [f"{', '.join(dict.fromkeys(hosts))}: {text}" for text, hosts in nodes.items()]
 
 
 def measures(progress: Progress) -> list[str]:
@@ -203,7 +203,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
                 accuracy,
                 _when(summary.created, now),
                 duration(summary.times.running_s) if summary.times.running_s else "-",
-                "" if state in SAYS_IT_ALL else printable(summary.reason),
+                "" if state in WITHOUT_REASON else printable(summary.reason),
             ]
         )
     if any(summary.variant for summary in summaries):
@@ -239,7 +239,7 @@ def times_texts(times: Times) -> list[str]:
 
 
 def _job_facts(job: Job) -> list[str]:
-    """Write Slurm's state of the job, where it adds to ours, and where the job is."""
+    """Write Slurm's state of the job when it adds to the run's, and the job's nodes."""
     parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
     if job.nodes:
         parts.append(f"on {printable(job.nodes)}")
@@ -281,7 +281,7 @@ def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Shorten a line at its end, where no colour is, to so many columns."""
+    """Shorten a line to so many columns, at its end, which has no colour."""
     excess = len(click.unstyle(line)) - columns
     return line if excess <= 0 else f"{line[: -excess - 3]}..."
 

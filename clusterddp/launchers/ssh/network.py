@@ -11,7 +11,7 @@ from typing import NamedTuple
 from clusterddp.errors import NetworkError, PreflightError, SshError
 from clusterddp.network.choice import choose_network
 from clusterddp.network.diagnosis import diagnose
-from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_strange_names
+from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
 from clusterddp.network.paths import Findings, HostNetwork, Probe, plan_probes, usable_addresses
 from clusterddp.run.gang import Gang
@@ -101,7 +101,7 @@ def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
     return ChosenNetwork(
         master_addr=choice.taken.master.address.address,
         nodes=nodes,
-        notes=(*warn_of_choice(findings, choice), *warn_of_strange_names(findings, gang.env)),
+        notes=(*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.network.interface import own_addresses, read_links
-from clusterddp.network.socket_links import tell_links
+from clusterddp.network.socket_links import report_links
 from clusterddp.planning.job_values import spec_text
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
@@ -40,7 +40,7 @@ def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, 
         spec=hashlib.sha256(spec_text(resolved.job).encode()).hexdigest(),
         local_rank=launched.local_rank,
         gpus=gpus,
-        links=tell_links(read_links()) if gpus else {},
+        links=report_links(read_links()) if gpus else {},
         identity="" if port_is_given else f"{launched.identity}:{launched.start}",
     )
 

@@ -189,9 +189,9 @@ class Worker:
 
     def _master_addr(self, met: RanksMet) -> str:
         """Take the address that the launcher has set; without one the address by which the others reached rank 0."""
-        told = self.launched.variables.get("MASTER_ADDR")
-        if told and told.origin.endswith("MASTER_ADDR"):
-            return told.value
+        given = self.launched.variables.get("MASTER_ADDR")
+        if given and given.origin.endswith("MASTER_ADDR"):
+            return given.value
         return met.reached
 
     def _found(self, decided: Decided) -> RunDir | None:
