@@ -49,9 +49,9 @@ class RankStatus:
 
 
 def stopped_ranks(attempt: AttemptDir) -> list[str]:
-    """Name the ranks that a signal has stopped, for which all others wait."""
+    """Name the ranks that a signal has stopped; all others wait for them."""
     return [
-        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there lets it go on"
+        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
         for record in read_ranks(attempt)
         if record.stopped is not None and record.ended is None
     ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
 
-from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
-from clusterddp.run.record import read_start
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import Start, read_start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ def read_times(run: RunDir, *, created: float, finished: bool, now: float | None
     spent = {"queued": 0.0, "running": 0.0, "stopped": 0.0}
     since, doing = created, "queued"
     for attempt in run.attempts():
-        start, end = read_start(attempt) or {}, read_end(attempt)
+        start, end = _read(attempt)
         if "started" in start:
             spent[doing] += max(0.0, start["started"] - since)
             since, doing = start["started"], "running"
@@ -46,3 +48,14 @@ def read_times(run: RunDir, *, created: float, finished: bool, now: float | None
     if not finished:
         spent[doing] += max(0.0, now - since)
     return Times(queued_s=spent["queued"], running_s=spent["running"], stopped_s=spent["stopped"])
+
+
+def _read(attempt: AttemptDir) -> tuple[Start, AttemptEnd | None]:
+    """Read how an attempt began and ended; what is damaged counts as not recorded."""
+    start: Start = {}
+    end = None
+    with contextlib.suppress(ClusterddpError):
+        start = read_start(attempt) or {}
+    with contextlib.suppress(ClusterddpError):
+        end = read_end(attempt)
+    return start, end

@@ -113,7 +113,7 @@ def test_an_unknown_run_is_exit_code_four(runs_dir: Path, capfd: pytest.CaptureF
     for name in ("status", "logs", "wait", "resume", "rerun", "cancel"):
         code, out, err = command(capfd, name, "nobody")
         assert (name, code, out) == (name, 4, "")
-        assert err.startswith("error: nobody: no such run")
+        assert err.startswith("error: no run named nobody in")
 
 
 def test_an_ambiguous_beginning_is_refused(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_the_name_of_a_run_is_no_sweep(tmp_path: Path) -> None:
 
 def test_where_one_run_is_wanted_a_sweep_is_told_to_be_many(tmp_path: Path) -> None:
     sweep = make(tmp_path)
-    with pytest.raises(UsageError, match=f"{sweep.name}: 4 runs begin with it: {sweep.name}.0, "):
+    with pytest.raises(UsageError, match=f"{sweep.name} matches 4 runs: {sweep.name}.0, "):
         find_run(tmp_path / "runs", sweep.name)
 
 
