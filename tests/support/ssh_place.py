@@ -52,7 +52,7 @@ class SshPlace(Person):
         deadline = time.monotonic() + PATIENCE * within_s
         while (status := self.status(run))["state"] not in states:
             assert time.monotonic() < deadline, status
-            time.sleep(0.2)
+            time.sleep(0.5)  # each question starts a Python
         return status
 
     def processes(self, host: str, token: str | None = None) -> list[HostProcess]:

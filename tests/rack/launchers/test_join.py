@@ -66,7 +66,7 @@ def test_each_machine_finds_its_place_by_its_own_names_and_addresses(machines: M
 
 
 def test_the_trainer_learns_over_machines_that_have_nothing_in_common(machines: Machines) -> None:
-    train = "train: {dataset: shapes, samples: 256, model: fastnet, epochs: 1, batch_size: 32}\n"
+    train = "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
     machines.write("job.yaml", SPEC + train)
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process, 240)[0] for process in both] == [0, 0]
