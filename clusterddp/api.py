@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.ranks.environment import STOP_FILE
 from clusterddp.run.directory import RunDir, find_run
 from clusterddp.system.files import read_jsonl
 
@@ -183,16 +182,6 @@ def submit(
         return Run(carry_out(spec).run_dir)
     chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
     return Run(carry_out(chosen).run_dir)
-
-
-def should_stop() -> bool:
-    """Say, in a script that is a run's entry, whether the run was asked to checkpoint and end (one stat call).
-
-    Ranks may see it at different steps: agree on one, for example by an all-reduce of the answer. Outside of a run
-    the answer is False.
-    """
-    stop_file = os.environ.get(STOP_FILE)
-    return stop_file is not None and Path(stop_file).exists()
 
 
 def _function_spec(
