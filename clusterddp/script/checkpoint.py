@@ -197,12 +197,11 @@ def _plain(value: Any, where: str) -> Any:
     Raises: TypeError: it holds something else; only data can be read without running code of the file.
     """
     torch = sys.modules.get("torch")
-    for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)  # of a subclass, numpy's float64 for one, the plain value
-    if torch is not None and isinstance(value, torch.Tensor | torch.dtype | torch.device):
+    if value is None or isinstance(value, bool | str | bytes):
         return value
-    if value is None:
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)  # of numpy's float64, too
+    if torch is not None and isinstance(value, torch.Tensor | torch.dtype | torch.device):
         return value
     if isinstance(value, Mapping):
         return {_plain(key, f"a key of {where}"): _plain(each, f"{where}[{key!r}]") for key, each in value.items()}

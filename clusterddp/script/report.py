@@ -149,7 +149,7 @@ def _number(key: object, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError("text")
-        return float(value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"clusterddp.log: {key!r} is a {type(value).__name__}, expected a number or a tensor of one element"
