@@ -138,7 +138,9 @@ class _Session:
             self._late = LateMaximum(self._group)
         agreed = self._late.take() or 0
         if needed and not is_last and agreed != _STOP:
-            self._late.begin(self._own_wish(every_s))
+            self._late.begin(
+                self._own_wish(None if agreed == _SAVE else every_s)
+            )  # the checkpoint comes after this call
         return agreed
 
     def _own_wish(self, every_s: float | None) -> int:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import clusterddp
+from clusterddp import checkpoint
 from clusterddp.api import Run
 from clusterddp.cli.text.status import status_lines
 from clusterddp.look.status import read_status
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, make_attempt_dirs
+from clusterddp.run.stop import LOOK_EVERY_S, request_stop
 from clusterddp.system.files import read_json, read_jsonl
+from clusterddp.train.group import Group
 from tests.support.paths import ROOT
+from tests.support.train_gang import open_gang
 from tests.support.waiting import PATIENCE, wait_until
 
 torch = pytest.importorskip("torch")
@@ -67,6 +72,37 @@ def test_the_documented_script_is_seen_stopped_and_resumed_to_the_parameters_of_
     assert min(steps) == stopped + 1
     assert max(steps) == 200
     assert parameters(directory.output / "model.pt") == undisturbed
+
+
+def save_and_stop(group: Group, path: str) -> tuple[list[int], int | str | None, dict[str, object] | None]:
+    """Save by time, then stop at the request of rank 1; each rank has a disk of its own."""
+    run = RunDir(Path(path) / str(group.rank))
+    make_attempt_dirs(run.attempt(0))
+    os.environ |= {"CLUSTERDDP_RUN_DIR": str(run.path), "CLUSTERDDP_ATTEMPT": "0", "RANK": str(group.rank)}
+    saved, left = [], None
+    assert checkpoint.load() is None
+    for step in range(1, 100):
+        if step == 7 and group.rank == 1:
+            request_stop(run.attempt(0).stop_file, "a test")
+            time.sleep(1.2 * LOOK_EVERY_S)
+        if checkpoint.due(step, every_s=0):
+            saved.append(step)
+            try:
+                checkpoint.save({"rank": group.rank}, step=step)
+            except SystemExit as end:
+                left = end.code
+                break
+    return saved, left, checkpoint.load()
+
+
+@pytest.mark.slow
+def test_ranks_save_by_time_and_stop_at_the_same_step_without_a_shared_disk(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with open_gang() as gang:
+        answers = gang.run(2, save_and_stop, str(tmp_path))
+    assert answers == [([2, 4, 6, 8], 0, {"rank": 0, "step": 8})] * 2
+    assert not RunDir(tmp_path / "1").checkpoints.exists()
 
 
 def run_under_torchrun(directory: Path) -> dict[str, list[float]]:
