@@ -138,9 +138,8 @@ class _Session:
             self._late = LateMaximum(self._group)
         agreed = self._late.take() or 0
         if needed and not is_last and agreed != _STOP:
-            self._late.begin(
-                self._own_wish(None if agreed == _SAVE else every_s)
-            )  # the checkpoint comes after this call
+            # The caller has not yet written a checkpoint that was agreed: its time is not to come a second time.
+            self._late.begin(self._own_wish(None if agreed == _SAVE else every_s))
         return agreed
 
     def _own_wish(self, every_s: float | None) -> int:

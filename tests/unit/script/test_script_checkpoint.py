@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
@@ -52,6 +53,7 @@ def start_again() -> None:
     """Forget what a process knows, as its successor does."""
     if checkpoint._session.cache_info().currsize:
         checkpoint._session().close()
+        atexit.unregister(checkpoint._session().close)
     for cached in (checkpoint._session, report._report, place.find_store, place.resumed_from):
         cached.cache_clear()
     report.reached.step = report.reached.total = None

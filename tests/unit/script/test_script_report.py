@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import subprocess
@@ -34,6 +35,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     if report._report.cache_info().currsize:
         report._report().close()
+        atexit.unregister(report._report().close)
     for cached in (report._report, place.find_store, place.resumed_from):
         cached.cache_clear()
 
