@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.ranks.environment import STOP_FILE
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.system.files import read_jsonl
@@ -182,21 +181,6 @@ def submit(
         return Run(carry_out(spec).run_dir)
     chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
     return Run(carry_out(chosen).run_dir)
-
-
-def should_stop() -> bool:
-    """Return, in the script of a run, whether the run was asked to checkpoint and end (one stat call).
-
-    Ranks may see the request at different steps; let them agree on one, for example by an all-reduce of the answer.
-    Outside a run the answer is False.
-    """
-    stop_file = os.environ.get(STOP_FILE)
-    if stop_file is None:
-        return False
-    from clusterddp.run.stop import record_question
-
-    record_question(Path(stop_file))
-    return Path(stop_file).exists()
 
 
 def _function_spec(

@@ -53,7 +53,7 @@ class RunStatus:
     world_size: int
     """Ranks in all."""
     progress: Progress | None
-    """How far the built-in trainer is; None for a program of your own."""
+    """How far the run is; None for a program that reports nothing."""
     ranks: tuple[RankStatus, ...]
     """The ranks of the newest attempt."""
     root_cause: RootCause | None

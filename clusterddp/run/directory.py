@@ -136,7 +136,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """What the trainer measured; docs/metrics.md has the keys."""
+        """What the trainer measured, or a script logged; docs/metrics.md has the keys."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -146,7 +146,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """The trainer's checkpoints, each with a manifest that contains its sum."""
+        """Checkpoints of the trainer, or of `clusterddp.checkpoint`, each with a manifest that has its sum."""
         return self.path / "checkpoints"
 
     @property

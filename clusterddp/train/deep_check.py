@@ -37,6 +37,7 @@ from clusterddp.facts.deep_check import (
     Training,
 )
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.run.assignment import Assignment
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
@@ -45,7 +46,7 @@ from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
-from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8
+_MOST_VALUES_SHOWN = 4
 WITHOUT_REASON = {"RUNNING", "COMPLETED"}
 """States that are shown without a reason."""
 _BY_HAND = {
@@ -149,9 +150,11 @@ def progress_text(progress: Progress) -> str:
     parts = []
     if progress.epoch is not None:
         parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
+    elif progress.step is not None:
+        parts.append(f"step {progress.step}" + (f"/{progress.steps}" if progress.steps else ""))
     if progress.fraction is not None:
         parts.append(f"{progress.fraction:.0%}")
-    elif progress.step is not None:
+    elif progress.epoch is not None and progress.step is not None:
         parts.append(f"step {progress.step}")
     parts += measures(progress)
     if progress.eta_s:
@@ -185,6 +188,8 @@ def measures(progress: Progress) -> list[str]:
         parts.append(f"accuracy {progress.accuracy:.1%}")
     if progress.images_per_s is not None:
         parts.append(f"{_count(progress.images_per_s)} images/s")
+    for name, value in list(progress.values.items())[:_MOST_VALUES_SHOWN]:
+        parts.append(f"{printable(name)} {value if isinstance(value, str) else f'{value:.4g}'}")
     return parts
 
 
@@ -291,6 +296,8 @@ def _short_progress(progress: Progress | None) -> str:
         return "-"
     epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
     fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    if not (epoch or fraction) and progress.step is not None:
+        return f"step {progress.step}"
     return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
 
 

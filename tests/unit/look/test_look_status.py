@@ -153,6 +153,7 @@ def test_progress_is_that_of_the_newest_rows(tmp_path: Path) -> None:
         "accuracy": 0.55,
         "images_per_s": 12800.0,
         "eta_s": pytest.approx(4.0),
+        "values": {},
     }
 
 
