@@ -194,7 +194,7 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         context = getattr(error, "ctx", None)
         message = error.format_message()
         message = message[:1].lower() + message[1:].rstrip(".")
-        say_error(message, hint=f"{context.command_path} --help" if context else None)
+        say_error(message, hint=_usage_hint(error, context) if context else None)
         return error.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
@@ -205,6 +205,15 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         hint="a bug of clusterddp; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
     )
     return 1
+
+
+def _usage_hint(error: click.ClickException, context: click.Context) -> str:
+    """Return what to type after wrong usage; an unknown option may be meant for the user's program."""
+    takes_values = any(param.name == "overrides" for param in context.command.params)
+    if isinstance(error, click.NoSuchOption) and error.option_name.startswith("--") and takes_values:
+        name = error.option_name.lstrip("-")
+        return f"entry.args.{name}=... sets --{name} of your program; {context.command_path} --help"
+    return f"{context.command_path} --help"
 
 
 def _prepare_streams() -> None:

@@ -252,3 +252,8 @@ def test_init_into_a_missing_directory_is_refused(tmp_path: Path, capfd: pytest.
 def test_the_module_is_the_command() -> None:
     assert run_command("--version").stdout == f"clusterddp {__version__}\n"
     assert main_module.main is main
+
+
+def test_an_unknown_option_of_submit_names_the_key_of_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "job.yaml", "--lr", "0.1"]) == 2
+    assert "hint: entry.args.lr=... sets --lr of your program; clusterddp submit --help" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_an_alias_overrides_the_key_it_stands_for() -> None:
         ("~train.lr=1", "~train.lr=1 (command line) | : a key is reset without a value"),
         ("train.lr", f"train.lr (command line) | : {NO_ASSIGNMENT}"),
         ("=1", f"=1 (command line) | : {NO_ASSIGNMENT}"),
-        ("--lr=1", f"--lr=1 (command line) | : {NO_ASSIGNMENT}"),
+        ("--lr=1", "--lr=1 (command line) | : expected key=value, found arguments of a program"),
         ("train.lr=x", 'train.lr=x (command line) | train.lr: found "x", expected a number'),
         ("train.lr.x=1", "train.lr.x=1 (command line) | train.lr: found a mapping, expected a number"),
         ("train.lr=[1", "train.lr=[1 (command line) | train.lr: cannot be read as YAML: a list is opened with [ and "
