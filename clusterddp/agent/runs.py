@@ -17,7 +17,7 @@ from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import end_left_over, find_runs
 from clusterddp.run.stop import request_stop
-from clusterddp.run.stored import find_stored, remove_stored
+from clusterddp.run.stored import find_stored, remove_run, remove_stored
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail, write_json, write_text
 
@@ -135,12 +135,19 @@ def remove_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any
     return {"removed": [dataclasses.asdict(each) for each in removed]}
 
 
+def remove(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Remove the directories of ended runs: `runs` maps the name of each to its token."""
+    removed = [remove_run(host.run_dir(name), token) for name, token in request["runs"].items()]
+    return {"removed": [dataclasses.asdict(each) for each in removed]}
+
+
 OPERATIONS: dict[str, Operation] = {
     "run.prepare": prepare,
     "run.supervise": supervise,
     "run.release": release,
     "run.ask": ask,
     "run.end": end,
+    "run.remove": remove,
     "beat": beat,
     "table.look": list_processes,
     "table.end": end_left_over_runs,

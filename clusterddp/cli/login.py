@@ -60,9 +60,9 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(**values)
         if profile is not None:
             return _run_same(demand_node(profile, terminal.environ), context, {})
-        if "names" in values:
+        if values.get("names"):
             return _run_where_they_are(function, context, values)
-        if values["name"] is None:
+        if values.get("name") is None:
             result = function(**values)
             _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
             return result

@@ -33,6 +33,8 @@ _COMMANDS = {
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
+    "du": ("removal", "Look", "show how much disk runs take"),
+    "rm": ("removal", "Run", "remove runs that have ended"),
     "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
     "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),

@@ -178,6 +178,11 @@ class JobSpec(Section):
         description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
         "and, up to restarts times, restarts them.",
     )
+    keep: fields.Age | None = Field(
+        default=None,
+        description="How long the run is kept after its end, 12h, 30d or 4w; then clusterddp rm --expired removes it, "
+        "and nothing else does. Default: for ever.",
+    )
     snapshot: fields.Switch = Field(
         default=True, description="Run a copy of the code, which later edits do not change."
     )

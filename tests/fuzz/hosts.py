@@ -204,6 +204,7 @@ def requests(root: Path) -> Target:
         {"do": "store.compare", "target": "~/data", "size": 2},
         {"do": "table.stored", "older_than_s": 1e9},
         {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
+        {"do": "run.remove", "runs": {"x.0123abcd": TOKEN}},
         {"do": "trial.tell", "words": {}},
         {"do": "trial.stop"},
     ]
