@@ -101,7 +101,8 @@ def rm(
             say("nothing was removed")
             return 1
         code = _carry_out(removal)
-        show(f"removed {_removed_text(removal, code)}")
+        if removal.removed or code:
+            show(f"removed {_removed_text(removal, code)}")
     elif not removal.candidates and not removal.refused:
         say(f"no such run in {runs_dir}")
     for error in removal.refused.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,26 +136,33 @@ class Removal:
         return [run]
 
     def _ended(self, runs: list[RunDir], *, explicit: bool) -> Iterator[Candidate]:
+        """Yield the runs that have ended; the others are refused if the user named them."""
         with Synchroniser(runs, self.environ, report=self.report) as sync:
             sync.update(timeout_s=_HOSTS_TIMEOUT_S)
-        records = []
+        records: list[tuple[RunDir, RunRecord]] = []
         for run in runs:
-            try:
+            with self._refusing(run, explicit=explicit):
                 records.append((run, _own_record(run)))
-            except (ClusterddpError, OSError, TypeError) as error:
-                if explicit:
-                    self.refused[run.name] = (
-                        error if isinstance(error, ClusterddpError) else ClusterddpError(str(error))
-                    )
         announce(records)
         for run, record in records:
-            view, seen = _read_settled(run, record)
-            if not view.finished and explicit:
-                self.refused[run.name] = _not_ended(run, view)
-            elif not view.finished:
-                self.unfinished += 1
-            else:
-                yield _candidate(run, record, view, seen)
+            with self._refusing(run, explicit=explicit):
+                view, seen = _read_settled(run, record)
+                if view.finished:
+                    yield _candidate(run, record, view, seen)
+                elif explicit:
+                    raise _not_ended(run, view)
+                else:
+                    self.unfinished += 1
+
+    @contextlib.contextmanager
+    def _refusing(self, run: RunDir, *, explicit: bool) -> Iterator[None]:
+        """Refuse a run that cannot be read, or leave it out if it was not named."""
+        try:
+            yield
+        except (ClusterddpError, OSError, TypeError) as error:
+            if explicit:
+                unread = ClusterddpError(f"{run.path}: cannot be read: {error}")
+                self.refused[run.name] = error if isinstance(error, ClusterddpError) else unread
 
     def _refuse_left_over(self) -> None:
         """Refuse runs of which processes live on this machine."""

@@ -6,10 +6,12 @@ Where the list does not have it, it is appended. A number is a position in the l
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.overrides import COMMAND_LINE, Override
@@ -50,6 +52,17 @@ def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> 
         return tree
     node = ListNode(items=tuple(changed), place=override.place)
     return merge(tree, Override(path=_ARGS, node=node, place=override.place).as_tree())
+
+
+def value_at(dumped: dict[str, Any], path: tuple[str, ...], node: Node) -> Any:
+    """Return the value of a key in a spec as JSON; of an argument by name, the words of `node` that set it."""
+    if not names_argument(path):
+        return functools.reduce(operator.getitem, path, dumped)
+    if (position := argument_position(path)) is not None:
+        return dumped["entry"]["args"][position]
+    if isinstance(node, ListNode):
+        return [item.text for item in node.items if isinstance(item, Scalar)]
+    return node.text if isinstance(node, Scalar) else None
 
 
 def words_problem(words: Sequence[str]) -> Problem:

@@ -7,11 +7,9 @@ is found before a run is submitted.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
-import operator
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.problems import in_order, problem_at, spec_error
-from clusterddp.spec.program_arguments import argument_position, names_argument, set_argument
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
+from clusterddp.spec.program_arguments import value_at
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show, without
 from clusterddp.spec.yamlfile import parse_value
 
 MAX_VARIANTS = 10_000
@@ -261,7 +259,7 @@ def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tup
     for nodes in itertools.product(*(axis.nodes for axis in axes)):
         tree = base
         for axis, node in zip(axes, nodes, strict=True):
-            tree = _with_value(tree, Override(path=axis.path, node=node, place=node.place))
+            tree = lay_over(tree, Override(path=axis.path, node=node, place=node.place), [])
         resolved, problems = resolve(written, dataclasses.replace(tree, place=base.place))
         if resolved is not None:
             variants.append(Variant(values=_values(resolved, axes, nodes), resolved=resolved))
@@ -285,26 +283,10 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
     return dataclasses.replace(problem, message=f"{problem.message} (with {variant_label(common)})")
 
 
-def _with_value(tree: Mapping, override: Override) -> Mapping:
-    if names_argument(override.path):
-        return set_argument(tree, override, [])  # _axis_problems has found what is wrong
-    return merge(tree, override.as_tree())
-
-
 def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...], nodes: tuple[Node, ...]) -> dict[str, Any]:
     """Return the values of the swept keys in a variant, as in JSON; of an argument by name, its words."""
     dumped = resolved.job.model_dump(mode="json")
-    return {axis.key: _value_at(dumped, axis, node) for axis, node in zip(axes, nodes, strict=True)}
-
-
-def _value_at(dumped: dict[str, Any], axis: Axis, node: Node) -> Any:
-    if not names_argument(axis.path):
-        return functools.reduce(operator.getitem, axis.path, dumped)
-    if (position := argument_position(axis.path)) is not None:
-        return dumped["entry"]["args"][position]
-    if isinstance(node, ListNode):
-        return [item.text for item in node.items if isinstance(item, Scalar)]
-    return node.text if isinstance(node, Scalar) else None
+    return {axis.key: value_at(dumped, axis.path, node) for axis, node in zip(axes, nodes, strict=True)}
 
 
 def _value_text(value: Any) -> str:
