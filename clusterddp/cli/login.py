@@ -22,7 +22,7 @@ from clusterddp.login.node import (
     find_node,
     node_of_run,
 )
-from clusterddp.login.record import find_sent_run, list_sent_runs
+from clusterddp.login.record import find_sent_run, forget_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
@@ -218,6 +218,9 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
                 sent.name_there(name) if sent else name
             )
     codes = [_run_same(node, context, {"names": tuple(names)}) for node, names in there.values()]
+    if context.info_name == "rm" and not values["dry_run"] and not any(codes):
+        for name in (name for _, names in there.values() for name in names):
+            forget_sent_run(runs_dir, name)
     if here:
         codes.append(function(**values | {"names": tuple(here)}))
     return max(codes)

@@ -316,6 +316,16 @@ def test_several_runs_are_cancelled_wherever_they_are(laptop: Laptop) -> None:
     assert [laptop.state_of(run) for run in runs] == ["CANCELLED"] * 2
 
 
+def test_a_run_is_removed_there_and_forgotten_here(laptop: Laptop) -> None:
+    run = laptop.submit("--wait")
+    assert run in laptop.ok("du", run)
+    assert laptop.clusterddp("rm", run).returncode == 2
+    assert (laptop.there / "r" / run).is_dir()
+    laptop.ok("rm", run[:-1], "--yes")
+    assert not (laptop.there / "r" / run).exists()
+    assert "1 run is on" not in laptop.clusterddp("list").stderr
+
+
 def test_a_spec_for_this_machine_stays_here(laptop: Laptop) -> None:
     laptop.configure("default_profile: hpc\n", shares=False)
     plan = json.loads(laptop.ok("submit", "job.yaml", "--launcher", "local", "-n", "-o", "json"))

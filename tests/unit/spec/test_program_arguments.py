@@ -151,7 +151,7 @@ def test_kwargs_of_a_script_suggest_the_argument() -> None:
 
 def test_a_list_that_is_none_is_the_only_problem() -> None:
     (problem,) = problems(spec_of("--lr 0.1"), "entry.args.lr=0.2")
-    assert problem.message == 'found "--lr 0.1", expected a list'
+    assert (problem.message, problem.hint) == ('found "--lr 0.1", expected a list', "write [--lr, 0.1]")
 
 
 def test_words_of_a_program_on_the_command_line_are_one_problem_with_the_way_to_set_them() -> None:
