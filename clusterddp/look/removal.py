@@ -16,7 +16,7 @@ from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import RunRecord, read_run
-from clusterddp.run.removal import check_inside, fingerprint, remove_place
+from clusterddp.run.removal import check_inside, delete_places, fingerprint, hide_place
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.run.view import RunState, RunView
@@ -103,24 +103,25 @@ class Removal:
 
     def carry_out(self) -> None:
         """Remove the runs, those over SSH on their hosts first; what cannot be removed is in `refused`."""
-        kept = {} if self.here_only else _remove_on_hosts(self.candidates, self.environ)
-        for candidate in self.candidates:
-            name = candidate.run.name
-            if name in kept:
-                self.refused[name] = kept[name]
-                continue
-            try:
-                remove_place(candidate.run.path, self.runs_dir, seen=candidate.seen)
-                self.removed.append(candidate)
-            except ClusterddpError as error:
-                self.refused[name] = error
-        for sweep in self.sweeps:
-            if not list_runs(sweep.path):
-                try:
-                    _refuse_live_queue(sweep)
-                    remove_place(sweep.path, self.runs_dir, seen=fingerprint(sweep.path))
-                except ClusterddpError as error:
-                    self.refused[sweep.name] = error
+        self.refused |= {} if self.here_only else _remove_on_hosts(self.candidates, self.environ)
+        hidden: dict[str, Path] = {}
+        for candidate in [each for each in self.candidates if each.run.name not in self.refused]:
+            with self._keeping(candidate.run.name):
+                hidden[candidate.run.name] = hide_place(candidate.run.path, self.runs_dir, seen=candidate.seen)
+        for sweep in [each for each in self.sweeps if not list_runs(each.path)]:
+            with self._keeping(sweep.name):
+                _refuse_live_queue(sweep)
+                hidden[sweep.name] = hide_place(sweep.path, self.runs_dir, seen=fingerprint(sweep.path))
+        self.refused |= delete_places(hidden, self.runs_dir)
+        self.removed = [each for each in self.candidates if each.run.name in hidden.keys() - self.refused.keys()]
+
+    @contextlib.contextmanager
+    def _keeping(self, name: str) -> Iterator[None]:
+        """Keep a run that cannot be removed, and the reason."""
+        try:
+            yield
+        except ClusterddpError as error:
+            self.refused[name] = error
 
     def _named(self, name: str) -> list[RunDir]:
         """Return the run of a name, or all runs of a sweep; a name of a spec is not enough to remove a run."""

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +50,8 @@ def fingerprint(place: Path) -> tuple[object, ...]:
     return (*(os.stat(file).st_mtime_ns if is_file(file) else None for file in files), *attempts)
 
 
-def remove_place(path: Path, runs_dir: Path, *, seen: tuple[object, ...]) -> None:
-    """Remove the directory of a run or sweep; `seen`: its fingerprint when it had ended.
+def hide_place(path: Path, runs_dir: Path, *, seen: tuple[object, ...]) -> Path:
+    """Rename the directory of a run or sweep that is to be deleted; `seen`: its fingerprint when it had ended.
 
     Raises: UsageError: it is not a directory of `runs_dir`, or has been started again. ClusterddpError: the file
     system refuses.
@@ -63,12 +63,21 @@ def remove_place(path: Path, runs_dir: Path, *, seen: tuple[object, ...]) -> Non
         if fingerprint(hidden) != seen:
             hidden.rename(path)
             raise UsageError(f"{path.name}: has been started again, and was not removed")
-        doomed = hidden.with_name(hidden.name.replace(_REMOVING, _REMOVED, 1))
-        hidden.rename(doomed)
-        sync_directory(runs_dir)
-        delete_tree(doomed)
+        return _doom(hidden)
     except OSError as error:
-        raise ClusterddpError(f"{path.name}: cannot be removed: {error.filename}: {error.strerror}") from error
+        raise _refusal(path.name, error) from error
+
+
+def delete_places(hidden: Mapping[str, Path], runs_dir: Path) -> dict[str, ClusterddpError]:
+    """Delete hidden directories; return, by the name of the run or sweep, why one is not deleted whole."""
+    failed: dict[str, ClusterddpError] = {}
+    sync_directory(runs_dir)  # else a power cut might undo the rename of a directory that is half deleted
+    for name, path in hidden.items():
+        try:
+            delete_tree(path)
+        except OSError as error:
+            failed[name] = _refusal(name, error)
+    return failed
 
 
 def check_inside(path: Path, runs_dir: Path) -> None:
@@ -125,9 +134,7 @@ def remove_snapshots(snapshots: Collection[Snapshot], runs_dir: Path) -> list[Sn
                 with contextlib.suppress(OSError):
                     hidden.rename(path)
                 continue
-            doomed = hidden.with_name(hidden.name.replace(_REMOVING, _REMOVED, 1))
-            hidden.rename(doomed)
-            delete_tree(doomed)
+            delete_tree(_doom(hidden))
             removed.append(snapshot)
     return removed
 
@@ -150,6 +157,14 @@ def delete_tree(path: Path) -> None:
         except FileNotFoundError:
             if not os.path.lexists(path):
                 return
+
+
+def _doom(hidden: Path) -> Path:
+    return hidden.rename(hidden.with_name(hidden.name.replace(_REMOVING, _REMOVED, 1)))
+
+
+def _refusal(name: str, error: OSError) -> ClusterddpError:
+    return ClusterddpError(f"{name}: cannot be removed: {error.filename}: {error.strerror}")
 
 
 def _linked(runs_dir: Path, without: frozenset[Path]) -> Iterator[str]:

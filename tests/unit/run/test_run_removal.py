@@ -15,10 +15,11 @@ from clusterddp.run import removal
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.removal import (
+    delete_places,
     find_snapshots,
     fingerprint,
     finish_removals,
-    remove_place,
+    hide_place,
     remove_snapshots,
 )
 from clusterddp.run.snapshot import SnapshotPlan, write_snapshot
@@ -45,7 +46,9 @@ def ended(runs: Path, name: str) -> RunDir:
 
 
 def remove(run: RunDir, runs: Path) -> None:
-    remove_place(run.path, runs, seen=fingerprint(run.path))
+    failed = delete_places({run.name: hide_place(run.path, runs, seen=fingerprint(run.path))}, runs)
+    for error in failed.values():
+        raise error
 
 
 def snapshot(runs: Path, run: RunDir, text: str, *, age_s: float = DAY_S) -> Path:
@@ -90,7 +93,7 @@ def test_a_run_that_is_a_link_is_refused(runs: Path, tmp_path: Path) -> None:
     runs.mkdir()
     (runs / "linked").symlink_to(real.path)
     with pytest.raises(UsageError, match="is a symbolic link"):
-        remove_place(runs / "linked", runs, seen=fingerprint(real.path))
+        hide_place(runs / "linked", runs, seen=fingerprint(real.path))
     assert real.record.is_file()
 
 
@@ -112,7 +115,7 @@ def test_a_run_that_was_resumed_meanwhile_stays(run: RunDir, runs: Path) -> None
     seen = fingerprint(run.path)
     start_attempt(run, 1)
     with pytest.raises(UsageError, match="has been started again"):
-        remove_place(run.path, runs, seen=seen)
+        hide_place(run.path, runs, seen=seen)
     assert [each.name for each in list_runs(runs)] == [run.name]
     assert run.attempt(1).start.is_file()
 
