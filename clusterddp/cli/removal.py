@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from clusterddp.cli.terminal import Terminal, confirm, duration, put, put_json, 
 from clusterddp.cli.text.status import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
-from clusterddp.look.removal import Removal, Selector
+from clusterddp.look.removal import Candidate, Removal, Selector
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.removal import Snapshot, find_snapshots, finish_removals, remnants, remove_snapshots
@@ -89,22 +90,22 @@ def rm(
         raise UsageError("names no run", hint="clusterddp rm RUN, or --state, --name, --older-than, --expired")
     removal = Removal(runs_dir=runs_dir.resolve(), environ=terminal.environ, report=say, here_only=local)
     removal.look(names, selector)
+    code = _unused_code(removal.runs_dir, without=removal.places)
     show = say if output == "json" else put
     if removal.candidates:
-        show("\n".join(_candidate_lines(removal)))
+        show("\n".join(_candidate_lines(removal, code)))
+    elif not removal.refused:
+        say(f"no such run in {runs_dir}")
     if removal.unfinished:
         say(f"{format_count(removal.unfinished, 'run')} not ended, and left out")
-    code: list[Snapshot] = []
-    if removal.candidates and not dry_run:
-        question = f"Remove {_summary(removal)}?"
+    if not dry_run and (removal.candidates or yes):
+        question = f"Remove {_size_text(removal.candidates, code)}?"
         if not (yes or confirm(question, hint="--yes, or -n to look only", refused="nothing was removed")):
             say("nothing was removed")
             return 1
         code = _carry_out(removal)
         if removal.removed or code:
-            show(f"removed {_removed_text(removal, code)}")
-    elif not removal.candidates and not removal.refused:
-        say(f"no such run in {runs_dir}")
+            show(f"removed {_size_text(removal.removed, code)}")
     for error in removal.refused.values():
         say_error(error.message, hint=error.hint)
     if output == "json":
@@ -153,15 +154,19 @@ def _carry_out(removal: Removal) -> list[Snapshot]:
     """Remove the runs, what earlier removals left, and unused code; return the snapshots that were removed."""
     removal.carry_out()
     finish_removals(removal.runs_dir)
+    return remove_snapshots(_unused_code(removal.runs_dir), removal.runs_dir)
+
+
+def _unused_code(runs_dir: Path, *, without: Sequence[Path] = ()) -> list[Snapshot]:
+    """List the snapshots that no run needs; `without`: as if these places were removed."""
     try:
-        unused = [each for each in find_snapshots(removal.runs_dir) if each.unused]
-        return remove_snapshots(unused, removal.runs_dir)
+        return [each for each in find_snapshots(runs_dir, without=without) if each.unused]
     except OSError as error:
-        say(printable(f"no snapshot of code was removed: {error.filename}: {error.strerror}"))
+        say(printable(f"no snapshot of code is removed: {error.filename}: {error.strerror}"))
         return []
 
 
-def _candidate_lines(removal: Removal) -> list[str]:
+def _candidate_lines(removal: Removal, code: list[Snapshot]) -> list[str]:
     rows = [["RUN", "STATE", "ENDED", "SIZE", ""]]
     for each in removal.candidates:
         notes = [f"{format_bytes(each.usage.checkpoints)} of checkpoints"] if each.usage.checkpoints else []
@@ -169,17 +174,13 @@ def _candidate_lines(removal: Removal) -> list[str]:
         state = state_text(each.view.state.value)
         age = f"{duration(time.time() - each.ended)} ago"
         rows.append([printable(each.run.name), state, age, format_bytes(each.usage.total), printable("; ".join(notes))])
-    return table(rows)
+    return [*table(rows), f"in all: {_size_text(removal.candidates, code)}"]
 
 
-def _summary(removal: Removal) -> str:
-    return f"{format_count(len(removal.candidates), 'run')}, {format_bytes(removal.size)}"
-
-
-def _removed_text(removal: Removal, code: list[Snapshot]) -> str:
-    size = sum(each.usage.total for each in removal.removed) + sum(each.size for each in code)
+def _size_text(runs: Sequence[Candidate], code: Sequence[Snapshot]) -> str:
+    size = sum(each.usage.total for each in runs) + sum(each.size for each in code)
     snapshots = f" and {format_count(len(code), 'snapshot')} of code" if code else ""
-    return f"{format_count(len(removal.removed), 'run')}{snapshots}, {format_bytes(size)}"
+    return f"{format_count(len(runs), 'run')}{snapshots}, {format_bytes(size)}"
 
 
 def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError, SshError, UsageError
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir, is_of_another_user
+from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import RunRecord, read_run
@@ -97,10 +98,6 @@ class Removal:
         """The directories that are removed."""
         return [*(candidate.run.path for candidate in self.candidates), *(sweep.path for sweep in self.sweeps)]
 
-    @property
-    def size(self) -> int:
-        return sum(candidate.usage.total for candidate in self.candidates)
-
     def carry_out(self) -> None:
         """Remove the runs, those over SSH on their hosts first; what cannot be removed is in `refused`."""
         self.refused |= {} if self.here_only else _remove_on_hosts(self.candidates, self.environ)
@@ -133,7 +130,6 @@ class Removal:
         run = find_run(self.runs_dir, name)
         if name != "@last" and "/" not in name and not run.name.startswith(name):
             raise UsageError(f"{name} is the name of a spec, not of a run", hint=f"--name {name} removes all its runs")
-        check_inside(run.path, self.runs_dir)
         return [run]
 
     def _ended(self, runs: list[RunDir], *, explicit: bool) -> Iterator[Candidate]:
@@ -143,6 +139,7 @@ class Removal:
         records: list[tuple[RunDir, RunRecord]] = []
         for run in runs:
             with self._refusing(run, explicit=explicit):
+                check_inside(run.path, self.runs_dir)
                 records.append((run, _own_record(run)))
         announce(records)
         for run, record in records:
@@ -202,8 +199,8 @@ def _last_change(run: RunDir) -> float:
 
 
 def _own_record(run: RunDir) -> RunRecord:
-    """Read the record of a run of this user. Raises: UsageError: it is another user's."""
-    if is_of_another_user(run.path):
+    """Read the record of a run of this user. Raises: UsageError: it is another user's, for root, too."""
+    if os.stat(run.path).st_uid != os.geteuid():
         raise UsageError(f"{run.name} belongs to another user, who can remove it")
     return read_run(run)
 

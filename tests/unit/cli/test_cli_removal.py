@@ -228,3 +228,39 @@ def test_a_failed_run_is_one_of_the_ended(runs: Path, capfd: pytest.CaptureFixtu
     fail(start_attempt(run))
     assert command(capfd, "rm", "--yes", "@last")[0] == 0
     assert left(runs) == []
+
+
+@pytest.mark.root
+def test_a_run_of_another_user_is_refused_and_not_selected(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.chown(ended(runs, "brisk-otter-1").path, 65534, 65534)
+    code, _, err = command(capfd, "rm", "--yes", "brisk-otter-1")
+    assert (code, "belongs to another user" in err) == (2, True)
+    assert command(capfd, "rm", "--yes", "--state", "COMPLETED")[0] == 0
+    assert left(runs) == ["brisk-otter-1"]
+
+
+def test_a_run_behind_a_link_is_refused_and_not_selected(
+    runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = ended(tmp_path / "elsewhere", "brisk-otter-1")
+    runs.mkdir()
+    (runs / "brisk-otter-1").symlink_to(real.path)
+    code, _, err = command(capfd, "rm", "--yes", "brisk-otter-1")
+    assert (code, "is a symbolic link" in err) == (2, True)
+    assert command(capfd, "rm", "--yes", "--state", "COMPLETED")[0] == 0
+    assert real.record.is_file()
+    assert left(runs) == ["brisk-otter-1"]
+
+
+def test_code_goes_with_the_last_run_that_links_to_it(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = ended(runs, "brisk-otter-1")
+    snapshot = runs / ".code" / ("a" * 64)
+    snapshot.mkdir(parents=True)
+    run.code.symlink_to(f"../.code/{snapshot.name}")
+    then = time.time() - DAY_S
+    os.utime(snapshot, (then, then))
+    _, out, _ = command(capfd, "rm", "-n", "brisk-otter-1")
+    assert "in all: 1 run and 1 snapshot of code" in out
+    _, out, _ = command(capfd, "rm", "--yes", "brisk-otter-1")
+    assert "removed 1 run and 1 snapshot of code" in out
+    assert not snapshot.exists()
