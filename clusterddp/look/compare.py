@@ -14,7 +14,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.background import Background
 from clusterddp.look.report import RunReport
-from clusterddp.system.file_set import list_files, show
+from clusterddp.system.file_set import list_files, read_sum, show
 
 _MAX_FILE_BYTES = 200_000
 """A larger file is named and not shown."""
@@ -116,7 +116,7 @@ def _compare_code(first: RunReport, other: RunReport) -> CodeDiff:
     name, here, there = other.status.run, first.background.code, other.background.code
     if here is None or there is None:
         without = [report.status.run for report in (first, other) if report.background.code is None]
-        return CodeDiff(run=name, files=(), not_compared=f"{' and '.join(without)}: no snapshot of the code is here")
+        return CodeDiff(run=name, files=(), not_compared=f"no snapshot of the code of {' and '.join(without)} is here")
     if here == there:
         return CodeDiff(run=name, files=())
     try:
@@ -167,7 +167,7 @@ def _lines(root: Path, name: bytes) -> list[str] | None:
 
 
 def _content(root: Path, name: bytes) -> tuple[str, bytes | None]:
-    """Return what a file is and what it holds; of a file that is too large its size and time."""
+    """Return what a file is and what it holds; of a file that is too large its sum."""
     path = os.path.join(os.fsencode(root), name)
     try:
         found = os.lstat(path)
@@ -178,7 +178,7 @@ def _content(root: Path, name: bytes) -> tuple[str, bytes | None]:
     if not stat.S_ISREG(found.st_mode):
         return "folder", None
     if found.st_size > _MAX_FILE_BYTES:
-        return "large", f"{found.st_size} {found.st_mtime_ns}".encode()
+        return "large", read_sum(path)
     with open(path, "rb") as file:
         return "file", file.read(_MAX_FILE_BYTES + 1)
 

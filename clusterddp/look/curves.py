@@ -129,9 +129,7 @@ class Curves:
             elif key not in _NO_CURVE and (number := _number(value)) is not None:
                 self._add(key, kind, step, number, attempt)
 
-    def _take_object(
-        self, key: str, kind: str, step: float | None, value: dict[str, Any], row: dict[str, Any]
-    ) -> None:
+    def _take_object(self, key: str, kind: str, step: float | None, value: dict[str, Any], row: dict[str, Any]) -> None:
         if key == "straggler":
             time, rank, ratio = _number(row.get("time")), value.get("rank"), _number(value.get("ratio"))
             if time is not None and isinstance(rank, int) and ratio is not None:

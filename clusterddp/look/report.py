@@ -114,7 +114,9 @@ def _read_report(run: RunDir, record: RunRecord) -> RunReport:
         directory=str(run.path),
         made=now,
         results=_results(run, curves, timeline),
-        logged={key: curve.values[-1] for (key, kind), curve in curves.curves.items() if kind == "log" and curve.values},
+        logged={
+            key: curve.values[-1] for (key, kind), curve in curves.curves.items() if kind == "log" and curve.values
+        },
         curves=curves,
         timeline=timeline,
         background=read_background(run, record),
@@ -169,7 +171,9 @@ def _read_excerpt(run: RunDir, status: RunStatus) -> tuple[str, tuple[str, ...]]
     log = cause.log if cause else status.job_log
     lines = read_log_tail(run.path / log, max_lines=_LOG_LINES, max_columns=_LOG_COLUMNS) if log else []
     if not lines and cause and cause.traceback:
-        return "its traceback", tuple(line[:_LOG_COLUMNS] for line in cause.traceback.rstrip().split("\n")[-_LOG_LINES:])
+        return "its traceback", tuple(
+            line[:_LOG_COLUMNS] for line in cause.traceback.rstrip().split("\n")[-_LOG_LINES:]
+        )
     return (log or "", tuple(lines)) if lines else ("", ())
 
 

@@ -129,9 +129,7 @@ def _read_events(run: RunDir) -> tuple[tuple[Event, ...], dict[int, float]]:
     return tuple(newest), asked
 
 
-def _read_attempt(
-    attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool
-) -> AttemptSpan:
+def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:
     end, start = read_end(attempt), read_start(attempt)
     started = _time((start or {}).get("started"))
     records = read_ranks(attempt) if with_ranks else []

@@ -146,6 +146,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def report(self) -> Path:
+        """The page about the run that `clusterddp report` has written."""
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """The trainer's checkpoints, each with a manifest that has its sum."""
         return self.path / "checkpoints"

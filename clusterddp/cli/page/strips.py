@@ -1,0 +1,158 @@
+"""Time as SVG: the attempts of a run with their waits, and below them its ranks, on one axis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from clusterddp.cli.page.html import Html, el, join
+from clusterddp.cli.terminal import duration
+from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
+
+_WIDTH, _LEFT, _RIGHT = 1000, 90, 990
+_BAR = 22
+_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT = 14.0, 280.0
+_MAX_BARS = 600
+_MAX_ATTEMPTS = 200
+_LETTER_WIDTH = 6.5
+_NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Seconds since the epoch as places in the picture."""
+
+    begin: float
+    end: float
+
+    def place(self, moment: float) -> float:
+        span = self.end - self.begin
+        share = (moment - self.begin) / span if span > 0 else 0.0
+        return _LEFT + min(1.0, max(0.0, share)) * (_RIGHT - _LEFT)
+
+
+def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, float]], number: int) -> Html | None:
+    """Draw when a run waited and ran, and each of its ranks; None for a run without an attempt."""
+    attempts = timeline.attempts[-_MAX_ATTEMPTS:]
+    if not attempts:
+        return None
+    axis = _Axis(attempts[0].asked, attempts[-1].ended)
+    ranks, top = _ranks(attempts, stragglers, axis, 2 * _BAR + 6)
+    parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
+    height = top + 22
+    picture = el(
+        "svg",
+        el("title", "Attempts and ranks over time", id=f"t{number}"),
+        el("desc", "; ".join(map(_sentence, attempts[-20:])), id=f"d{number}"),
+        *parts,
+        ranks,
+        _ticks(axis, top),
+        viewBox=f"0 0 {_WIDTH} {height:.0f}",
+        role="img",
+        aria_labelledby=f"t{number} d{number}",
+        class_="wide",
+    )
+    return el(
+        "figure", el("figcaption", "Attempts and ranks over time"), el("div", picture, class_="scroll", tabindex="0")
+    )
+
+
+def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
+    began = attempt.ended if attempt.started is None else attempt.started
+    what = f"attempt {attempt.number}"
+    waits = _bar("WAIT", axis, attempt.asked, began, 2, _BAR, f"{what} waits {duration(attempt.waited_s)}")
+    if attempt.started is None:
+        return waits
+    told = f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}"
+    runs = _bar(attempt.outcome, axis, began, attempt.ended, 2, _BAR, told)
+    width = axis.place(attempt.ended) - axis.place(began)
+    words = next(
+        (text for text in (f"{attempt.number} {attempt.outcome}", str(attempt.number)) if _fits(text, width)), ""
+    )
+    label = el("text", words, x=f"{axis.place(began) + 4:.1f}", y=_BAR - 5, class_="in") if words else None
+    return join([waits, runs, label])
+
+
+def _fits(text: str, width: float) -> bool:
+    return len(text) * _LETTER_WIDTH + 6 < width
+
+
+def _ranks(
+    attempts: Sequence[AttemptSpan], stragglers: Sequence[tuple[float, int, float]], axis: _Axis, top: float
+) -> tuple[Html, float]:
+    """Draw the ranks as rows; equal neighbours are one bar. Return the drawing and where it ends."""
+    count = 1 + max((rank.rank for attempt in attempts for rank in attempt.ranks), default=-1)
+    if not count:
+        return Html(""), top
+    row = min(_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT / count)
+    bars: list[Html] = []
+    for attempt in reversed(attempts):
+        for first, last in _equal_neighbours(attempt.ranks, axis):
+            name = f"rank {first.rank}" if first is last else f"ranks {first.rank}-{last.rank}"
+            told = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
+            begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
+            bars.append(_bar(first.state, axis, first.started, first.ended, begin, end, told))
+    bars = bars[:_MAX_BARS]
+    for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
+        if 0 <= rank < count:
+            told = f"rank {rank} takes {ratio:.2f} times as long as the others"
+            begin, end = top + rank * row, top + (rank + 1) * row
+            bars.append(_bar("slow", axis, moment, moment, begin, end, told))
+    every = max(1, -(-count // 20))
+    names = [
+        el("text", f"rank {rank}", x=0, y=f"{top + rank * row + max(row, 9) - 2:.1f}")
+        for rank in range(0, count, every)
+    ]
+    return join([*names, *bars]), top + count * row
+
+
+def _equal_neighbours(ranks: Iterable[RankSpan], axis: _Axis) -> list[tuple[RankSpan, RankSpan]]:
+    """Fold neighbouring ranks of one host that look equal: the first and the last of each fold."""
+    folds: list[tuple[RankSpan, RankSpan]] = []
+    for rank in sorted(ranks, key=lambda span: span.rank):
+        if folds and folds[-1][1].rank + 1 == rank.rank and _look(folds[-1][0], axis) == _look(rank, axis):
+            folds[-1] = (folds[-1][0], rank)
+        else:
+            folds.append((rank, rank))
+    return folds
+
+
+def _look(rank: RankSpan, axis: _Axis) -> tuple[str, str, int, int]:
+    return rank.state, rank.host, round(axis.place(rank.started)), round(axis.place(rank.ended))
+
+
+def _bar(class_: str, axis: _Axis, begin: float, end: float, top: float, bottom: float, told: str) -> Html:
+    left, right = axis.place(begin), axis.place(end)
+    return el(
+        "rect",
+        el("title", told),
+        x=f"{left:.1f}",
+        y=f"{top:.1f}",
+        width=f"{max(right - left, 1.5):.1f}",
+        height=f"{bottom - top:.1f}",
+        class_=class_,
+    )
+
+
+def _ticks(axis: _Axis, top: float) -> Html:
+    span = axis.end - axis.begin
+    distance = next((each for each in _NICE_S if span / each <= 8), _NICE_S[-1])
+    count = min(int(span / distance), 40)
+    marks = [
+        el("text", f"+{duration(each * distance)}" if each else _clock(axis.begin),
+           x=f"{axis.place(axis.begin + each * distance):.1f}", y=f"{top + 14:.1f}",
+           text_anchor="middle" if each else "start")
+        for each in range(count + 1)
+        if each != 1 or axis.place(axis.begin + distance) > _LEFT + 130
+    ]  # fmt: skip
+    return join(marks)
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _sentence(attempt: AttemptSpan) -> str:
+    waited = f"attempt {attempt.number} waited {duration(attempt.waited_s)}"
+    return waited if attempt.started is None else f"{waited}, ran {duration(attempt.ran_s)}, {attempt.outcome}"
