@@ -107,7 +107,7 @@ def _read(runs: Sequence[RunDir], terminal: Terminal) -> list[RunReport]:
         sync.update()
         if all(not is_on_hosts(run) or read_state(run).finished for run in runs):
             sync.download()
-    return read_reports(runs)
+    return read_reports(runs, terminal.environ)
 
 
 def _write(page: str, out: str) -> None:

@@ -36,6 +36,8 @@ class Background:
     branch: str | None
     is_dirty: bool
     """The work tree had changes that were not committed."""
+    root: Path | None
+    """The work tree of the commit, on the machine that submitted."""
     code: Path | None
     """The snapshot of the code; None: the run has none, or it is not here."""
 
@@ -60,12 +62,13 @@ def read_background(run: RunDir, record: RunRecord) -> Background:
         commit=git["commit"] if isinstance(git.get("commit"), str) else None,
         branch=git["branch"] if isinstance(git.get("branch"), str) else None,
         is_dirty=git.get("dirty") is True,
+        root=Path(git["root"]) if isinstance(git.get("root"), str) else None,
         code=_find_code(run),
     )
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Write nested values as one key each, `train.lr`; unset ones are left out, and values that are secret are hidden."""
+    """Write nested values as one key each, `train.lr`; unset ones are left out, secret ones hidden."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.background import Background
+from clusterddp.look.code import FileDiff, compare_folders
 from clusterddp.look.report import RunReport
-from clusterddp.system.file_set import list_files, read_sum, show
-
-_MAX_FILE_BYTES = 200_000
-"""A larger file is named and not shown."""
-_MAX_FILE_LINES = 400
-MAX_FILES_SHOWN = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +19,6 @@ class Difference:
 
     key: str
     values: tuple[str | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileDiff:
-    """A file of the code that is not equal in two runs."""
-
-    path: str
-    change: str
-    """`changed`, `added`, `removed`."""
-    lines: tuple[str, ...]
-    """A unified diff; empty for a file that is no text, or too large."""
-    left_out_lines: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,64 +102,6 @@ def _compare_code(first: RunReport, other: RunReport) -> CodeDiff:
         return CodeDiff(run=name, files=compare_folders(here, there))
     except (ClusterddpError, OSError) as error:
         return CodeDiff(run=name, files=(), not_compared=str(error))
-
-
-def compare_folders(old: Path, new: Path) -> tuple[FileDiff, ...]:
-    """Return the files that differ between two folders, by name; at most `MAX_FILES_SHOWN` of them with their lines.
-
-    Raises: ClusterddpError, OSError: a folder or a file cannot be read.
-    """
-    before, after = ({entry.name: entry for entry in list_files(root).entries} for root in (old, new))
-    diffs: list[FileDiff] = []
-    for name in sorted(before.keys() | after.keys()):
-        is_same = name in before and name in after and _content(old, name) == _content(new, name)
-        if is_same:
-            continue
-        change = "added" if name not in before else "removed" if name not in after else "changed"
-        lines: list[str] = []
-        if len(diffs) < MAX_FILES_SHOWN:
-            lines = _unified(_lines(old, name), _lines(new, name))
-        shown = tuple(lines[:_MAX_FILE_LINES])
-        left_out = len(lines) - len(shown)
-        diffs.append(FileDiff(path=show(name), change=change, lines=shown, left_out_lines=left_out))
-    return tuple(diffs)
-
-
-def _unified(old: list[str] | None, new: list[str] | None) -> list[str]:
-    """Return a unified diff without its two lines of file names; empty where one of the files is no text."""
-    if old is None or new is None:
-        return []
-    return list(difflib.unified_diff(old, new, lineterm=""))[2:]
-
-
-def _lines(root: Path, name: bytes) -> list[str] | None:
-    """Return the lines of a text file; none where there is no such file, None where it is no text or too large."""
-    kind, content = _content(root, name)
-    if kind == "":
-        return []
-    if kind != "file" or content is None or b"\0" in content:
-        return None
-    try:
-        return content.decode().splitlines()
-    except UnicodeDecodeError:
-        return None
-
-
-def _content(root: Path, name: bytes) -> tuple[str, bytes | None]:
-    """Return what a file is and what it holds; of a file that is too large its sum."""
-    path = os.path.join(os.fsencode(root), name)
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return "", None
-    if stat.S_ISLNK(found.st_mode):
-        return "link", os.readlink(path)
-    if not stat.S_ISREG(found.st_mode):
-        return "folder", None
-    if found.st_size > _MAX_FILE_BYTES:
-        return "large", read_sum(path)
-    with open(path, "rb") as file:
-        return "file", file.read(_MAX_FILE_BYTES + 1)
 
 
 def _run_json(report: RunReport) -> dict[str, Any]:

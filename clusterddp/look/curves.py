@@ -76,7 +76,7 @@ class Curve:
         self.values.append(value)
 
     def thinned(self, most: int) -> list[tuple[float, float]]:
-        """Return at most `most` points (at least 4): the first, the last, and the lowest and highest of each interval."""
+        """Return at most `most` points (4 or more): the ends, and the lowest and highest of each interval."""
         count = len(self.steps)
         if count <= most:
             return list(zip(self.steps, self.values, strict=True))
@@ -113,6 +113,11 @@ class Curves:
         """Return the curve of a key, of the first of these kinds that has one."""
         found = (self.curves.get((key, kind)) for kind in kinds)
         return next((curve for curve in found if curve and (curve.values or curve.not_finite is not None)), None)
+
+    def newest_logged(self) -> dict[str, float]:
+        """Return the newest value of each key that a script logged itself."""
+        logged = (curve for (_, kind), curve in self.curves.items() if kind == "log" and curve.values)
+        return {curve.key: curve.values[-1] for curve in logged}
 
     def take(self, row: dict[str, Any]) -> None:
         """Take the numbers of a row."""
@@ -218,7 +223,7 @@ class _Finder:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; None for a line that is none. Only its first two levels are looked at, so its depth does not matter."""
+    """Parse a row; None for a line that is none. Only two levels of it are read, so its depth does not matter."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -11,11 +11,12 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.state import announce
 from clusterddp.look.background import Background, read_background
+from clusterddp.look.code import FileDiff, read_uncommitted
 from clusterddp.look.curves import Curves, read_curves
 from clusterddp.look.log_file import read_log_tail
 from clusterddp.look.status import RunStatus, read_status
 from clusterddp.look.timeline import Timeline, read_timeline
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import RunRecord, read_gang, read_run
 from clusterddp.system.files import read_json
 
@@ -84,6 +85,8 @@ class RunReport:
     curves: Curves
     timeline: Timeline
     background: Background
+    uncommitted: tuple[FileDiff, ...]
+    """The files of the snapshot that are not as in the commit; empty also where the repository is not here."""
     checkpoints: tuple[Checkpoint, ...]
     """Oldest first."""
     log: str
@@ -91,22 +94,23 @@ class RunReport:
     log_lines: tuple[str, ...]
 
 
-def read_reports(runs: Sequence[RunDir]) -> list[RunReport]:
+def read_reports(runs: Sequence[RunDir], environ: Mapping[str, str]) -> list[RunReport]:
     """Read all that is known of runs now; Slurm is asked once for all of them.
 
     Raises: ClusterddpError: a run's record or plan is damaged.
     """
     known = [(run, read_run(run)) for run in runs]
     announce(known)
-    return [_read_report(run, record) for run, record in known]
+    return [_read_report(run, record, environ) for run, record in known]
 
 
-def _read_report(run: RunDir, record: RunRecord) -> RunReport:
+def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> RunReport:
     now = time.time()
     status = read_status(run)
     curves = read_curves(run.metrics)
     timeline = read_timeline(run, record, is_finished=status.state.finished, now=now)
     log, lines = _read_excerpt(run, status)
+    background = read_background(run, record)
     return RunReport(
         status=status,
         name=record.name,
@@ -114,12 +118,11 @@ def _read_report(run: RunDir, record: RunRecord) -> RunReport:
         directory=str(run.path),
         made=now,
         results=_results(run, curves, timeline),
-        logged={
-            key: curve.values[-1] for (key, kind), curve in curves.curves.items() if kind == "log" and curve.values
-        },
+        logged=curves.newest_logged(),
         curves=curves,
         timeline=timeline,
-        background=read_background(run, record),
+        background=background,
+        uncommitted=_read_uncommitted(run, background, environ),
         checkpoints=_read_checkpoints(run),
         log=log,
         log_lines=lines,
@@ -175,6 +178,16 @@ def _read_excerpt(run: RunDir, status: RunStatus) -> tuple[str, tuple[str, ...]]
             line[:_LOG_COLUMNS] for line in cause.traceback.rstrip().split("\n")[-_LOG_LINES:]
         )
     return (log or "", tuple(lines)) if lines else ("", ())
+
+
+def _read_uncommitted(run: RunDir, ground: Background, environ: Mapping[str, str]) -> tuple[FileDiff, ...]:
+    """Return what was changed and not committed; git looks at no place that another user has named."""
+    if not (ground.is_dirty and ground.code and ground.root and ground.commit) or is_of_another_user(run.path):
+        return ()
+    try:
+        return read_uncommitted(ground.code, ground.root, ground.commit, environ)
+    except (OSError, ClusterddpError):
+        return ()
 
 
 def _read_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:

@@ -17,13 +17,8 @@ _MOST_DOTS = 60
 _LOG_RATIO = 200.0
 """From this ratio of the highest loss to the lowest on, losses are drawn on a logarithmic scale."""
 _ORDER = ("loss", "accuracy", "lr", "images_per_s", "step_ms.p50")
-_AFTER = (
-    "step_ms.p95",
-    "step_ms.max",
-    "images_per_s_per_rank",
-    "tflop_per_s",
-    "peak_tflop_per_s",
-    "comm_bytes_per_step",
+_REPEATS = frozenset(
+    ["step_ms.p95", "step_ms.max", "images_per_s_per_rank", "tflop_per_s", "peak_tflop_per_s", "comm_bytes_per_step"]
 )
 _TITLES = {
     "loss": "Loss",
@@ -82,7 +77,12 @@ def key_order(key: str) -> tuple[int, int, str]:
     """Sort keys: what most people look at, then others by name, then figures that repeat others."""
     if key in _ORDER:
         return 0, _ORDER.index(key), key
-    return (2, _AFTER.index(key), key) if key in _AFTER else (1, 0, key)
+    return (2 if repeats(key) else 1), 0, key
+
+
+def repeats(key: str) -> bool:
+    """Return whether a key repeats what another one shows."""
+    return key in _REPEATS
 
 
 def legend(names: Sequence[str]) -> Html:
@@ -159,6 +159,7 @@ def _axes(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Html:
         parts.append(el("text", write(tick), x=_LEFT - 5, y=_short(y.place(tick) + 3.5), text_anchor="end"))
     for tick in _ticks(x.low, x.high, 4):
         parts.append(el("text", number_text(tick), x=_short(x.place(tick)), y=_BOTTOM + 15, text_anchor="middle"))
+    parts.append(el("text", "step", x=0, y=_BOTTOM + 15))
     return join(parts)
 
 

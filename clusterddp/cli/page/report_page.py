@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from clusterddp.cli.page.charts import Series, chart, key_order, legend
-from clusterddp.cli.page.html import Child, Html, cut, document, el, section
+from clusterddp.cli.page.charts import Series, chart, key_order, legend, repeats
+from clusterddp.cli.page.html import Child, Html, cut, document, el, folded, section
 from clusterddp.cli.page.sections import (
     attempts_table,
     background_parts,
@@ -21,6 +21,7 @@ from clusterddp.cli.page.sections import (
     ranks_table,
     results_table,
     state,
+    uncommitted,
 )
 from clusterddp.cli.page.strips import timeline_strip
 from clusterddp.cli.terminal import duration
@@ -76,9 +77,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         el("h1", status.run, " ", state(status.state.value)),
         el("p", _where(report), class_="soft"),
         el("p", report.variant) if report.variant else None,
-        el("p", status.reason)
-        if status.reason and status.state.value != "COMPLETED" and not status.root_cause
-        else None,
+        el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
         cards(report),
         cause(report),
@@ -92,7 +91,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         ),
         section("Ranks", ranks_table(report, limits.rows)),
         section("Checkpoints", checkpoints_table(report)),
-        section("Made of", *background_parts(report, limits.rows)),
+        section("Made of", *background_parts(report, limits.rows), uncommitted(report, limits.diff_lines)),
         _made(report),
     ]
 
@@ -133,30 +132,31 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
     if not shown:
         return None
     points = max(4, min(400, limits.points // sum(len(series[key]) for key in shown)))
-    notes = [_sampled(report) for report in drawn] + [
-        f"{report.status.run}: {curve.label} is not a finite number at step {curve.not_finite:.0f}"
-        for report in drawn
-        for curve in _not_finite(report)
-    ]
+    notes = [note for report in drawn for note in (_sampled(report), *_not_finite(report))]
     notes += [f"{format_count(len(keys) - len(shown), 'more key')} not drawn"] if len(keys) > len(shown) else []
     return section(
         "Curves",
         legend([report.status.run + (f"  {report.variant}" if report.variant else "") for report in drawn]),
         _more(len(reports), len(drawn), "run"),
-        el("div", *(chart(at, key, series[key], points) for at, key in enumerate(shown)), class_="charts"),
+        *_grids(series, shown, points),
         *(el("p", note, class_="soft") for note in notes[:40] if note),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Spike:
-    label: str
-    not_finite: float
-
-
-def _not_finite(report: RunReport) -> list[_Spike]:
+def _grids(series: Mapping[str, Sequence[Series]], keys: Sequence[str], points: int) -> list[Html | None]:
+    """Draw the charts; those that repeat others are folded."""
+    charts = {key: chart(at, key, series[key], points) for at, key in enumerate(keys)}
+    main = [drawn for key, drawn in charts.items() if not repeats(key)]
+    more = [drawn for key, drawn in charts.items() if repeats(key)]
     return [
-        _Spike(f"{curve.key} ({curve.kind})", curve.not_finite)
+        el("div", *main, class_="charts"),
+        folded("More curves", el("div", *more, class_="charts") if more else None),
+    ]
+
+
+def _not_finite(report: RunReport) -> list[str]:
+    return [
+        f"{report.status.run}: {curve.key} ({curve.kind}) is not a finite number at step {curve.not_finite:.0f}"
         for curve in report.curves.curves.values()
         if curve.not_finite is not None
     ]
@@ -178,11 +178,8 @@ def _more(count: int, shown: int, noun: str) -> Html | None:
 
 def _where(report: RunReport) -> str:
     status = report.status
-    parts = [
-        report.name if report.name != status.run else "",
-        status.launcher,
-        f"job {status.job_id}" if status.job_id else "",
-    ]
+    job = f"job {status.job_id}" if status.job_id else ""
+    parts = [report.name if report.name != status.run else "", status.launcher, job]
     parts += [format_count(status.world_size, "rank"), f"submitted {_clock(status.created)}"]
     until = status.ended or (None if status.state.finished else report.made)
     parts += [f"{duration(until - status.created)} from submit to {'end' if status.ended else 'now'}"] if until else []

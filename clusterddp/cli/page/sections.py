@@ -9,7 +9,8 @@ from clusterddp.cli.page.charts import key_order
 from clusterddp.cli.page.html import Child, Html, cut, el, facts, folded, join, table
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
-from clusterddp.look.compare import CodeDiff, Comparison, Difference
+from clusterddp.look.code import FileDiff
+from clusterddp.look.compare import Comparison, Difference
 from clusterddp.look.report import RunReport
 from clusterddp.look.status import RankStatus
 from clusterddp.system.units import format_bytes, format_count
@@ -153,10 +154,10 @@ def checkpoints_table(report: RunReport) -> Html | None:
 def background_parts(report: RunReport, most: int) -> list[Html | None]:
     """Draw what a run was made of: code, machine, hosts; configuration and packages folded."""
     ground = report.background
+    snapshot = ground.code.name if ground.code else None
     phases = [(name.replace("_", " "), f"{seconds:.1f} s") for name, seconds in report.status.start_phases.items()]
     return [
-        facts([("code", ground.code_text), ("commit", ground.commit), ("snapshot", ground.code and ground.code.name)],
-              caption="Code"),
+        facts([("code", ground.code_text), ("commit", ground.commit), ("snapshot", snapshot)], caption="Code"),
         facts(_cells(ground.places, most), caption="Where it ran"),
         facts(_cells(ground.machine, most), caption="The machine that submitted"),
         facts(phases, caption="Start of the newest attempt"),
@@ -184,7 +185,9 @@ def differences(compared: Comparison, most: int, diff_lines: int) -> list[Html |
     ]
     tables = [_difference_table(title, names, rows, most) for title, rows in parts if rows]
     room = max(10, diff_lines // max(1, len(compared.diffs)))
-    diffs = [_code_diff(names[0], diff, room) for diff in compared.diffs[:diff_lines]]
+    diffs = [
+        file_diffs(f"Code of {diff.run} against {names[0]}", diff.files, room) for diff in compared.diffs[:diff_lines]
+    ]
     if not tables and not any(diffs):
         return [el("p", "Nothing of what is recorded: the same configuration, code, packages, hosts and machine.")]
     return [*tables, *diffs]
@@ -208,11 +211,17 @@ def _value(row: Difference, at: int) -> str:
     return "-" if value is None else cut(value, _CELL)
 
 
-def _code_diff(first: str, diff: CodeDiff, most: int) -> Html | None:
-    if not diff.files:
+def uncommitted(report: RunReport, most: int) -> Html | None:
+    """Draw what was changed since the commit."""
+    return file_diffs("Changes that were not committed", report.uncommitted, most)
+
+
+def file_diffs(title: str, files: Sequence[FileDiff], most: int) -> Html | None:
+    """Draw files that differ, with at most so many lines in all."""
+    if not files:
         return None
     parts: list[Child] = []
-    for file in diff.files:
+    for file in files:
         lines = file.lines[: max(0, most)]
         most -= len(lines) + 1
         left_out = len(file.lines) - len(lines) + file.left_out_lines
@@ -221,8 +230,7 @@ def _code_diff(first: str, diff: CodeDiff, most: int) -> Html | None:
         parts.append(el("pre", *map(_diff_line, lines), tabindex="0") if lines else None)
         if most <= 0:
             break
-    count = format_count(len(diff.files), "file")
-    return folded(f"Code of {diff.run} against {first}: {count}", *parts, is_open=len(diff.files) <= 3)
+    return folded(f"{title}: {format_count(len(files), 'file')}", *parts, is_open=len(files) <= 3)
 
 
 def _diff_line(line: str) -> Html:

@@ -31,6 +31,9 @@ class _Axis:
         share = (moment - self.begin) / span if span > 0 else 0.0
         return _LEFT + min(1.0, max(0.0, share)) * (_RIGHT - _LEFT)
 
+    def span(self, begin: float, end: float) -> tuple[float, float]:
+        return self.place(begin), self.place(end)
+
 
 def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, float]], number: int) -> Html | None:
     """Draw when a run waited and ran, and each of its ranks; None for a run without an attempt."""
@@ -61,16 +64,16 @@ def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, fl
 def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
     began = attempt.ended if attempt.started is None else attempt.started
     what = f"attempt {attempt.number}"
-    waits = _bar("WAIT", axis, attempt.asked, began, 2, _BAR, f"{what} waits {duration(attempt.waited_s)}")
+    rows = (2, _BAR)
+    waited = f"{what} waits {duration(attempt.waited_s)}"
+    waits = _bar("WAIT", waited, axis.span(attempt.asked, began), rows)
     if attempt.started is None:
         return waits
-    told = f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}"
-    runs = _bar(attempt.outcome, axis, began, attempt.ended, 2, _BAR, told)
-    width = axis.place(attempt.ended) - axis.place(began)
-    words = next(
-        (text for text in (f"{attempt.number} {attempt.outcome}", str(attempt.number)) if _fits(text, width)), ""
-    )
-    label = el("text", words, x=f"{axis.place(began) + 4:.1f}", y=_BAR - 5, class_="in") if words else None
+    left, right = axis.span(began, attempt.ended)
+    runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", (left, right), rows)
+    wordings = (f"{attempt.number} {attempt.outcome}", str(attempt.number))
+    words = next((text for text in wordings if _fits(text, right - left)), "")
+    label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
     return join([waits, runs, label])
 
 
@@ -90,15 +93,15 @@ def _ranks(
     for attempt in reversed(attempts):
         for first, last in _equal_neighbours(attempt.ranks, axis):
             name = f"rank {first.rank}" if first is last else f"ranks {first.rank}-{last.rank}"
-            told = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
+            text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
             begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
-            bars.append(_bar(first.state, axis, first.started, first.ended, begin, end, told))
+            bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
     bars = bars[:_MAX_BARS]
     for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
         if 0 <= rank < count:
-            told = f"rank {rank} takes {ratio:.2f} times as long as the others"
+            text = f"rank {rank} takes {ratio:.2f} times as long as the others"
             begin, end = top + rank * row, top + (rank + 1) * row
-            bars.append(_bar("slow", axis, moment, moment, begin, end, told))
+            bars.append(_bar("slow", text, axis.span(moment, moment), (begin, end)))
     every = max(1, -(-count // 20))
     names = [
         el("text", f"rank {rank}", x=0, y=f"{top + rank * row + max(row, 9) - 2:.1f}")
@@ -122,11 +125,12 @@ def _look(rank: RankSpan, axis: _Axis) -> tuple[str, str, int, int]:
     return rank.state, rank.host, round(axis.place(rank.started)), round(axis.place(rank.ended))
 
 
-def _bar(class_: str, axis: _Axis, begin: float, end: float, top: float, bottom: float, told: str) -> Html:
-    left, right = axis.place(begin), axis.place(end)
+def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:
+    """Draw a bar, `span` across and `rows` down."""
+    (left, right), (top, bottom) = span, rows
     return el(
         "rect",
-        el("title", told),
+        el("title", text),
         x=f"{left:.1f}",
         y=f"{top:.1f}",
         width=f"{max(right - left, 1.5):.1f}",

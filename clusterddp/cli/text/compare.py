@@ -58,8 +58,8 @@ def result_texts(results: Results) -> dict[str, str]:
         "ran": duration(results.ran_s),
         "waited": duration(results.waited_s),
         "effective": results.effective is not None and f"{results.effective:.0%}",
-        "GPU-hours": results.gpu_hours is not None and f"{results.gpu_hours:.2f}",
-        "rank-hours": results.gpu_hours is None and f"{results.rank_hours:.2f}",
+        "GPU-hours": results.gpu_hours is not None and number_text(round(results.gpu_hours, 4)),
+        "rank-hours": results.gpu_hours is None and number_text(round(results.rank_hours, 4)),
     }
     return {name: text for name, text in texts.items() if text}
 
