@@ -90,13 +90,12 @@ def _ranks(
         return Html(""), top
     row = min(_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT / count)
     bars: list[Html] = []
-    for attempt in reversed(attempts):
-        for first, last in _equal_neighbours(attempt.ranks, axis):
+    for attempt in attempts:
+        for first, last in _folded(attempt.ranks, axis, _MAX_BARS // len(attempts)):
             name = f"rank {first.rank}" if first is last else f"ranks {first.rank}-{last.rank}"
             text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
             begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
             bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
-    bars = bars[:_MAX_BARS]
     for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
         if 0 <= rank < count:
             text = f"rank {rank} takes {ratio:.2f} times as long as the others"
@@ -110,19 +109,33 @@ def _ranks(
     return join([*names, *bars]), top + count * row
 
 
-def _equal_neighbours(ranks: Iterable[RankSpan], axis: _Axis) -> list[tuple[RankSpan, RankSpan]]:
+def _folded(ranks: Sequence[RankSpan], axis: _Axis, most: int) -> list[tuple[RankSpan, RankSpan]]:
+    """Fold neighbouring ranks of one host that look equal, at a grain that is coarser the more ranks there are."""
+    folds = _equal_neighbours(ranks, axis, 1.0)
+    for grain in (4.0, 32.0, float(_WIDTH)):
+        if len(folds) > most:
+            folds = _equal_neighbours(ranks, axis, grain)
+    return folds[: max(1, most)]
+
+
+def _equal_neighbours(ranks: Iterable[RankSpan], axis: _Axis, grain: float) -> list[tuple[RankSpan, RankSpan]]:
     """Fold neighbouring ranks of one host that look equal: the first and the last of each fold."""
     folds: list[tuple[RankSpan, RankSpan]] = []
     for rank in sorted(ranks, key=lambda span: span.rank):
-        if folds and folds[-1][1].rank + 1 == rank.rank and _look(folds[-1][0], axis) == _look(rank, axis):
+        if (
+            folds
+            and folds[-1][1].rank + 1 == rank.rank
+            and _look(folds[-1][0], axis, grain) == _look(rank, axis, grain)
+        ):
             folds[-1] = (folds[-1][0], rank)
         else:
             folds.append((rank, rank))
     return folds
 
 
-def _look(rank: RankSpan, axis: _Axis) -> tuple[str, str, int, int]:
-    return rank.state, rank.host, round(axis.place(rank.started)), round(axis.place(rank.ended))
+def _look(rank: RankSpan, axis: _Axis, grain: float) -> tuple[str, str, int, int]:
+    begin, end = axis.span(rank.started, rank.ended)
+    return rank.state, rank.host, round(begin / grain), round(end / grain)
 
 
 def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:

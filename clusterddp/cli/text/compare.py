@@ -90,12 +90,27 @@ def _logged(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _lay_out(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], columns: int) -> list[str]:
-    """Lay out keys and the values of runs; few runs are columns, many are rows."""
+    """Lay out keys and the values of runs; few runs are columns, many are rows, of as many tables as it takes."""
     rows = [[title, *map(printable, names)], *map(list, cells)]
-    if len(names) > _MOST_SIDE_BY_SIDE:
-        rows = [list(row) for row in zip(*rows, strict=True)]
-    width = max(8, min(_CELL, (columns - max(len(click.unstyle(row[0])) for row in rows)) // (len(rows[0]) - 1) - 2))
-    return table([[row[0][:_CELL], *(_shorten(cell, width) for cell in row[1:])] for row in rows])
+    if len(names) <= _MOST_SIDE_BY_SIDE:
+        heading = max(len(row[0]) for row in rows)
+        width = max(8, min(_CELL, (columns - min(heading, _CELL)) // len(names) - 2))
+        return table([[_shorten(row[0], _CELL), *(_shorten(cell, width) for cell in row[1:])] for row in rows])
+    first = [_shorten(cell, _CELL) for cell in rows[0]]
+    others = [[_shorten(cell, _CELL // 2) for cell in row] for row in rows[1:]]
+    lines: list[str] = []
+    while others:
+        shown, room = [first], columns - _width(first)
+        while others and (len(shown) == 1 or _width(others[0]) + 2 <= room):
+            room -= _width(others[0]) + 2
+            shown.append(others.pop(0))
+        lines += [""] if lines else []
+        lines += table([list(row) for row in zip(*shown, strict=True)])
+    return lines
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(len(click.unstyle(cell)) for cell in column)
 
 
 def _percent(share: float) -> str:

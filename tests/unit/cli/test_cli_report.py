@@ -9,14 +9,17 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import click
 import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.cli.page.html import Html, el
 from clusterddp.cli.page.report_page import MAX_BYTES
+from clusterddp.cli.page.strips import timeline_strip
+from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
-from tests.support.handmade_runs import complete, fail, make_run, rank_record, start_attempt, train
+from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)>\"' onload=\x1b[31m\u202e"
 
@@ -143,12 +146,25 @@ def test_a_page_is_small_however_much_there_is(
     assert "</html>" in page
 
 
-def test_many_equal_ranks_are_one_bar(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = make_run(runs_dir, "brisk-otter-3", nodes=1, per_node=64)
-    complete(run, start_attempt(run, ranks=64, per_node=64), ranks=64, per_node=64)
-    _, page, _ = command(capfd, "report", "--out", "-")
-    assert page.count("<rect") < 20
-    assert rank_record(0).host in page
+def test_many_ranks_that_look_equal_are_one_bar() -> None:
+    ranks = tuple(
+        RankSpan(
+            attempt=0,
+            rank=rank,
+            host=f"gpu{rank // 8}",
+            started=1e9 + rank / 1000,
+            ended=1e9 + 3600,
+            state="FAILED" if rank == 1501 else "KILLED",
+        )
+        for rank in range(2048)
+    )
+    attempt = AttemptSpan(
+        number=0, asked=1e9, started=1e9, ended=1e9 + 3600, outcome="FAILED", reason="", will_restart=False, ranks=ranks
+    )
+    drawn = str(timeline_strip(Timeline(attempts=(attempt,), events=()), [(1e9 + 60, 2000, 1.5)], 0))
+    assert drawn.count("<rect") < 300
+    for words in ("rank 1501 on gpu187: FAILED", "ranks 1502-1503 on gpu187: KILLED", "rank 2000 takes 1.50 times"):
+        assert words in drawn
 
 
 def test_compare_shows_the_why_above_the_what(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +185,8 @@ def test_many_runs_are_rows_that_fit_a_terminal(runs_dir: Path, capfd: pytest.Ca
 
     runs = [trained(runs_dir, f"run-with-a-long-name-{number}", lr=0.1 * number) for number in range(9)]
     lines = compare_lines(compare(read_reports(runs, {})), columns=80)
-    assert max(map(len, lines)) <= 80
+    assert max(len(click.unstyle(line)) for line in lines) <= 80
+    assert not [line for line in lines if line.endswith("...")]
     assert sum(line.startswith("run-with-a-long-name-") for line in lines) >= 18
 
 
