@@ -41,14 +41,6 @@ class Background:
     code: Path | None
     """The snapshot of the code; None: the run has none, or it is not here."""
 
-    @property
-    def code_text(self) -> str:
-        """Name the code in one line."""
-        parts = [self.commit[:12] if self.commit else ""]
-        parts += [f"({self.branch})" if self.branch and self.commit else "", "with changes" if self.is_dirty else ""]
-        parts += [f"snapshot {self.code.name[:12]}" if self.code else ""]
-        return " ".join(part for part in parts if part) or "not known"
-
 
 def read_background(run: RunDir, record: RunRecord) -> Background:
     """Read what a run was made of; a file that is missing or damaged leaves its part empty."""

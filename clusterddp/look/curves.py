@@ -7,7 +7,6 @@ have written a row, or another user; a row of another form is passed over.
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ _SAMPLED_ROWS = 10_000
 _MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I"}
 """What marks a row that is read in any case, and the byte of it that other rows seldom have."""
 _MAX_KEYS = 200
+_LARGEST = 1e150
+"""A larger number counts as infinite: differences and ratios of two of them must be numbers."""
 _NO_CURVE = frozenset(
     ["kind", "attempt", "epoch", "step", "epochs_total", "steps_total", "time", "train_seconds", "samples"]
 )
@@ -63,7 +64,7 @@ class Curve:
         """
         last = self.steps[-1] if self.steps else 0.0
         step = last + 1 if step is None else step
-        if not math.isfinite(value):
+        if not abs(value) < _LARGEST:
             self.not_finite = step if self.not_finite is None else self.not_finite
             return
         if attempt != self.attempt and self.steps and step <= last:
@@ -125,7 +126,7 @@ class Curves:
         kind = row.get("kind")
         kind = kind if isinstance(kind, str) else "log"
         step, attempt = _number(row.get("step")), row.get("attempt")
-        if step is not None and not math.isfinite(step):
+        if step is not None and not abs(step) < _LARGEST:
             step = None
         self.newest |= row
         for key, value in row.items():
@@ -162,15 +163,16 @@ def read_curves(path: Path) -> Curves:
             size = file.seek(0, 2)
             file.seek(0)
             every = size // _SAMPLED_ROWS if size > _WHOLE_BYTES else 0
-            bytes_read = 0
+            sampled = sampled_bytes = 0
             for line in _chosen_lines(_blocks(file), every):
                 row = _row(line)
                 if row is not None:
-                    bytes_read += len(line) + 1
                     curves.take(row)
+                    is_sample = row.get("kind") != "eval"
+                    sampled, sampled_bytes = sampled + is_sample, sampled_bytes + is_sample * (len(line) + 1)
     except (OSError, ClusterddpError):
         return curves
-    curves.total_rows = round(curves.read_rows * size / bytes_read) if every and bytes_read else curves.read_rows
+    curves.total_rows = round(sampled * size / sampled_bytes) if every and sampled else curves.read_rows
     return curves
 
 
@@ -186,8 +188,9 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _chosen_lines(blocks: Iterator[bytes], every: int) -> Iterator[bytes]:
-    """Yield all lines, or with `every` a line every so many bytes and all that are marked; each once, in order."""
+    """Yield all lines, or with `every` a line every so many bytes, all that are marked and the last; each once."""
     ahead = 0  # where the next sample is, from the beginning of the block on
+    last = b""
     for block in blocks:
         if not every:
             yield from block.splitlines()
@@ -205,6 +208,9 @@ def _chosen_lines(blocks: Iterator[bytes], every: int) -> Iterator[bytes]:
             end = block.index(b"\n", at) + 1
             yield block[begin : end - 1]
         ahead = max(ahead - len(block), 0)
+        last = block[block.rfind(b"\n", 0, -1) + 1 : -1] if every and end < len(block) else b""
+    if last:
+        yield last
 
 
 class _Finder:

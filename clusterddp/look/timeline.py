@@ -132,9 +132,9 @@ def _read_events(run: RunDir) -> tuple[tuple[Event, ...], dict[int, float]]:
 def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:
     end, start = read_end(attempt), read_start(attempt)
     started = _time((start or {}).get("started"))
-    records = read_ranks(attempt) if with_ranks else []
+    records = [record for record in read_ranks(attempt) if _time(record.started)] if with_ranks else []
     if end is not None:
-        ended, outcome = end.ended, str(end.outcome)
+        ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
     elif is_over:  # no process was left to record the end
         known = [moment for record in records for moment in (record.started, record.ended) if moment]
         ended, outcome = max([started or asked, *known]), "LOST"
@@ -167,7 +167,7 @@ def _rank_span(attempt: int, record: RankRecord, ended: float, is_over: bool) ->
         rank=record.rank,
         host=record.host,
         started=record.started,
-        ended=max(record.started, ended if record.ended is None else record.ended),
+        ended=max(record.started, _time(record.ended) or ended),
         state=state,
     )
 

@@ -147,7 +147,8 @@ def _y_scale(values: Sequence[float], is_log: bool) -> _Scale:
 
 def _widened(low: float, high: float, share: float) -> tuple[float, float]:
     """Give an interval some room; one without length gets some around it."""
-    room = (high - low) * share if high > low else abs(low) * 0.1 or 1.0
+    is_flat = high - low <= max(1e-100, 1e-12 * max(abs(low), abs(high)))
+    room = (abs(low) * 0.1 if abs(low) > 1e-100 else 1.0) if is_flat else (high - low) * share
     return low - room, high + room
 
 

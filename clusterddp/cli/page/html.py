@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import time
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
@@ -50,6 +51,14 @@ def escape(value: object) -> str:
 def cut(text: str, columns: int) -> str:
     """Shorten a text at its end."""
     return text if len(text) <= columns else text[: columns - 3] + "..."
+
+
+def clock(moment: float) -> str:
+    """Write a time for people; one that no calendar has is not known."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):
+        return "-"
 
 
 def table(head: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str, class_: str | None = None) -> Html:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.cli.page.charts import Series, chart, key_order, legend, repeats
-from clusterddp.cli.page.html import Child, Html, cut, document, el, folded, section
+from clusterddp.cli.page.html import Child, Html, clock, cut, document, el, folded, section
 from clusterddp.cli.page.sections import (
     attempts_table,
     background_parts,
@@ -180,15 +179,11 @@ def _where(report: RunReport) -> str:
     status = report.status
     job = f"job {status.job_id}" if status.job_id else ""
     parts = [report.name if report.name != status.run else "", status.launcher, job]
-    parts += [format_count(status.world_size, "rank"), f"submitted {_clock(status.created)}"]
+    parts += [format_count(status.world_size, "rank"), f"submitted {clock(status.created)}"]
     until = status.ended or (None if status.state.finished else report.made)
     parts += [f"{duration(until - status.created)} from submit to {'end' if status.ended else 'now'}"] if until else []
     return ", ".join(part for part in parts if part)
 
 
 def _made(report: RunReport) -> Html:
-    return el("p", f"Written {_clock(report.made)} by clusterddp report; {report.directory}", class_="soft")
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return el("p", f"Written {clock(report.made)} by clusterddp report; {report.directory}", class_="soft")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from clusterddp.cli.page.charts import key_order
-from clusterddp.cli.page.html import Child, Html, cut, el, facts, folded, join, table
+from clusterddp.cli.page.html import Child, Html, clock, cut, el, facts, folded, join, table
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
 from clusterddp.look.code import FileDiff
@@ -66,7 +65,7 @@ def results_table(reports: Sequence[RunReport]) -> Html:
         ]
         for report, of_run in zip(reports, texts, strict=True)
     ]
-    return table(["run", *(["variant"] if variants else []), "state", *columns, "why"], rows, caption="Results")
+    return table(["run", *(["variant"] if variants else []), "state", *columns, "why"], rows, caption="Runs")
 
 
 def curves_table(report: RunReport, most: int) -> Html | None:
@@ -89,7 +88,7 @@ def attempts_table(report: RunReport, most: int) -> Html | None:
         [
             f"attempt {attempt.number}",
             state(attempt.outcome),
-            _clock(attempt.asked),
+            clock(attempt.asked),
             duration(attempt.waited_s),
             "-" if attempt.started is None else duration(attempt.ran_s),
             cut(attempt.reason + (" (started again)" if attempt.will_restart else ""), _CELL),
@@ -102,7 +101,7 @@ def attempts_table(report: RunReport, most: int) -> Html | None:
 def events_table(report: RunReport, most: int) -> Html | None:
     """Draw the history of the run, folded."""
     rows: list[list[Child]] = [
-        [_clock(event.time), event.name, cut(", ".join(f"{key} {value}" for key, value in event.facts.items()), _CELL)]
+        [clock(event.time), event.name, cut(", ".join(f"{key} {value}" for key, value in event.facts.items()), _CELL)]
         for event in report.timeline.events[-min(most, 100) :]
     ]
     return folded("Events", table(["time", "event", ""], rows, caption="The newest events")) if rows else None
@@ -143,7 +142,7 @@ def checkpoints_table(report: RunReport) -> Html | None:
             "-" if checkpoint.step is None else number_text(checkpoint.step),
             "-" if checkpoint.epoch is None else checkpoint.epoch,
             "-" if checkpoint.num_bytes is None else format_bytes(checkpoint.num_bytes),
-            "-" if checkpoint.created is None else _clock(checkpoint.created),
+            "-" if checkpoint.created is None else clock(checkpoint.created),
         ]
         for checkpoint in reversed(report.checkpoints[-5:])
     ]
@@ -156,11 +155,16 @@ def background_parts(report: RunReport, most: int) -> list[Html | None]:
     ground = report.background
     snapshot = ground.code.name if ground.code else None
     phases = [(name.replace("_", " "), f"{seconds:.1f} s") for name, seconds in report.status.start_phases.items()]
-    return [
-        facts([("code", ground.code_text), ("commit", ground.commit), ("snapshot", snapshot)], caption="Code"),
+    changes = ("yes" if ground.is_dirty else "no") if ground.commit else None
+    code = [("commit", ground.commit), ("branch", ground.branch), ("uncommitted changes", changes)]
+    beside = [
+        facts([*code, ("snapshot", snapshot and cut(snapshot, 24))], caption="Code"),
         facts(_cells(ground.places, most), caption="Where it ran"),
         facts(_cells(ground.machine, most), caption="The machine that submitted"),
         facts(phases, caption="Start of the newest attempt"),
+    ]
+    return [
+        el("div", *beside, class_="beside") if any(beside) else None,
         folded("Configuration", facts(_cells(ground.config, most), caption="The spec as resolved")),
         folded(
             f"Packages ({len(ground.packages)})",
@@ -236,7 +240,3 @@ def file_diffs(title: str, files: Sequence[FileDiff], most: int) -> Html | None:
 def _diff_line(line: str) -> Html:
     kind = {"+": "ins", "-": "del"}.get(line[:1], "span")
     return join([el(kind, cut(line, _CELL)), Html("\n")])
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

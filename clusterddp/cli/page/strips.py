@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from clusterddp.cli.page.html import Html, el, join
+from clusterddp.cli.page.html import Html, clock, el, join
 from clusterddp.cli.terminal import duration
 from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 
@@ -157,17 +156,13 @@ def _ticks(axis: _Axis, top: float) -> Html:
     distance = next((each for each in _NICE_S if span / each <= 8), _NICE_S[-1])
     count = min(int(span / distance), 40)
     marks = [
-        el("text", f"+{duration(each * distance)}" if each else _clock(axis.begin),
+        el("text", f"+{duration(each * distance)}" if each else clock(axis.begin),
            x=f"{axis.place(axis.begin + each * distance):.1f}", y=f"{top + 14:.1f}",
            text_anchor="middle" if each else "start")
         for each in range(count + 1)
         if each != 1 or axis.place(axis.begin + distance) > _LEFT + 130
     ]  # fmt: skip
     return join(marks)
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
 
 
 def _sentence(attempt: AttemptSpan) -> str:

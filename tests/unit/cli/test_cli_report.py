@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ from clusterddp.cli.page.strips import timeline_strip
 from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
-from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+from tests.support.handmade_runs import complete, fail, make_run, rank_record, start_attempt, train
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)>\"' onload=\x1b[31m\u202e"
 
@@ -116,6 +117,22 @@ def test_no_text_of_a_run_becomes_markup(runs_dir: Path, capfd: pytest.CaptureFi
     assert not [name for name in found.attributes if name.startswith("on") or name == "style"]
     assert "\x1b" not in page
     assert "\u202e" not in page
+
+
+def test_numbers_and_times_of_any_size_are_drawn(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(runs_dir, "brisk-otter-3")
+    numbers = [1e308, -1e308, 5e-324, 0.0, 1e-200, 2**62, 1 + 2**-52, 1, 1e149, -1e149]
+    for step, number in enumerate(numbers):
+        append_jsonl(run.metrics, {"kind": "train", "step": number, "loss": number, "only": number, f"k{step}": number})
+        append_jsonl(run.events, {"event": "x", "time": number, "attempt": number})
+    attempt = start_attempt(run)
+    write_json(attempt.end, {"outcome": "FAILED", "reason": "x", "ended": 9e18})
+    write_json(attempt.rank_record(0), dataclasses.asdict(rank_record(0)) | {"started": 9e18, "ended": -9e18})
+    write_json(run.checkpoints / "step-1.json", {"created": 9e18, "step": 9e18, "bytes": -1})
+    code, page, err = command(capfd, "report", "--out", "-")
+    assert (code, err) == (0, "")
+    assert ">nan" not in page
+    assert "nan," not in page
 
 
 def test_an_element_escapes_what_is_not_made_here() -> None:
