@@ -47,7 +47,7 @@ def read_background(run: RunDir, record: RunRecord) -> Background:
     plan, environment = _object(run.plan), _object(run.environment)
     git = _inner(environment, "git")
     return Background(
-        config=flatten(_inner(plan, "spec")),
+        config=_relative(flatten(_inner(plan, "spec")), plan.get("working_dir")),
         packages={str(name): str(version) for name, version in _inner(environment, "packages").items()},
         machine=_machine(environment),
         places=_places(record, _inner(plan, "gang")),
@@ -70,6 +70,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             is_secret = prefix == "env." and _SECRET.search(str(key))
             flat[name] = HIDDEN if is_secret else value_text(value)
     return flat
+
+
+def _relative(config: dict[str, str], directory: Any) -> dict[str, str]:
+    """Write paths below the directory of the submit as relative ones: each upload to a login node has its own."""
+    if not isinstance(directory, str) or not directory.strip("/"):
+        return config
+    return {key: value.removeprefix(f"{directory.rstrip('/')}/") for key, value in config.items()}
 
 
 def value_text(value: Any) -> str:

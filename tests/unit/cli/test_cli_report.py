@@ -17,6 +17,7 @@ from clusterddp.cli.main import main
 from clusterddp.cli.page.html import Html, el
 from clusterddp.cli.page.report_page import MAX_BYTES
 from clusterddp.cli.page.strips import timeline_strip
+from clusterddp.login.record import SentRun, write_sent_run
 from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
@@ -215,6 +216,16 @@ def test_compare_prints_json_with_its_version(runs_dir: Path, capfd: pytest.Capt
     assert found["schema"] == 1
     assert found["differences"]["spec"] == {"train.lr": {"brisk-otter-3": "0.1", "calm-heron-4": "0.2"}}
     assert [run["results"]["accuracy"] for run in found["runs"]] == [0.6, 0.6]
+
+
+def test_runs_of_several_places_are_not_mixed(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trained(runs_dir, "brisk-otter-3")
+    there = SentRun(run="calm-heron-4", profile="hpc", login={"host": "hpc"}, secrets=(), created_ns=1)
+    write_sent_run(runs_dir, there)
+    for name in ("report", "compare"):
+        code, _, err = command(capfd, name, "brisk-otter-3", "calm-heron-4")
+        assert code == 2
+        assert "these runs are in several places: here, on hpc" in err
 
 
 def test_one_run_is_not_compared(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,12 @@ def test_secret_variables_of_the_spec_are_not_shown() -> None:
     assert flatten(spec) == {"env.WANDB_API_KEY": HIDDEN, "env.HF_TOKEN": HIDDEN, "env.OMP": "1", "train.lr": "0.1"}
 
 
+def test_paths_below_the_directory_of_the_submit_are_relative(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    set_plan(run, working_dir="/trees/1", spec={"entry": {"script": "/trees/1/train.py", "data": "/data"}})
+    assert read_background(run, read_run(run)).config == {"entry.script": "train.py", "entry.data": "/data"}
+
+
 def test_a_link_out_of_the_store_is_no_code_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     (tmp_path / "private").mkdir()
