@@ -19,7 +19,8 @@ from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import is_on_hosts
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir, find_run
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import write_text
 
@@ -103,7 +104,7 @@ def _read(runs: Sequence[RunDir], terminal: Terminal) -> list[RunReport]:
     """Read all that is known of runs, after their results are copied back."""
     from clusterddp.look.report import read_reports
 
-    with Synchroniser(list(runs), terminal.environ, say=say_note) as sync:
+    with Synchroniser(list(runs), terminal.environ, report=say_note) as sync:
         sync.update()
         if all(not is_on_hosts(run) or read_state(run).finished for run in runs):
             sync.download()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.progress import accuracy_of
 from clusterddp.system.files import open_regular
 
 _BLOCK_BYTES = 1 << 18
@@ -21,13 +22,26 @@ _MAX_LINE_BYTES = 1 << 24
 _WHOLE_BYTES = 12 << 20
 """A file up to this size is read row by row."""
 _SAMPLED_ROWS = 10_000
-_MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I"}
+_MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I", b'"nan"': b"n", b'inf"': b"f"}
 """What marks a row that is read in any case, and the byte of it that other rows seldom have."""
+_NOT_FINITE = frozenset(["nan", "inf", "-inf"])
+"""How a script's own rows have a number that is not finite."""
 _MAX_KEYS = 200
 _LARGEST = 1e150
 """A larger number counts as infinite: differences and ratios of two of them must be numbers."""
 _NO_CURVE = frozenset(
-    ["kind", "attempt", "epoch", "step", "epochs_total", "steps_total", "time", "train_seconds", "samples"]
+    [
+        "kind",
+        "attempt",
+        "epoch",
+        "step",
+        "epochs_total",
+        "steps_total",
+        "steps_done",
+        "time",
+        "train_seconds",
+        "samples",
+    ]
 )
 
 
@@ -107,6 +121,8 @@ class Curves:
     """Each key's newest value, whatever its type."""
     stragglers: list[tuple[float, int, float]] = field(default_factory=list)
     """The windows with a straggler, of the rows that were read: time, rank, its ratio."""
+    accuracy: Curve = field(default_factory=lambda: Curve("accuracy", "eval"))
+    """Of evaluations, and of a script's own rows, as a share 0..1."""
     dropped_keys: bool = False
     """Rows have more keys than are followed."""
 
@@ -129,6 +145,9 @@ class Curves:
         if step is not None and not abs(step) < _LARGEST:
             step = None
         self.newest |= row
+        share = accuracy_of(row)
+        if share is not None:
+            self.accuracy.add(step, share, attempt)
         for key, value in row.items():
             if type(value) is dict:
                 self._take_object(key, kind, step, value, row)
@@ -240,4 +259,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _number(value: Any) -> float | None:
     if type(value) is float:
         return value
+    if type(value) is str and value in _NOT_FINITE:
+        return float(value)
     return float(value) if type(value) is int and abs(value) < 2**63 else None

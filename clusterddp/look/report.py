@@ -117,7 +117,7 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
         variant=record.variant,
         directory=str(run.path),
         made=now,
-        results=_results(run, curves, timeline),
+        results=_results(run, status, curves, timeline),
         logged=curves.newest_logged(),
         curves=curves,
         timeline=timeline,
@@ -129,26 +129,25 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
     )
 
 
-def _results(run: RunDir, curves: Curves, timeline: Timeline) -> Results:
+def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline) -> Results:
     summary = _read_object(run, run.summary)
-    accuracy = curves.find("accuracy", "eval", "log")
-    best = accuracy.best(highest=True) if accuracy else None
+    best = curves.accuracy.best(highest=True)
+    progress = status.progress
     loss, speed = curves.find("loss", "eval", "train", "log"), curves.find("images_per_s", "train", "log")
     step_ms = curves.find("step_ms.p50", "train")
     of_all_steps = summary.get("step_ms")
     of_all_steps = of_all_steps.get("p50") if isinstance(of_all_steps, dict) else None
-    newest = curves.newest
-    train_seconds = first_number(summary.get("train_seconds"), newest.get("train_seconds"))
+    train_seconds = first_number(summary.get("train_seconds"), curves.newest.get("train_seconds"))
     since_start_s = timeline.since_first_start_s
     gang = read_gang(run)
     num_ranks = sum(gang.entry.spawns) or gang.world_size
     return Results(
-        accuracy=first_number(summary.get("accuracy"), accuracy and accuracy.last),
+        accuracy=first_number(summary.get("accuracy"), curves.accuracy.last),
         best_accuracy=first_number(best and best[0], summary.get("best_accuracy")),
         best_step=best and best[1],
         loss=first_number(summary.get("loss"), loss and loss.last),
-        epochs=first_number(summary.get("epochs"), newest.get("epoch")),
-        steps=first_number(summary.get("steps"), newest.get("step")),
+        epochs=first_number(summary.get("epochs"), progress and progress.epoch),
+        steps=first_number(summary.get("steps"), progress and progress.step),
         images_per_s=first_number(summary.get("images_per_s"), speed and speed.last),
         step_ms=first_number(of_all_steps, step_ms and step_ms.last),
         ran_s=timeline.ran_s,

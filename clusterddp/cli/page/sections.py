@@ -10,8 +10,8 @@ from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
 from clusterddp.look.code import FileDiff
 from clusterddp.look.compare import Comparison, Difference
+from clusterddp.look.ranks import RankStatus
 from clusterddp.look.report import RunReport
-from clusterddp.look.status import RankStatus
 from clusterddp.system.units import format_bytes, format_count
 
 _CELL = 160

@@ -1,4 +1,4 @@
-"""The start-up of a rank, started here by the test itself: with and without what a supervisor gives."""
+"""The start-up of a rank that the test itself starts: with and without a supervisor's variables."""
 
 import json
 import signal
@@ -139,7 +139,7 @@ def test_a_stop_signal_makes_the_stop_file(tmp_path, number):
         ({"CLUSTERDDP_BACKEND": "nccl", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"}, "2000", None),
     ],
 )
-def test_nccls_flight_recorder_writes_beside_the_logs_unless_the_user_says_otherwise(tmp_path, environ, size, prefix):
+def test_nccls_flight_recorder_writes_beside_the_logs_unless_the_user_has_set_it(tmp_path, environ, size, prefix):
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
     script = write_script(tmp_path, f"import os, json\nprint(json.dumps([os.environ.get(name) for name in {names}]))")
     environ = {"CLUSTERDDP_STOP_FILE": str(tmp_path / "STOP"), **environ}
@@ -186,7 +186,7 @@ def test_a_rank_dies_with_the_process_that_started_it(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_stop_signal_that_comes_when_the_program_is_through_does_not_end_it(tmp_path):
+def test_a_stop_signal_that_comes_when_the_program_has_ended_does_not_end_it(tmp_path):
     script = write_script(
         tmp_path, "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
     )
