@@ -1,7 +1,7 @@
 """The curves of a run: `metrics.jsonl` in one pass, every row of a short file, a sample of the rows of a long one.
 
-Evaluations, and rows that hold a number that is not finite, are read whatever the length of the file. A script may
-have written a row, or another user; a row of another form is passed over.
+Evaluations, and rows with a literal NaN or Infinity, are read whatever the length of the file. A script may have
+written a row, or another user; a row of another form is passed over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_LINE_BYTES = 1 << 24
 _WHOLE_BYTES = 12 << 20
 """A file up to this size is read row by row."""
 _SAMPLED_ROWS = 10_000
-_MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I", b'"nan"': b"n", b'inf"': b"f"}
+_MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I"}
 """What marks a row that is read in any case, and the byte of it that other rows seldom have."""
 _NOT_FINITE = frozenset(["nan", "inf", "-inf"])
 """How a script's own rows have a number that is not finite."""
