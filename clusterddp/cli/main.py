@@ -32,6 +32,8 @@ _COMMANDS = {
     "logs": ("runs", "Look", "show what ranks printed"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
+    "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
+    "compare": ("report", "Look", "show what differs between runs, and what they came to"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
     "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),

@@ -18,6 +18,7 @@ from clusterddp.cli.arguments import RunName, address, command, output_option, r
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_error
+from clusterddp.cli.text.list_order import SORT_HELP, SORT_KEYS, sort_summaries
 from clusterddp.cli.text.status import list_lines, status_lines
 from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_with, watch_until_ended, write_logs
 from clusterddp.errors import ClusterddpError, PreflightError
@@ -177,6 +178,7 @@ def _say_of(run: str, text: str) -> None:
 @works_at_login
 @click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Only runs in this state; may be repeated.")
+@click.option("--sort", "order", type=click.Choice(SORT_KEYS), metavar="KEY", help=SORT_HELP)
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many; 20, or all runs of SWEEP.")
 @output_option
 @runs_option
@@ -186,6 +188,7 @@ def list_(
     *,
     name: str | None,
     states: tuple[str, ...],
+    order: str | None,
     limit: int | None,
     output: str,
     runs_dir: Path,
@@ -196,19 +199,21 @@ def list_(
     sweep = find_sweep(runs_dir, name) if name else None
     runs = sweep.runs() if sweep else [find_run(runs_dir, name)] if name else list_runs(runs_dir)
     limit = limit or (max(1, len(runs)) if name else _NEWEST_SHOWN)
-    at_once = max(limit, _RUNS_AT_ONCE) if wanted else limit
+    at_once = max(limit, _RUNS_AT_ONCE) if wanted or order else limit
     for summary in _summaries(iter(runs) if sweep else reversed(runs), terminal, at_once=at_once):
         if not wanted or summary.state.value in wanted:
             summaries.append(summary)
-        if len(summaries) == limit:
+        if len(summaries) == limit and not order:
             break
+    if order:
+        summaries = sort_summaries(summaries, order, now=time.time())[:limit]
     if output == "json":
         put_json([summary.to_json() for summary in summaries])
     elif summaries:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         put("\n".join(list_lines(summaries, now=time.time(), columns=columns)))
         if len(summaries) == limit < len(runs):
-            say(f"the newest {limit} of {len(runs)} runs; -n {len(runs)} shows more")
+            say(f"the {'first' if order else 'newest'} {limit} of {len(runs)} runs; -n {len(runs)} shows more")
     else:
         say(f"no such run in {runs_dir}" if runs else f"no runs in {runs_dir} yet: clusterddp demo makes one")
 

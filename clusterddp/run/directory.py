@@ -145,6 +145,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def report(self) -> Path:
+        """The page about the run that `clusterddp report` has written."""
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints of the trainer, or of `clusterddp.checkpoint`, each with a manifest that has its sum."""
         return self.path / "checkpoints"

@@ -215,7 +215,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
         for row, variant in zip(rows, ["VARIANT", *(summary.variant for summary in summaries)], strict=True):
             row.insert(1, printable(variant) or "-")
     lines = table(rows)
-    return lines if columns is None else [_cut(line, columns) for line in lines]
+    return lines if columns is None else [cut_line(line, columns) for line in lines]
 
 
 def _where(status: RunStatus) -> str:
@@ -285,7 +285,7 @@ def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
     return table(rows, indent="  ")
 
 
-def _cut(line: str, columns: int) -> str:
+def cut_line(line: str, columns: int) -> str:
     """Shorten a line to so many columns, at its end, which has no colour."""
     excess = len(click.unstyle(line)) - columns
     return line if excess <= 0 else f"{line[: -excess - 3]}..."
