@@ -150,12 +150,12 @@ def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline)
         steps=first_number(summary.get("steps"), progress and progress.step),
         images_per_s=first_number(summary.get("images_per_s"), speed and speed.last),
         step_ms=first_number(of_all_steps, step_ms and step_ms.last),
-        ran_s=timeline.ran_s,
-        waited_s=timeline.waited_s,
+        ran_s=status.times.running_s,
+        waited_s=status.times.queued_s,
         train_seconds=train_seconds,
         effective=min(1.0, train_seconds / since_start_s) if train_seconds is not None and since_start_s else None,
-        gpu_hours=None if gang.on_cpu else timeline.ran_s * num_ranks / 3600,
-        rank_hours=timeline.ran_s * num_ranks / 3600,
+        gpu_hours=None if gang.on_cpu else status.times.running_s * num_ranks / 3600,
+        rank_hours=status.times.running_s * num_ranks / 3600,
     )
 
 

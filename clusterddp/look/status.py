@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from clusterddp.look.events import (
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
-from clusterddp.look.times import Times, read_times
+from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_reports import read_reports
@@ -229,7 +230,7 @@ def find_job_log(run: RunDir) -> str | None:
 
 
 def _times(run: RunDir, record: RunRecord, view: RunView) -> Times:
-    return read_times(run, created=_created(record), finished=view.finished)
+    return read_timeline(run, record, is_finished=view.finished, now=time.time(), with_ranks=False).times
 
 
 def _created(record: RunRecord) -> float:

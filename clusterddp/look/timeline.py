@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import read_end
-from clusterddp.run.record import RankRecord, RunRecord, read_ranks, read_start
+from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
 from clusterddp.system.files import read_jsonl
 
 _ASKED = frozenset(["submitted", "resumed", "requeued", "follow_up", "queued"])
@@ -68,6 +70,21 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Seconds of a run so far: from its submit to its end, or to now."""
+
+    queued_s: float
+    """Of waiting for its ranks to begin: in a queue, and while processes are started."""
+    running_s: float
+    """Of its ranks, over all attempts."""
+    stopped_s: float
+    """From the end of an attempt until the run was resumed."""
+
+    def to_json(self) -> dict[str, float]:
+        return {name: round(seconds, 1) for name, seconds in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """The history of a run."""
 
@@ -76,14 +93,11 @@ class Timeline:
     """The newest ones, oldest first."""
 
     @property
-    def ran_s(self) -> float:
-        """Seconds in which the ranks ran, over all attempts."""
-        return sum(attempt.ran_s for attempt in self.attempts)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds of waiting for a start: in a queue, and while processes are started."""
-        return sum(attempt.waited_s for attempt in self.attempts)
+    def times(self) -> Times:
+        ran_s = sum(attempt.ran_s for attempt in self.attempts)
+        waited_s = sum(attempt.waited_s for attempt in self.attempts)
+        total_s = self.attempts[-1].ended - self.attempts[0].asked if self.attempts else 0.0
+        return Times(queued_s=waited_s, running_s=ran_s, stopped_s=max(0.0, total_s - waited_s - ran_s))
 
     @property
     def since_first_start_s(self) -> float | None:
@@ -92,8 +106,10 @@ class Timeline:
         return max(0.0, self.attempts[-1].ended - min(starts)) if starts else None
 
 
-def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: float) -> Timeline:
-    """Read the history of a run; the ranks of its newest attempts only."""
+def read_timeline(
+    run: RunDir, record: RunRecord, *, is_finished: bool, now: float, with_ranks: bool = True
+) -> Timeline:
+    """Read the history of a run; with the ranks of its newest attempts only, or with none."""
     events, asked = _read_events(run)
     attempts: list[AttemptSpan] = []
     found = run.attempts()
@@ -104,7 +120,7 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
             asked=asked.get(attempt.number, before),
             is_over=is_finished or attempt != found[-1],
             now=now,
-            with_ranks=attempt.number > found[-1].number - _MAX_ATTEMPTS_WITH_RANKS,
+            with_ranks=with_ranks and attempt.number > found[-1].number - _MAX_ATTEMPTS_WITH_RANKS,
         )
         attempts.append(span)
     return Timeline(attempts=tuple(attempts), events=events)
@@ -130,8 +146,8 @@ def _read_events(run: RunDir) -> tuple[tuple[Event, ...], dict[int, float]]:
 
 
 def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:
-    end, start = read_end(attempt), read_start(attempt)
-    started = _time((start or {}).get("started"))
+    end, start = _read_ends(attempt)
+    started = _time(start.get("started"))
     records = [record for record in read_ranks(attempt) if _time(record.started)] if with_ranks else []
     if end is not None:
         ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
@@ -153,6 +169,16 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         will_restart=bool(end and end.will_restart),
         ranks=ranks,
     )
+
+
+def _read_ends(attempt: AttemptDir) -> tuple[AttemptEnd | None, Start]:
+    """Read how an attempt ended and began; what is damaged counts as not recorded."""
+    end, start = None, Start()
+    with contextlib.suppress(ClusterddpError):
+        end = read_end(attempt)
+    with contextlib.suppress(ClusterddpError):
+        start = read_start(attempt) or start
+    return end, start
 
 
 def _rank_span(attempt: int, record: RankRecord, ended: float, is_over: bool) -> RankSpan:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clusterddp.look.progress import Progress
     from clusterddp.look.ranks import RankStatus
     from clusterddp.look.status import RunStatus, RunSummary
-    from clusterddp.look.times import Times
+    from clusterddp.look.timeline import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
