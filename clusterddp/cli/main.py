@@ -33,6 +33,7 @@ _COMMANDS = {
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
+    "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
     "compare": ("report", "Look", "show what differs between runs, and what they came to"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
     "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),

@@ -91,12 +91,13 @@ def folded(summary: Child, *children: Child, is_open: bool = False) -> Html | No
     return el("details", el("summary", summary), *children, **({"open": ""} if is_open else {}))
 
 
-def document(title: str, *body: Child) -> str:
-    """Make a page that loads nothing and runs no script but its own."""
+def document(title: str, *body: Child, live: bool = False) -> str:
+    """Make a page that loads nothing and runs no script but its own; a `live` one asks its own server for news."""
     style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    own = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; style-src {_sum(style)}; script-src {_sum(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"base-uri 'none'; form-action {own}" + ("; connect-src 'self'" if live else "")
     )
     head = el(
         "head",
@@ -110,7 +111,8 @@ def document(title: str, *body: Child) -> str:
         Html(f"<style>{style}</style>"),
     )
     end = Html(f"<script>{script}</script>")
-    return f"<!doctype html>\n{el('html', head, el('body', el('main', *body), end), lang='en')}\n"
+    page = el("html", head, el("body", el("main", *body), end), lang="en", data_live="" if live else None)
+    return f"<!doctype html>\n{page}\n"
 
 
 def _sum(text: str) -> str:

@@ -63,11 +63,15 @@ def draw_report(reports: Sequence[RunReport]) -> str:
     return page
 
 
+def draw_parts(reports: Sequence[RunReport], limits: Limits | None = None) -> list[Child]:
+    """Draw what stands on the page of one run or several."""
+    limits = limits or Limits()
+    return _one(reports[0], limits) if len(reports) == 1 else _several(reports, limits)
+
+
 def _draw(reports: Sequence[RunReport], limits: Limits) -> str:
-    if len(reports) == 1:
-        return document(f"{reports[0].status.run} - clusterddp", *_one(reports[0], limits))
     names = ", ".join(report.status.run for report in reports)
-    return document(f"{cut(names, 120)} - clusterddp", *_several(reports, limits))
+    return document(f"{cut(names, 120)} - clusterddp", *draw_parts(reports, limits), _made(reports[0]))
 
 
 def _one(report: RunReport, limits: Limits) -> list[Child]:
@@ -91,7 +95,6 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         section("Ranks", ranks_table(report, limits.rows)),
         section("Checkpoints", checkpoints_table(report)),
         section("Made of", *background_parts(report, limits.rows), uncommitted(report, limits.diff_lines)),
-        _made(report),
     ]
 
 
@@ -104,7 +107,6 @@ def _several(reports: Sequence[RunReport], limits: Limits) -> list[Child]:
         _charts(reports, limits),
         section("Each run", *(_detail(report, 900 + at) for at, report in enumerate(reports[: limits.details]))),
         _more(len(reports), limits.details, "run"),
-        _made(reports[0]),
     ]
 
 

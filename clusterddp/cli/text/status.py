@@ -204,7 +204,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
                 printable(summary.run),
                 state_text(state),
                 printable(summary.launcher),
-                _short_progress(progress),
+                short_progress(progress),
                 accuracy,
                 _when(summary.created, now),
                 duration(summary.times.running_s) if summary.times.running_s else "-",
@@ -291,7 +291,8 @@ def cut_line(line: str, columns: int) -> str:
     return line if excess <= 0 else f"{line[: -excess - 3]}..."
 
 
-def _short_progress(progress: Progress | None) -> str:
+def short_progress(progress: Progress | None) -> str:
+    """Write how far a run is in a few characters."""
     if progress is None:
         return "-"
     epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
