@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir
-from clusterddp.wire import read_object
+from clusterddp.system.files import read_last_jsonl
 
 TAIL_BYTES = 64 * 1024
 
@@ -41,7 +39,7 @@ class Progress:
 
 def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
     """Read how far the run is from the last `tail_bytes` of its metrics; None when it wrote none (yet)."""
-    return progress_of(read_last_rows(run.metrics, tail_bytes))
+    return progress_of(read_last_jsonl(run.metrics, tail_bytes))
 
 
 def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
@@ -63,29 +61,6 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         images_per_s=_newest(rows, "images_per_s", kind="train"),
         eta_s=_eta_s([row for row in rows if row.get("attempt") == attempt], step, steps),
     )
-
-
-def read_last_rows(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - tail_bytes))
-            lines = file.read(tail_bytes).split(b"\n")
-    except FileNotFoundError:
-        return []
-    if size > tail_bytes:
-        lines = lines[1:]  # its beginning was cut off
-    rows = map(_row, lines)
-    return [row for row in rows if row is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; None for a line that is still being written, or that is no row."""
-    try:
-        return read_object(line)
-    except ValueError:
-        return None
 
 
 def _newest(rows: list[dict[str, Any]], key: str, *, kind: str | None = None) -> float | None:

@@ -11,6 +11,7 @@ from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.ending import Ending
 from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes
 from clusterddp.node.guard import Guard
+from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, bring_home
 from clusterddp.node.joined import JoinedNodes
@@ -58,6 +59,7 @@ class Head:
         self._joined = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
         self._lost: set[int] = set()
         self._attempt = Attempt(run, gang, first_attempt)
+        self._hangs = HangWatch(run, gang, run.attempt(first_attempt), tell)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._started_nodes: dict[int, Message] = {}
         """Where the ranks of each node stand on the network."""
@@ -85,6 +87,8 @@ class Head:
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
             self._hear_facts(node, report)
+        elif kind in {"silent", "stack", "stacks_done"}:
+            self._hangs.hear(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -175,8 +179,23 @@ class Head:
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
         attempt.check_time(now)
+        if attempt.begun is not None and not attempt.is_over(now):
+            self._look_for_hang(attempt, now)
         if attempt.is_over(now):
             self._end_gang(now)
+
+    def _look_for_hang(self, attempt: Attempt, now: float) -> None:
+        """Report ranks that show no progress, and do what the spec asks for; their stacks are written by then."""
+        nodes = self._joined.pids.keys() - self._lost
+        hang = self._hangs.tick(nodes, attempt.running, now, judges=attempt.stop_reason is None)
+        if self._hangs.take_over():
+            log(self._run, "hang_over", attempt=attempt.number)
+        if hang is None:
+            return
+        log(self._run, "hang", attempt=attempt.number, **hang.facts())
+        if self._gang.hang != "report":
+            self._restarts.final |= self._gang.hang == "fail"
+            attempt.fail(failure_of_hang(hang, self._gang), now)
 
     def _join(self, node: Node, report: Message) -> None:
         self._joined.join(node, report)
@@ -313,6 +332,7 @@ class Head:
 
     def _next_attempt(self) -> None:
         self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
+        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(self._attempt.number), self._tell)
         self._started_nodes.clear()
         self._start = StartRecord()
         self._ending = None

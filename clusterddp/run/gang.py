@@ -17,6 +17,7 @@ from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
+HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
 
 
@@ -130,6 +131,10 @@ class Gang:
     """How long another host may be silent before its node counts as lost."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """How long a supervisor on a host that answers may be silent before its node counts as lost."""
+    hang: HangPolicy = "report"
+    """What follows when the run shows no progress."""
+    hang_after_s: float | None = None
+    """After so long; None: as the steps of the run suggest."""
 
     @property
     def give_up_s(self) -> float:

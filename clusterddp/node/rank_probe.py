@@ -1,0 +1,245 @@
+"""Asks the ranks of this node where they are: the signal, the thread that answers, and what /proc shows.
+
+Nothing here blocks: the supervisor's loop goes on while ranks write their stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.stack_hook import MEMORY_PREFIX, socket_name, stack_signal
+from clusterddp.run.stacks import Collectives, Frame, RankStack, parse_answer, parse_stacks
+from clusterddp.system.files import read_regular
+from clusterddp.system.processes import find_descendants, read_command, read_state
+
+PATIENCE_S = 3.0
+"""How long a rank may take to write its stacks and to answer."""
+_SETTLED_S = 0.06
+"""Stacks are complete when nothing was added for so long: faulthandler writes no end."""
+_MAX_RAW_BYTES = 24_000
+_MAX_ANSWER_BYTES = 65_536
+_MAX_SOURCE_BYTES = 1 << 20
+_MAX_CHILDREN = 6
+_SOURCE_LINES = 12
+"""Of so many frames the text of the line is read."""
+
+
+class AskedRank:
+    """The question to one rank's thread that answers; no answer means that its Python does not run."""
+
+    def __init__(self, key: str) -> None:
+        self.collectives: dict[str, Collectives] | None = None
+        """What it answered; None: nothing yet, or nonsense."""
+        self.done = False
+        self._data = b""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        try:
+            self._socket.connect(socket_name(key))
+        except OSError:  # nothing listens, or so many questions wait that the kernel refuses another one
+            self.close()
+
+    def step(self) -> None:
+        """Take in what has come."""
+        while not self.done:
+            try:
+                data = self._socket.recv(_MAX_ANSWER_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            self._data += data
+            if not data or len(self._data) > _MAX_ANSWER_BYTES:
+                self.collectives = parse_answer(self._data)
+                self.close()
+
+    def close(self) -> None:
+        self.done = True
+        self._socket.close()
+
+
+def find_memory(pid: int) -> tuple[str, str] | None:
+    """Find the memory into which a rank writes its stacks: its path in /proc, and the key of the rank's socket.
+
+    None: this process takes no signal, as long as it runs another program, too.
+    """
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{folder}/{name}").removeprefix("/memfd:")
+                if target.startswith(MEMORY_PREFIX):
+                    return f"{folder}/{name}", target.removeprefix(MEMORY_PREFIX).partition(" ")[0]
+    except OSError:
+        pass
+    return None
+
+
+def takes_signal(pid: int) -> bool:
+    """Say whether a process has a handler for the signal: one that has none would be killed by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(caught >> (stack_signal() - 1) & 1)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One rank that is being asked."""
+
+    pid: int
+    state: str
+    memory: int | None = None
+    """A descriptor."""
+    asked: AskedRank | None = None
+    missing: str = ""
+    size: int = 0
+    changed_at: float = 0.0
+    raw: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.memory is None and (self.asked is None or self.asked.done)
+
+
+@dataclass(slots=True)
+class Probes:
+    """The ranks of a node that are being asked for their stacks."""
+
+    begun: float
+    """Seconds of the monotonic clock."""
+    id: str
+    probes: dict[int, _Probe] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, report_id: str, pids: Mapping[int, int]) -> Probes:
+        """Signal ranks (rank -> pid), none of which was reaped."""
+        now = time.monotonic()
+        return cls(begun=now, id=report_id, probes={rank: _begin(pid, now) for rank, pid in pids.items()})
+
+    def step(self) -> bool:
+        """Take in what has come; True once all ranks have answered, or had their time."""
+        now = time.monotonic()
+        late = now - self.begun >= PATIENCE_S
+        for probe in self.probes.values():
+            if probe.asked is not None:
+                probe.asked.step()
+            if probe.memory is not None:
+                _read_memory(probe, now, late=late)
+        return late or all(probe.done for probe in self.probes.values())
+
+    def results(self, host: str, cpus: Mapping[int, float]) -> list[RankStack]:
+        """Return what is known of each rank; `cpus`: the cores that it used lately."""
+        children = children_of({probe.pid for probe in self.probes.values()})
+        found = [
+            _result(rank, probe, host, cpus.get(rank), children.get(probe.pid, []))
+            for rank, probe in self.probes.items()
+        ]
+        for probe in self.probes.values():
+            if probe.asked is not None:
+                probe.asked.close()
+        return found
+
+
+def _begin(pid: int, now: float) -> _Probe:
+    probe = _Probe(pid=pid, state=read_state(pid), changed_at=now)
+    found = find_memory(pid)
+    if probe.state == "T":
+        probe.missing = "it is stopped by a signal"
+    elif probe.state in {"", "Z", "X"}:
+        probe.missing = "it has ended"
+    elif found is None or not takes_signal(pid):
+        probe.missing = "it does not take the signal"
+    else:
+        try:
+            probe.memory = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
+            os.ftruncate(probe.memory, 0)
+            os.kill(pid, stack_signal())
+            probe.asked = AskedRank(found[1])
+        except OSError as error:
+            probe.missing = f"it cannot be asked: {error.strerror}"
+            _close(probe)
+    return probe
+
+
+def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
+    assert probe.memory is not None
+    size = os.fstat(probe.memory).st_size
+    if size != probe.size:
+        probe.size, probe.changed_at = size, now
+    if not late and (size == 0 or now - probe.changed_at < _SETTLED_S):
+        return
+    # The main thread is the last one.
+    offset = max(0, size - _MAX_RAW_BYTES)
+    probe.raw = os.pread(probe.memory, _MAX_RAW_BYTES, offset).decode("utf-8", errors="replace")
+    if not probe.raw:
+        probe.missing = f"it has not taken the signal within {PATIENCE_S:g} s"
+    _close(probe)
+
+
+def _close(probe: _Probe) -> None:
+    if probe.memory is not None:
+        os.close(probe.memory)
+        probe.memory = None
+
+
+def children_of(pids: set[int]) -> dict[int, list[int]]:
+    """Find what each rank has started, and what that has started: pid of the rank -> pids."""
+    found = find_descendants(pids)
+    children: dict[int, list[int]] = {}
+    for pid in sorted(found):
+        above = found[pid].parent
+        while above not in pids and above in found:
+            above = found[above].parent
+        children.setdefault(above, []).append(pid)
+    return children
+
+
+def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Sequence[int]) -> RankStack:
+    answered = probe.asked.collectives if probe.asked is not None else None
+    return RankStack(
+        rank=rank,
+        host=host,
+        pid=probe.pid,
+        state=read_state(probe.pid) or probe.state,
+        cpu=None if cpu is None else round(cpu, 2),
+        frames=with_sources(parse_stacks(probe.raw)),
+        missing=probe.missing,
+        answers=None if probe.asked is None else answered is not None,
+        collectives=answered or {},
+        children=tuple(_describe(pid) for pid in children[:_MAX_CHILDREN]),
+        raw=probe.raw,
+    )
+
+
+def _describe(pid: int) -> str:
+    command = " ".join(read_command(pid))
+    return f"pid {pid} ({read_state(pid) or 'ended'}): {command[:120]}"
+
+
+def with_sources(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Add the text of the line to the first frames."""
+    return tuple(
+        dataclasses.replace(frame, source=_source_line(frame)) if place < _SOURCE_LINES else frame
+        for place, frame in enumerate(frames)
+    )
+
+
+def _source_line(frame: Frame) -> str:
+    if frame.file.startswith("<"):
+        return ""
+    try:
+        lines = read_regular(Path(frame.file), _MAX_SOURCE_BYTES).decode("utf-8", errors="replace").splitlines()
+    except (OSError, ClusterddpError):
+        return ""
+    return lines[frame.line - 1].strip()[:100] if 0 < frame.line <= len(lines) else ""

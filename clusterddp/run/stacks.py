@@ -1,0 +1,194 @@
+"""Where the ranks of a run are: the request for stacks, a rank's stack, and the report of all of them.
+
+A command creates `attempts/N/STACKS`; the head removes it, asks every node, and writes `attempts/N/stacks/ID.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import AttemptDir
+from clusterddp.system.files import read_record, read_regular, write_json
+from clusterddp.wire import read_object
+
+_ID = re.compile(r"[A-Za-z0-9-]{1,40}")
+_MAX_REQUEST_BYTES = 4096
+_STALE_S = 30.0
+"""A request that is older was not seen by any supervisor; it no longer holds up a new one."""
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_MAX_FRAMES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """A frame of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+    """The text of the line, where the rank's host could read it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """How far a rank is in one process group, by the sequence numbers of torch's Flight Recorder."""
+
+    enqueued: int
+    completed: int
+    name: str = ""
+    """Of the one that was enqueued last, such as all_reduce."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStack:
+    """Where one rank is."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    """As /proc has it: R runs, S sleeps, D waits for a disk, T is stopped by a signal; empty: it is gone."""
+    cpu: float | None = None
+    """Cores that it and its children used lately; None: not known."""
+    frames: tuple[Frame, ...] = ()
+    """Of the main thread, innermost first."""
+    missing: str = ""
+    """Why there are no frames."""
+    answers: bool | None = None
+    """Whether its Python could run a thread within the wait; False: the GIL is held. None: it was not asked."""
+    collectives: dict[str, Collectives] = field(default_factory=dict)
+    """By process group."""
+    children: tuple[str, ...] = ()
+    """The processes that it has started, in words."""
+    raw: str = ""
+    """The stacks of all threads, as faulthandler writes them."""
+
+    @property
+    def pending(self) -> bool:
+        """True when it has entered a collective that is not complete."""
+        return any(each.enqueued > max(0, each.completed) for each in self.collectives.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackReport:
+    """Where the ranks of an attempt are at one moment."""
+
+    id: str
+    attempt: int
+    time: float
+    """Seconds since the epoch."""
+    world_size: int
+    ranks: tuple[RankStack, ...]
+    missing: tuple[str, ...] = ()
+    """The nodes that did not answer, in words."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def request_file(attempt: AttemptDir) -> Path:
+    """Return the file by which a command asks for stacks."""
+    return attempt.path / "STACKS"
+
+
+def report_file(attempt: AttemptDir, report_id: str) -> Path:
+    """Return the file of a report."""
+    return attempt.path / "stacks" / f"{report_id}.json"
+
+
+def request_stacks(attempt: AttemptDir, report_id: str | None = None) -> str:
+    """Ask for a report; return its id, which is another process's where that has asked already.
+
+    Raises: ClusterddpError: the file system refuses.
+    """
+    path = request_file(attempt)
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _STALE_S:
+            path.unlink()
+    wanted = report_id if report_id and _ID.fullmatch(report_id) else f"{int(time.time())}-{os.urandom(3).hex()}"
+    if write_json(path, {"id": wanted, "time": time.time()}, exclusive=True):
+        return wanted
+    return _read_id(path) or wanted
+
+
+def take_request(attempt: AttemptDir) -> str | None:
+    """Remove the request for a report, and return its id; None: there is none.
+
+    It lists the directory: NFS may answer for one file from its cache.
+    """
+    path = request_file(attempt)
+    try:
+        if path.name not in os.listdir(attempt.path):
+            return None
+        found = _read_id(path)
+        path.unlink()
+    except OSError:
+        return None
+    return found
+
+
+def write_report(attempt: AttemptDir, report: StackReport) -> None:
+    """Write a report durably.
+
+    Raises: ClusterddpError, OSError: the file system refuses.
+    """
+    path = report_file(attempt, report.id)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_json(path, report.to_json())
+
+
+def read_report(attempt: AttemptDir, report_id: str) -> StackReport | None:
+    """Read a report; None: it is not there (yet).
+
+    Raises: ClusterddpError: what is there is none.
+    """
+    return read_record(StackReport, report_file(attempt, report_id))
+
+
+def parse_stacks(text: str) -> tuple[Frame, ...]:
+    """Return the main thread's frames, innermost first, from what faulthandler has written.
+
+    The main thread is the one that runs the rank's start-up; else the last one, for the newest come first.
+    """
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif (found := _FRAME.fullmatch(line)) and threads:
+            threads[-1].append(Frame(file=found[1], line=int(found[2]), function=found[3]))
+    ours = [thread for thread in threads if any(frame.file.endswith("node/rank.py") for frame in thread)]
+    chosen = (ours or threads or [[]])[-1]
+    return tuple(chosen[:_MAX_FRAMES])
+
+
+def parse_answer(data: bytes) -> dict[str, Collectives] | None:
+    """Read what a rank's thread has answered; None: it is no answer."""
+    try:
+        groups: Mapping[str, Any] = read_object(data)["collectives"]
+        return {
+            str(group): Collectives(
+                enqueued=int(each["enqueued"]), completed=int(each["completed"]), name=str(each["name"])[:60]
+            )
+            for group, each in groups.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _read_id(path: Path) -> str | None:
+    try:
+        found = read_object(read_regular(path, _MAX_REQUEST_BYTES)).get("id")
+    except (OSError, ValueError, ClusterddpError):
+        return None
+    return found if isinstance(found, str) and _ID.fullmatch(found) else None
