@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import SshError
 from clusterddp.planning.plan import read_plan_json
-from clusterddp.planning.ssh import SshPlan
+from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.remote.package import package
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusterddp.planning.command_lines import launcher_command, rank_command
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
-from clusterddp.planning.ssh import SshPlan
+from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.ranks.torchrun import torchrun_words
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang

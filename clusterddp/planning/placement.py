@@ -14,7 +14,7 @@ from clusterddp.run.gang import Node
 if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial
     from clusterddp.planning.slurm.job import SlurmPlan
-    from clusterddp.planning.ssh import SshPlan
+    from clusterddp.planning.ssh.plan import SshPlan
 
 _UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
-from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
@@ -23,7 +22,8 @@ from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
-from clusterddp.planning.ssh import SshPlan, at_home, directory_name, place_ssh
+from clusterddp.planning.ssh import place as ssh_place
+from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang
 from clusterddp.system.files import read_json
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MASTER_ADDR = "127.0.0.1"
 _SEALED = "the hosts of a plan"
-_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
+_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_place.place}
 """The functions that place the ranks, by launcher."""
 
 

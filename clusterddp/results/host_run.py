@@ -18,7 +18,7 @@ from clusterddp.run.host_state import is_foreign
 from clusterddp.run.record import RunRecord, read_run
 
 if TYPE_CHECKING:
-    from clusterddp.planning.ssh import SshNode, SshPlan
+    from clusterddp.planning.ssh.plan import SshNode, SshPlan
     from clusterddp.ssh.session import HostAccess
 
 Kind = Literal["grows", "whole", "end", "events", "large"]
@@ -128,7 +128,7 @@ def find_host_runs(run: RunDir, say: Callable[[str], object] = lambda text: None
         if record.launcher != "ssh" or is_foreign(run):
             return []
         from clusterddp.planning.plan import read_plan_json
-        from clusterddp.planning.ssh import SshPlan
+        from clusterddp.planning.ssh.plan import SshPlan
 
         plan = read_plan_json(run)
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
@@ -150,7 +150,7 @@ def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
 
 
 def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang: Gang) -> HostRun:
-    from clusterddp.planning.ssh import directory_name
+    from clusterddp.planning.ssh.plan import directory_name
 
     slots = [slot for slot in gang.nodes if slot.host == node.host]
     return HostRun(

@@ -19,7 +19,7 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.planning.plan import sealed
-from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
+from clusterddp.planning.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.remote.answers import ANSWERS
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.cleanup import find_processes

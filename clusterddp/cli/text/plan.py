@@ -18,7 +18,7 @@ from clusterddp.system.units import format_bytes, format_count
 if TYPE_CHECKING:
     from clusterddp.launchers.slurm.ask import Verdict
     from clusterddp.planning.plan import Plan
-    from clusterddp.planning.ssh import SshNode, SshPlan
+    from clusterddp.planning.ssh.plan import SshNode, SshPlan
     from clusterddp.run.gang import Entry
 
 _MASK = "********"

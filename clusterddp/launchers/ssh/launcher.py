@@ -19,7 +19,7 @@ from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
-from clusterddp.planning.ssh import directory_name
+from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.upload import upload_run
 from clusterddp.remote.uploader import Progress
 from clusterddp.results.sync import Synchroniser

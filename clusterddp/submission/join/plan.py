@@ -19,7 +19,7 @@ from clusterddp.planning.owned_ranks import with_one_process_each
 from clusterddp.planning.plan import Plan, move_plan, plan_gang
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.program import plan_program
-from clusterddp.planning.ssh import plan_ssh_placement
+from clusterddp.planning.ssh.place import plan_ssh_placement
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, spell_busy, take_leases

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.planning.ssh import SshNode, SshPlan
+from clusterddp.planning.ssh.plan import SshNode, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, write_run
 from clusterddp.system.files import write_json

@@ -12,7 +12,7 @@ from clusterddp.cli.text.plan import masked_plan, plan_lines
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan
-from clusterddp.planning.ssh import SshPlan
+from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.spec.load import load_spec
 from tests.support.launch_runs import git, plan_text
 from tests.support.paths import ROOT
