@@ -14,6 +14,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
 from clusterddp.run.directory import RunDir
+from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail, write_json, write_text
@@ -78,7 +79,10 @@ def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Ask a run to stop (a checkpoint first), or to end at once, by the files that its supervisors look for."""
+    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors look for.
+
+    `reason`: of an end; the id of the report.
+    """
     run = RunDir(host.run_dir(request["name"]))
     if not run.path.is_dir():
         return {"found": False}
@@ -86,6 +90,10 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         attempts = run.attempts()
         if attempts:
             request_stop(attempts[-1].stop_file, request["reason"])
+    elif request["what"] == "stacks":
+        attempts = run.attempts()
+        if attempts:
+            request_stacks(attempts[-1], request["reason"])
     else:
         write_json(run.cancel_file, {"by": request["reason"], "time": time.time()}, exclusive=True)
     return {"found": True}

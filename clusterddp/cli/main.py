@@ -30,6 +30,7 @@ _COMMANDS = {
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
+    "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),

@@ -92,6 +92,31 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangEvent:
+    """No rank of the run makes progress."""
+
+    since: float
+    """Seconds since the epoch."""
+    text: str
+    """Which ranks wait for which, in one line."""
+    hint: str
+    ranks: tuple[int, ...]
+    """Those that the others seem to wait for."""
+    stacks: str
+    """The id of the report that has the stacks (run/stacks.py)."""
+
+
+def read_hang(run: RunDir, attempt: int | None) -> HangEvent | None:
+    """Return the hang of an attempt that the head has seen last, unless the ranks went on afterwards."""
+    found: HangEvent | None = None
+    for row in read_jsonl(run.events):
+        if row.get("attempt") == attempt and row.get("event") in {"hang", "hang_over"}:
+            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+                found = build(HangEvent, row) if row["event"] == "hang" else None
+    return found
+
+
 def count_lost_rows(run: RunDir) -> int:
     """Count the rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
     rows = [event.get("rows") for event in read_jsonl(run.events) if event.get("event") == "rows_lost"]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.launchers.state import read_state
-from clusterddp.look.events import NodeTransport, count_lost_rows, read_start_phases, read_transports, warn_of_sockets
+from clusterddp.look.events import (
+    HangEvent,
+    NodeTransport,
+    count_lost_rows,
+    read_hang,
+    read_start_phases,
+    read_transports,
+    warn_of_sockets,
+)
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
@@ -90,6 +100,10 @@ class RunStatus:
     """What a user should look at though the state does not show it."""
     transports: tuple[NodeTransport, ...] = ()
     """By node, of those whose NCCL has said so in the newest attempt."""
+    hang: HangEvent | None = None
+    """While it runs: since when no rank makes progress."""
+    last_output: float | None = None
+    """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -112,6 +126,8 @@ class RunStatus:
             "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
             "lost_rows": self.lost_rows,
+            "hang": self.hang and dataclasses.asdict(self.hang),
+            "last_output": self.last_output,
             **job,
         }
 
@@ -179,7 +195,20 @@ def read_status(run: RunDir) -> RunStatus:
         transports=transports,
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
         lost_rows=count_lost_rows(run),
+        hang=read_hang(run, view.attempt) if view.state is RunState.RUNNING else None,
+        last_output=_last_output(attempt) if view.state is RunState.RUNNING and record.launcher != "ssh" else None,
     )
+
+
+def _last_output(attempt: AttemptDir | None) -> float | None:
+    """Return when a rank last wrote to its log; None: none has written anything."""
+    times = []
+    if attempt is not None:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(attempt.logs):
+                found = entry.stat()
+                times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
 
 
 def _stopped_ranks(attempt: AttemptDir) -> list[str]:

@@ -7,6 +7,7 @@ alone for long is reported later: it may be an evaluation.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -253,7 +254,7 @@ def limit_by_rows(rows: Iterable[Mapping[str, object]]) -> float:
         for row in rows
         if isinstance(step := row.get("step"), int) and isinstance(at := row.get("time"), int | float)
     ]
-    pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in zip(timed, timed[1:], strict=False)]
+    pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(timed)]
     pairs = [(steps, seconds) for steps, seconds in pairs if steps > 0 and seconds > 0]
     if not pairs:
         return MIN_HANG_S

@@ -130,7 +130,9 @@ def _keep_flight_record() -> None:
         return
     on_nccl = os.environ.get("CLUSTERDDP_BACKEND") == "nccl"
     dumps = f"{Path(stop_file).parent}/logs/nccl_trace_"
-    variables = [(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000" if on_nccl else "100")]
+    variables: list[tuple[tuple[str, ...], str]] = [
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000" if on_nccl else "100")
+    ]
     if on_nccl:
         variables.append((("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"))
         variables.append((("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), dumps))

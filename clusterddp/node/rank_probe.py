@@ -75,7 +75,7 @@ def find_memory(pid: int) -> tuple[str, str] | None:
     try:
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"{folder}/{name}").removeprefix("/memfd:")
+                target = str(Path(folder, name).readlink()).removeprefix("/memfd:")
                 if target.startswith(MEMORY_PREFIX):
                     return f"{folder}/{name}", target.removeprefix(MEMORY_PREFIX).partition(" ")[0]
     except OSError:

@@ -25,7 +25,7 @@ Kind = Literal["grows", "whole", "end", "events", "large"]
 """How a file is downloaded. grows: it is only added to. whole: small, replaced at once. end: small, the first one
 stays. events: its rows are added to ours. large: beside its place first, and checked."""
 
-_ATTEMPT_FACTS = re.compile(r"attempts/\d+/(start|stopped)\.json")
+_ATTEMPT_FACTS = re.compile(r"attempts/\d+/(start|stopped|stacks/[A-Za-z0-9-]{1,40})\.json")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
 _END = re.compile(r"attempts/\d+/end\.json")
 _RANK = re.compile(

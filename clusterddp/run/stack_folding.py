@@ -5,10 +5,10 @@ Pure functions of a `StackReport`; the head, `status` and `stacks` all use them.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 from clusterddp.ranks.spelling import spell_ranks
@@ -178,12 +178,12 @@ def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
     if not each.frames:
         return f"{_without_frames(each)}{missed}"
     call, caller = _call_of(each.frames)
-    where = f"{os.path.basename(caller.file)}:{caller.line}"
+    where = f"{PurePath(caller.file).name}:{caller.line}"
     where += f" {caller.function}" if caller.function != "<module>" else ""
     verb = {"waits": "waits in", "starts": "waits in", "stuck": "holds the GIL in", "works": "computes in"}.get(doing)
     if call is None:
         source = f": {caller.source}" if caller.source else ""
-        return f"{verb or 'is in'} {caller.function} ({os.path.basename(caller.file)}:{caller.line}{source}){missed}"
+        return f"{verb or 'is in'} {caller.function} ({PurePath(caller.file).name}:{caller.line}{source}){missed}"
     number = _pending_number(each) if doing == "waits" else ""
     return f"{verb or 'is in'} {call}{number} (called from {where}){missed}"
 
@@ -230,7 +230,7 @@ def _is_users(frame: Frame) -> bool:
 def _call_name(frame: Frame) -> str:
     if "/torch/distributed/" in frame.file or not frame.function.startswith("_"):
         return frame.function
-    return f"{os.path.basename(frame.file).removesuffix('.py')}.{frame.function}"
+    return f"{PurePath(frame.file).stem}.{frame.function}"
 
 
 def _plural(place: str) -> str:

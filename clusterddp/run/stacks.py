@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import read_record, read_regular, write_json
 from clusterddp.wire import read_object
 
@@ -107,6 +107,11 @@ def report_file(attempt: AttemptDir, report_id: str) -> Path:
     return attempt.path / "stacks" / f"{report_id}.json"
 
 
+def new_report_id() -> str:
+    """Return an id for a report."""
+    return f"{int(time.time())}-{os.urandom(3).hex()}"
+
+
 def request_stacks(attempt: AttemptDir, report_id: str | None = None) -> str:
     """Ask for a report; return its id, which is another process's where that has asked already.
 
@@ -116,7 +121,7 @@ def request_stacks(attempt: AttemptDir, report_id: str | None = None) -> str:
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > _STALE_S:
             path.unlink()
-    wanted = report_id if report_id and _ID.fullmatch(report_id) else f"{int(time.time())}-{os.urandom(3).hex()}"
+    wanted = report_id if report_id and _ID.fullmatch(report_id) else new_report_id()
     if write_json(path, {"id": wanted, "time": time.time()}, exclusive=True):
         return wanted
     return _read_id(path) or wanted
@@ -154,6 +159,12 @@ def read_report(attempt: AttemptDir, report_id: str) -> StackReport | None:
     Raises: ClusterddpError: what is there is none.
     """
     return read_record(StackReport, report_file(attempt, report_id))
+
+
+def newest_report(run: RunDir) -> StackReport | None:
+    """Read the newest report of a run; None: it has none."""
+    files = sorted(run.path.glob("attempts/*/stacks/*.json"), key=lambda path: path.stat().st_mtime)
+    return read_record(StackReport, files[-1]) if files else None
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:

@@ -78,7 +78,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def read_state(pid: int) -> str:
-    """Read what a process does, by the letter of /proc: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended.
+    """Read what a process does, by the letter of /proc: R runs, S sleeps, D waits for a disk, T is stopped.
 
     Empty when it is gone, or not on Linux.
     """

@@ -16,7 +16,7 @@ from clusterddp.system.files import read_json
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.events import NodeTransport
+    from clusterddp.look.events import HangEvent, NodeTransport
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RankStatus, RunStatus, RunSummary
     from clusterddp.run.directory import RunDir
@@ -55,6 +55,10 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
+    elif status.last_output:
+        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+    if status.hang:
+        lines += hang_lines(status.hang, address)
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
     lines += [f"  NCCL: {printable(words)}" for words in transport_texts(status.transports)]
@@ -69,6 +73,14 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines += ["", *root_cause_lines(status.root_cause, run)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def hang_lines(hang: HangEvent, address: str) -> list[str]:
+    """Write since when no rank makes progress, and which ranks wait for which."""
+    what = f"no progress for {duration(time.time() - hang.since)}: {printable(hang.text)}"
+    lines = [f"  {click.style('hang', fg='yellow')}: {what}"]
+    lines += [f"    {printable(hang.hint)}"] if hang.hint else []
+    return [*lines, f"    its stacks: clusterddp stacks {address}"]
 
 
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
