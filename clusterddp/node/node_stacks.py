@@ -123,8 +123,8 @@ class _Signs:
         advanced = False
         for rank, asked in self._asked.items():
             asked.step()
-            if asked.collectives is not None:
-                total = sum(each.enqueued + each.completed for each in asked.collectives.values())
+            if asked.answer is not None:
+                total = sum(each.enqueued + each.completed for each in asked.answer.collectives.values())
                 advanced |= total > self._collectives.get(rank, total)
                 self._collectives[rank] = total
             asked.close()

@@ -1,4 +1,4 @@
-"""Asks the ranks of this node where they are: the signal, the thread that answers, and what /proc shows.
+"""Asks the ranks of this node where they are: the thread that answers, else the signal, and what /proc shows.
 
 Nothing here blocks: the supervisor's loop goes on while ranks write their stacks.
 """
@@ -16,16 +16,19 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.stack_hook import MEMORY_PREFIX, socket_name, stack_signal
-from clusterddp.run.stacks import Collectives, Frame, RankStack, parse_answer, parse_stacks
+from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
 from clusterddp.system.processes import find_descendants, read_command, read_state
 
 PATIENCE_S = 3.0
 """How long a rank may take to write its stacks and to answer."""
+SIGNAL_AFTER_S = 1.0
+"""A rank that has not answered by then gets the signal."""
 _SETTLED_S = 0.06
-"""Stacks are complete when nothing was added for so long: faulthandler writes no end."""
+"""A stack is complete when nothing was added for so long: faulthandler writes no end."""
 _MAX_RAW_BYTES = 24_000
-_MAX_ANSWER_BYTES = 65_536
+_MAX_ANSWER_BYTES = 1 << 20
+_CHUNK = 65_536
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN = 6
 _SOURCE_LINES = 12
@@ -36,8 +39,8 @@ class AskedRank:
     """The question to one rank's thread that answers; no answer means that its Python does not run."""
 
     def __init__(self, key: str) -> None:
-        self.collectives: dict[str, Collectives] | None = None
-        """What it answered; None: nothing yet, or nonsense."""
+        self.answer: Answer | None = None
+        """None: nothing yet, or nonsense."""
         self.done = False
         self._data = b""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -51,14 +54,14 @@ class AskedRank:
         """Take in what has come."""
         while not self.done:
             try:
-                data = self._socket.recv(_MAX_ANSWER_BYTES)
+                data = self._socket.recv(_CHUNK)
             except BlockingIOError:
                 return
             except OSError:
                 data = b""
             self._data += data
             if not data or len(self._data) > _MAX_ANSWER_BYTES:
-                self.collectives = parse_answer(self._data)
+                self.answer = parse_answer(self._data)
                 self.close()
 
     def close(self) -> None:
@@ -99,17 +102,24 @@ class _Probe:
 
     pid: int
     state: str
+    place: str = ""
+    """Where the memory is in /proc, into which it writes when it gets the signal."""
     memory: int | None = None
-    """A descriptor."""
+    """A descriptor of it, once it has the signal."""
     asked: AskedRank | None = None
+    signalled: bool = False
     missing: str = ""
     size: int = 0
     changed_at: float = 0.0
     raw: str = ""
 
     @property
+    def answer(self) -> Answer | None:
+        return self.asked.answer if self.asked is not None else None
+
+    @property
     def done(self) -> bool:
-        return self.memory is None and (self.asked is None or self.asked.done)
+        return self.asked is None or self.answer is not None
 
 
 @dataclass(slots=True)
@@ -123,7 +133,7 @@ class Probes:
 
     @classmethod
     def begin(cls, report_id: str, pids: Mapping[int, int]) -> Probes:
-        """Signal ranks (rank -> pid), none of which was reaped."""
+        """Ask ranks (rank -> pid), none of which was reaped."""
         now = time.monotonic()
         return cls(begun=now, id=report_id, probes={rank: _begin(pid, now) for rank, pid in pids.items()})
 
@@ -132,10 +142,13 @@ class Probes:
         now = time.monotonic()
         late = now - self.begun >= PATIENCE_S
         for probe in self.probes.values():
-            if probe.asked is not None:
-                probe.asked.step()
+            if probe.asked is None:
+                continue
+            probe.asked.step()
+            if not (probe.signalled or probe.answer) and now - self.begun >= SIGNAL_AFTER_S:
+                _signal(probe, now)
             if probe.memory is not None:
-                _read_memory(probe, now, late=late)
+                _read_memory(probe, now, late=late or probe.answer is not None)
         return late or all(probe.done for probe in self.probes.values())
 
     def results(self, host: str, cpus: Mapping[int, float]) -> list[RankStack]:
@@ -146,6 +159,7 @@ class Probes:
             for rank, probe in self.probes.items()
         ]
         for probe in self.probes.values():
+            _close(probe)
             if probe.asked is not None:
                 probe.asked.close()
         return found
@@ -158,18 +172,27 @@ def _begin(pid: int, now: float) -> _Probe:
         probe.missing = "it is stopped by a signal"
     elif probe.state in {"", "Z", "X"}:
         probe.missing = "it has ended"
-    elif found is None or not takes_signal(pid):
-        probe.missing = "it does not take the signal"
+    elif found is None:
+        probe.missing = "it is no Python that clusterddp has started, or it has just begun"
     else:
-        try:
-            probe.memory = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
-            os.ftruncate(probe.memory, 0)
-            os.kill(pid, stack_signal())
-            probe.asked = AskedRank(found[1])
-        except OSError as error:
-            probe.missing = f"it cannot be asked: {error.strerror}"
-            _close(probe)
+        probe.place, probe.asked = found[0], AskedRank(found[1])
     return probe
+
+
+def _signal(probe: _Probe, now: float) -> None:
+    """Have a rank that does not answer write its main thread's stack; one that has no handler is not signalled."""
+    probe.signalled = True
+    if not takes_signal(probe.pid):
+        probe.missing = "it does not answer, and takes no signal"
+        return
+    try:
+        probe.memory = os.open(probe.place, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(probe.memory, 0)
+        os.kill(probe.pid, stack_signal())
+    except OSError as error:
+        probe.missing = f"it cannot be asked: {error.strerror}"
+        _close(probe)
+    probe.size, probe.changed_at = 0, now
 
 
 def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
@@ -179,11 +202,9 @@ def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
         probe.size, probe.changed_at = size, now
     if not late and (size == 0 or now - probe.changed_at < _SETTLED_S):
         return
-    # The main thread is the last one.
-    offset = max(0, size - _MAX_RAW_BYTES)
-    probe.raw = os.pread(probe.memory, _MAX_RAW_BYTES, offset).decode("utf-8", errors="replace")
+    probe.raw = os.pread(probe.memory, _MAX_RAW_BYTES, 0).decode("utf-8", errors="replace")
     if not probe.raw:
-        probe.missing = f"it has not taken the signal within {PATIENCE_S:g} s"
+        probe.missing = "it does not answer, and has not taken the signal"
     _close(probe)
 
 
@@ -206,19 +227,20 @@ def children_of(pids: set[int]) -> dict[int, list[int]]:
 
 
 def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Sequence[int]) -> RankStack:
-    answered = probe.asked.collectives if probe.asked is not None else None
+    answer = probe.answer
+    raw = "\n\n".join(thread.text for thread in answer.threads)[:_MAX_RAW_BYTES] if answer else probe.raw
     return RankStack(
         rank=rank,
         host=host,
         pid=probe.pid,
         state=read_state(probe.pid) or probe.state,
         cpu=None if cpu is None else round(cpu, 2),
-        frames=with_sources(parse_stacks(probe.raw)),
-        missing=probe.missing,
-        answers=None if probe.asked is None else answered is not None,
-        collectives=answered or {},
+        frames=with_sources(answer.frames if answer else parse_stacks(probe.raw)),
+        missing="" if answer else probe.missing,
+        answers=None if probe.asked is None else answer is not None,
+        collectives=answer.collectives if answer else {},
         children=tuple(_describe(pid) for pid in children[:_MAX_CHILDREN]),
-        raw=probe.raw,
+        raw=raw,
     )
 
 

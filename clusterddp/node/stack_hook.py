@@ -1,8 +1,9 @@
-"""What lets the supervisor ask a rank where it is: a signal that writes all stacks, a thread that answers questions.
+"""What lets the supervisor ask a rank where it is: a thread that answers, and a signal for when it cannot.
 
-The stacks go into memory (a memfd), which the supervisor opens by /proc: no disk is involved, and its name there says
-that this rank takes the signal. faulthandler writes them in the signal handler, so a rank whose C code holds the GIL
-has stacks, too. The thread answers how far the collectives are; that it cannot answer means that the GIL is held.
+The thread has the GIL while it reads the stacks of all threads and how far the collectives are. That it does not answer
+means that C code holds the GIL; then faulthandler writes the main thread's stack in a signal handler, into memory (a
+memfd) that the supervisor opens by /proc. The handler writes its own thread only: to walk the stack of a thread that
+runs crashes Python (3.11: after 405 signals beside two busy threads).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import signal
 import socket
 import struct
 import sys
+from types import FrameType
 from typing import Any
 
 MEMORY_PREFIX = "clusterddp-stacks-"
 """How the memory is named; the rest names the socket of the thread that answers."""
 _ROOT = 0
+_MAX_THREADS, _MAX_FRAMES = 64, 60
 
 
 def stack_signal() -> int:
@@ -46,10 +49,10 @@ def answer_stack_requests() -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(socket_name(key))
         listener.listen(4)
-        _thread.start_new_thread(_answer, (listener,))
+        _thread.start_new_thread(_answer, (listener, _thread.get_ident()))
         memory = os.memfd_create(MEMORY_PREFIX + key)
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(stack_signal(), file=memory, all_threads=True, chain=False)
+        faulthandler.register(stack_signal(), file=memory, all_threads=False, chain=False)
 
 
 def read_collectives() -> dict[str, dict[str, Any]]:
@@ -80,7 +83,24 @@ def read_collectives() -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _answer(listener: socket.socket) -> None:
+def read_threads(main: int) -> list[dict[str, Any]]:
+    """Read where the threads of this process are, innermost frame first; the calling thread is left out."""
+    names = getattr(sys.modules.get("threading"), "_active", {})
+    found = []
+    for ident, frame in list(sys._current_frames().items())[:_MAX_THREADS]:
+        frames: list[tuple[str, int, str]] = []
+        inner: FrameType | None = frame
+        while inner is not None and len(frames) < _MAX_FRAMES:
+            code = inner.f_code
+            frames.append((code.co_filename, inner.f_lineno or 0, getattr(code, "co_qualname", code.co_name)))
+            inner = inner.f_back
+        name = str(getattr(names.get(ident), "name", ident))
+        if ident != _thread.get_ident():
+            found.append({"main": ident == main, "name": name, "frames": frames})
+    return found
+
+
+def _answer(listener: socket.socket, main: int) -> None:
     """Answer each connection of the same user with one JSON object, for as long as the process lives."""
     while True:
         try:
@@ -90,4 +110,5 @@ def _answer(listener: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             if struct.unpack("3i", credentials)[1] in (_ROOT, os.getuid()):
-                connection.sendall(json.dumps({"collectives": read_collectives()}).encode())
+                answer = {"threads": read_threads(main), "collectives": read_collectives()}
+                connection.sendall(json.dumps(answer).encode())

@@ -15,10 +15,10 @@ node_rank, missing: ranks whose tasks have not come, links: see socket_links.py)
 (reason, signal, ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed` (error, weight;
 rank, when its task is
 lost), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended`
-(node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack),
-`stacks_done` (id). Orders: `start` (attempt, restart, master_addr, master_port, agent_port, networks: what NCCL's
-sockets take), `stop` (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `finish` (exit_code). Both
-ways: `gave_up` (why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side,
+(node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done`
+(id). Orders: `start` (attempt, restart, master_addr, master_port, agent_port, networks: what NCCL's sockets take),
+`stop` (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `finish` (exit_code). Both ways: `gave_up`
+(why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side,
 port; `join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat` (heard).
 """
 

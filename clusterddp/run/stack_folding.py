@@ -29,10 +29,6 @@ _WRAPPERS = frozenset(
 _STARTS = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_new_process_group_helper"})
 _BACKWARD = "_engine_run_backward"
 _EXCHANGE = re.compile(r"/clusterddp/train/(?:shared_memory|exchange|group)\.py$")
-START_HINT = (
-    "init_process_group waits until as many ranks as world_size says have come; usual reasons: the script's world_size "
-    "is not the run's number of ranks, two processes use one rank, init_method names a file of an earlier run"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +92,17 @@ def fold(report: StackReport, *, stuck: Iterable[int] = ()) -> Folded:
         for (suspect, kind, place), members in groups.items()
     ]
     folded.sort(key=lambda group: (not group.suspect, -len(group.ranks), group.ranks))
-    hint = START_HINT if "starts" in doing.values() else ""
+    hint = _hint(report.world_size) if "starts" in doing.values() else ""
     return Folded(groups=tuple(folded), verdict=_verdict(doing.values()), hint=hint)
+
+
+def _hint(world_size: int) -> str:
+    """Say why ranks usually wait in init_process_group."""
+    return (
+        "init_process_group returns once as many ranks have come as its world_size says. Usual reasons: its world_size "
+        f"is not {world_size}, the number of ranks of the run; two processes use one rank; init_method names a file of "
+        "an earlier run"
+    )
 
 
 def unmoved_ranks(before: StackReport | None, now: StackReport) -> set[int]:
@@ -121,7 +126,7 @@ def _doing(each: RankStack, *, moved: bool) -> Doing:
     if each.state in {"", "Z", "X"}:
         return "ended"
     busy = each.cpu is not None and each.cpu >= _IDLE_CORES
-    functions = {frame.function for frame in each.frames}
+    functions = {_name(frame) for frame in each.frames}
     library = any("/torch/distributed/" in frame.file for frame in each.frames)
     if functions & _STARTS and library:
         return "starts"
@@ -177,6 +182,8 @@ def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
         return "has ended"
     if not each.frames:
         return f"{_without_frames(each)}{missed}"
+    if each.children and not any(_is_users(frame) for frame in each.frames):
+        return f"runs {each.children[-1]}{missed}"
     call, caller = _call_of(each.frames)
     where = f"{PurePath(caller.file).name}:{caller.line}"
     where += f" {caller.function}" if caller.function != "<module>" else ""
@@ -189,8 +196,6 @@ def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
 
 
 def _without_frames(each: RankStack) -> str:
-    if each.children:
-        return f"runs {each.children[0]}"
     return f"shows no stack: {each.missing}" if each.missing else "shows no stack"
 
 
@@ -218,7 +223,7 @@ def _call_of(frames: Sequence[Frame]) -> tuple[str | None, Frame]:
         others = [at for at, frame in enumerate(frames) if not _OWN.search(frame.file)]
         place = others[-1] if others else len(frames) - 1
     for frame in reversed(frames[:place]):
-        if frame.function not in _WRAPPERS:
+        if _name(frame) not in _WRAPPERS:
             return _call_name(frame), frames[place]
     return None, frames[place]
 
@@ -227,10 +232,18 @@ def _is_users(frame: Frame) -> bool:
     return not (_LIBRARY.search(frame.file) or _OWN.search(frame.file) or _TRAINER in frame.file)
 
 
+def _name(frame: Frame) -> str:
+    """Return the name of a function without those of what it is defined in, which Python 3.11 has."""
+    return frame.function.rpartition(".")[2]
+
+
 def _call_name(frame: Frame) -> str:
-    if "/torch/distributed/" in frame.file or not frame.function.startswith("_"):
+    name = _name(frame)
+    if frame.function != name and "<locals>" not in frame.function:
         return frame.function
-    return f"{PurePath(frame.file).stem}.{frame.function}"
+    if "/torch/distributed/" in frame.file or not name.startswith("_"):
+        return name
+    return f"{PurePath(frame.file).stem}.{name}"
 
 
 def _plural(place: str) -> str:

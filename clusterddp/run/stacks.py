@@ -10,7 +10,6 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import read_record, read_regular, write_json
-from clusterddp.wire import read_object
+from clusterddp.wire import build, read_object
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,40}")
 _MAX_REQUEST_BYTES = 4096
 _STALE_S = 30.0
 """A request that is older was not seen by any supervisor; it no longer holds up a new one."""
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _MAX_FRAMES = 60
 
@@ -51,6 +49,36 @@ class Collectives:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Thread:
+    """Where a thread of a rank is."""
+
+    main: bool
+    name: str
+    frames: tuple[tuple[str, int, str], ...]
+    """File, line and function, innermost first."""
+
+    @property
+    def text(self) -> str:
+        """Write it as faulthandler does."""
+        lines = [f'  File "{file}", line {line} in {function}' for file, line, function in self.frames]
+        return "\n".join([f"{'Main thread' if self.main else f'Thread {self.name}'} (most recent call first):", *lines])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a rank's own thread answers."""
+
+    threads: tuple[Thread, ...]
+    collectives: dict[str, Collectives]
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Return the main thread's."""
+        found = next((thread.frames for thread in self.threads if thread.main), ())
+        return tuple(Frame(file=file, line=line, function=function) for file, line, function in found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStack:
     """Where one rank is."""
 
@@ -72,7 +100,7 @@ class RankStack:
     children: tuple[str, ...] = ()
     """The processes that it has started, in words."""
     raw: str = ""
-    """The stacks of all threads, as faulthandler writes them."""
+    """The stacks of all threads; only of the main thread, where the GIL is held."""
 
     @property
     def pending(self) -> bool:
@@ -168,32 +196,16 @@ def newest_report(run: RunDir) -> StackReport | None:
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames, innermost first, from what faulthandler has written.
-
-    The main thread is the one that runs the rank's start-up; else the last one, for the newest come first.
-    """
-    threads: list[list[Frame]] = []
-    for line in text.splitlines():
-        if _THREAD.match(line):
-            threads.append([])
-        elif (found := _FRAME.fullmatch(line)) and threads:
-            threads[-1].append(Frame(file=found[1], line=int(found[2]), function=found[3]))
-    ours = [thread for thread in threads if any(frame.file.endswith("node/rank.py") for frame in thread)]
-    chosen = (ours or threads or [[]])[-1]
-    return tuple(chosen[:_MAX_FRAMES])
+    """Return the frames, innermost first, that faulthandler has written of one thread."""
+    found = [_FRAME.fullmatch(line) for line in text.splitlines()[: _MAX_FRAMES + 2]]
+    return tuple(Frame(file=each[1], line=int(each[2]), function=each[3]) for each in found if each)
 
 
-def parse_answer(data: bytes) -> dict[str, Collectives] | None:
+def parse_answer(data: bytes) -> Answer | None:
     """Read what a rank's thread has answered; None: it is no answer."""
     try:
-        groups: Mapping[str, Any] = read_object(data)["collectives"]
-        return {
-            str(group): Collectives(
-                enqueued=int(each["enqueued"]), completed=int(each["completed"]), name=str(each["name"])[:60]
-            )
-            for group, each in groups.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return build(Answer, read_object(data))
+    except ValueError:
         return None
 
 

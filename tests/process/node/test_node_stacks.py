@@ -8,7 +8,7 @@ import signal
 
 from clusterddp.node.rank_probe import find_memory, takes_signal
 from clusterddp.run.stack_folding import Folded, fold
-from clusterddp.run.stacks import StackReport, read_report, request_file, request_stacks
+from clusterddp.run.stacks import RankStack, StackReport, read_report, request_file, request_stacks
 from tests.support.gang_runs import GangRun, running
 from tests.support.waiting import wait_until
 
@@ -85,8 +85,13 @@ def test_a_rank_whose_c_code_holds_the_gil_has_a_stack_and_does_not_answer(tmp_p
 
 
 def test_a_rank_that_gave_the_signal_back_is_not_signalled(tmp_path):
-    with running(tmp_path, "signal.signal(signal.SIGRTMIN + 7, signal.SIG_DFL)\nforever()") as gang:
+    with running(tmp_path, "signal.signal(signal.SIGRTMIN + 7, signal.SIG_DFL)\nup()\nsum(iter(int, 1))") as gang:
         gang.await_up()
-        report = stacks_of(gang)
-        assert {each.missing for each in report.ranks} == {"it does not take the signal"}
-        assert all(find_memory(each.pid) and not takes_signal(each.pid) for each in report.ranks)
+
+        def silent() -> tuple[RankStack, ...]:
+            found = stacks_of(gang).ranks
+            return () if any(each.answers for each in found) else found
+
+        ranks = wait_until(silent)
+        assert {each.missing for each in ranks} == {"it does not answer, and takes no signal"}
+        assert all(find_memory(each.pid) and not takes_signal(each.pid) for each in ranks)
