@@ -56,6 +56,16 @@ class AttemptDir:
         return self.path / "stopped.json"
 
     @property
+    def stacks_request(self) -> Path:
+        """A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."""
+        return self.path / "STACKS"
+
+    @property
+    def stacks(self) -> Path:
+        """Where the ranks were, when a command asked or the run showed no progress: a report each."""
+        return self.path / "stacks"
+
+    @property
     def claim(self) -> Path:
         """Who starts this attempt, where several could: a start of a job on Slurm; who takes it out of a queue."""
         return self.path / "claim.json"

@@ -125,14 +125,9 @@ class StackReport:
         return dataclasses.asdict(self)
 
 
-def request_file(attempt: AttemptDir) -> Path:
-    """Return the file by which a command asks for stacks."""
-    return attempt.path / "STACKS"
-
-
 def report_file(attempt: AttemptDir, report_id: str) -> Path:
     """Return the file of a report."""
-    return attempt.path / "stacks" / f"{report_id}.json"
+    return attempt.stacks / f"{report_id}.json"
 
 
 def new_report_id() -> str:
@@ -145,7 +140,7 @@ def request_stacks(attempt: AttemptDir, report_id: str | None = None) -> str:
 
     Raises: ClusterddpError: the file system refuses.
     """
-    path = request_file(attempt)
+    path = attempt.stacks_request
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > _STALE_S:
             path.unlink()
@@ -160,7 +155,7 @@ def take_request(attempt: AttemptDir) -> str | None:
 
     It lists the directory: NFS may answer for one file from its cache.
     """
-    path = request_file(attempt)
+    path = attempt.stacks_request
     try:
         if path.name not in os.listdir(attempt.path):
             return None

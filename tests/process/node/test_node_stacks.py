@@ -8,7 +8,7 @@ import signal
 
 from clusterddp.node.rank_probe import find_memory, takes_signal
 from clusterddp.run.stack_folding import Folded, fold
-from clusterddp.run.stacks import RankStack, StackReport, read_report, request_file, request_stacks
+from clusterddp.run.stacks import RankStack, StackReport, read_report, request_stacks
 from tests.support.gang_runs import GangRun, running
 from tests.support.waiting import wait_until
 
@@ -59,7 +59,7 @@ def test_a_rank_that_sleeps_while_the_others_reduce_is_named_and_ends_the_run(tm
         assert first.text.endswith("time.sleep(600)), and has not entered all_reduce #4")
         assert second.ranks == (0, 2, 3)
         assert second.text.startswith("3 ranks wait in all_reduce #4 (called from program.py:")
-        assert not request_file(gang.attempt()).exists()
+        assert not gang.attempt().stacks_request.exists()
 
         stopped = gang.ranks()[2].pid
         os.kill(stopped, signal.SIGSTOP)

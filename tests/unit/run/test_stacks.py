@@ -14,7 +14,6 @@ from clusterddp.run.stacks import (
     StackReport,
     parse_answer,
     parse_stacks,
-    request_file,
     request_stacks,
     take_request,
 )
@@ -177,12 +176,12 @@ def test_the_second_of_two_that_ask_gets_the_first_ones_report(tmp_path):
 def test_a_request_that_no_supervisor_has_seen_does_not_hold_up_the_next(tmp_path):
     attempt = AttemptDir(tmp_path)
     first = request_stacks(attempt)
-    os.utime(request_file(attempt), (1, 1))
+    os.utime(attempt.stacks_request, (1, 1))
     assert request_stacks(attempt) != first
 
 
 def test_a_request_that_is_none_is_removed(tmp_path):
     attempt = AttemptDir(tmp_path)
-    request_file(attempt).write_text('{"id": "../../x"}')
+    attempt.stacks_request.write_text('{"id": "../../x"}')
     assert take_request(attempt) is None
-    assert not request_file(attempt).exists()
+    assert not attempt.stacks_request.exists()

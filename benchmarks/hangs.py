@@ -1,0 +1,66 @@
+"""Hang runs on purpose and see whether the culprit is named, and how soon; see that work is not taken for a hang.
+
+    python benchmarks/hangs.py [KIND ...] [--ranks N] [--at-once N]
+
+Each kind is a run of two nodes on this machine, in which one rank, drawn by the kind's name, stops taking part in the
+30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters another loop than the others (one
+collective less), waits for a DataLoader, or holds two locks crosswise. wrong_size waits in its own init_process_group.
+evaluates (90 s), saves (a checkpoint of 2 minutes) and compiles (90 s before the first step) are no hangs, and nothing
+may be reported. One line of JSON for each run, a summary at the end. tests/support/hang_kinds.py has the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.hang_kinds import AFTER_S, HANGS, NO_HANGS, START_KIND, await_seen, submit_hang
+from tests.support.person import Person
+
+_START_S, _NO_HANG_S = 90.0, 160.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kinds", nargs="*", default=[*HANGS, START_KIND, *NO_HANGS])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=2)
+    options = parser.parse_args()
+    with ThreadPoolExecutor(options.at_once) as pool:
+        lines = list(pool.map(lambda kind: play(kind, options.ranks), options.kinds))
+    late = [line["after_s"] for line in lines if line["after_s"] is not None]
+    summary = {"right": sum(line["right"] for line in lines), "of": len(lines), "after_s_max": max(late, default=None)}
+    print(json.dumps(summary))
+    return 0 if summary["right"] == summary["of"] else 1
+
+
+def play(kind: str, num_ranks: int) -> dict[str, object]:
+    """Run one kind, print and return what was seen."""
+    culprit = zlib.crc32(kind.encode()) % num_ranks
+    head = f"resources: {{nodes: 2, procs_per_node: {num_ranks // 2}, cpus_per_task: 1}}\nsnapshot: false"
+    with tempfile.TemporaryDirectory() as directory:
+        person = Person(path=Path(directory))
+        run = submit_hang(person, kind, culprit, head=head)
+        within_s = _NO_HANG_S if kind in NO_HANGS else AFTER_S + _START_S
+        seen = await_seen(run, person.path / f"began-{run.name}", within_s)
+        person.clusterddp("cancel", run.name, check=False)
+    expected = {START_KIND: ()}.get(kind, (culprit,))
+    line = {
+        "kind": kind,
+        "right": seen is None if kind in NO_HANGS else seen is not None and seen.ranks == expected,
+        "culprit": culprit,
+        "named": None if seen is None else seen.ranks,
+        "after_s": None if seen is None else round(seen.after_s, 1),
+        "text": None if seen is None else seen.text,
+    }
+    print(json.dumps(line), flush=True)
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())
