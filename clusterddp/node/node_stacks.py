@@ -1,7 +1,7 @@
 """What a node reports of where its ranks are: their stacks when the head asks, and for how long they show no progress.
 
 Signs of progress are new output, bytes read or written, and a further collective. All of it is read from outside the
-ranks, so it holds for scripts that know nothing of clusterddp; collectives are asked for only while all else is silent.
+ranks, so it holds for scripts that know nothing of clusterddp; collectives are asked for while all else is silent.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Signs:
             self._sign_at = now
         self._output = output
         silent_s = now - self._sign_at
-        if silent_s >= SILENT_S:
+        if silent_s > 0:
             self._ask_for_collectives(pids)
         if silent_s < SILENT_S and not self._reported:
             return None
@@ -125,7 +125,7 @@ class _Signs:
             asked.step()
             if asked.answer is not None:
                 total = sum(each.enqueued + each.completed for each in asked.answer.collectives.values())
-                advanced |= total > self._collectives.get(rank, total)
+                advanced |= total > self._collectives.get(rank, 0)
                 self._collectives[rank] = total
             asked.close()
         self._asked.clear()

@@ -88,7 +88,7 @@ class RankStack:
     state: str
     """As /proc has it: R runs, S sleeps, D waits for a disk, T is stopped by a signal; empty: it is gone."""
     cpu: float | None = None
-    """Cores that it and its children used lately; None: not known."""
+    """Cores that it and its children used lately, or waited for; None: not known."""
     frames: tuple[Frame, ...] = ()
     """Of the main thread, innermost first."""
     missing: str = ""
