@@ -95,3 +95,15 @@ def test_a_rank_that_gave_the_signal_back_is_not_signalled(tmp_path):
         ranks = wait_until(silent)
         assert {each.missing for each in ranks} == {"it does not answer, and takes no signal"}
         assert all(find_memory(each.pid) and not takes_signal(each.pid) for each in ranks)
+
+
+def test_ranks_that_wait_in_init_process_group_are_reported_with_the_usual_reasons_and_started_again(tmp_path):
+    program = 'import torch.distributed as dist\nup()\ndist.init_process_group("gloo", rank=rank, world_size=3)\n'
+    with running(tmp_path, program, nodes=1, hang="restart", hang_after_s=12.0, restarts=1) as gang:
+        gang.await_up(1)
+        error = gang.end().root_cause.error
+        assert gang.end().will_restart
+        assert ": 2 ranks wait in init_process_group (called from program.py:" in error
+        assert "its world_size is not 2, the number of ranks of the run" in error
+        gang.run.cancel_file.touch()
+        gang.await_end()
