@@ -36,7 +36,7 @@ _ROWS = 3
 """Rows of metrics may be so many of their usual distances apart."""
 _WORKS_FACTOR = 5
 """A rank that works alone, or ranks that wait for nothing of ours, are reported after so many times `hang_after`."""
-_LEAD_S = 8.0
+_LEAD_S = 12.0
 """So long before a hang is reported the first stacks are collected."""
 _AGAIN_S = 5.0
 _REQUEST_LOOK_S = 0.5

@@ -82,7 +82,7 @@ class Seen:
     """What a run's history has of a hang."""
 
     after_s: float
-    """Seconds from the moment in which the culprit began."""
+    """Seconds from the moment in which the culprit began; over SSH from the last sign of progress."""
     ranks: tuple[int, ...]
     text: str
 
@@ -106,7 +106,7 @@ def hang_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def seen_of(run: RunDir, began: Path) -> Seen | None:
-    """Return the first hang of a run; `began`: the file that the culprit has written."""
+    """Return the first hang of a run; `began`: what the culprit has written, which stays on a host over SSH."""
     events = hang_events(run)
     if not events:
         return None
@@ -114,9 +114,11 @@ def seen_of(run: RunDir, began: Path) -> Seen | None:
     return Seen(after_s=float(events[0]["time"]) - at, ranks=tuple(events[0]["ranks"]), text=str(events[0]["text"]))
 
 
-def await_seen(run: RunDir, began: Path, within_s: float) -> Seen | None:
-    """Wait for the first hang of a run; None: there was none in this time."""
+def await_seen(person: Person, run: RunDir, within_s: float) -> Seen | None:
+    """Ask for the status of a run until it shows a hang; None: there was none in this time."""
     deadline = time.monotonic() + within_s
+    began = person.path / f"began-{run.name}"
     while (seen := seen_of(run, began)) is None and time.monotonic() < deadline:
-        time.sleep(0.5)
+        time.sleep(2.0)
+        person.clusterddp("status", run.name, check=False)  # which brings what hosts have written
     return seen
