@@ -10,8 +10,9 @@ import click
 
 from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, rank_span
+from clusterddp.cli.terminal import Terminal, duration, put, put_json
 from clusterddp.look.printable import printable
+from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import find_run
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def text_lines(report: StackReport, folded: Folded) -> list[str]:
     """Write one line for each group of ranks, and one for each node that did not answer."""
     lines = []
     for group in folded.groups:
-        which = f": {rank_span(group.ranks)}" if len(group.ranks) > 1 and not group.suspect else ""
+        which = f": {spell_ranks(group.ranks)}" if len(group.ranks) > 1 and not group.suspect else ""
         lines.append(f"{group.text}{which}")
     lines += [f"{node} did not answer" for node in report.missing]
     return [*lines, f"hint: {folded.hint}"] if folded.hint else lines

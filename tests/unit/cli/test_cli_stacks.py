@@ -55,7 +55,7 @@ def test_stacks_shows_the_rank_that_the_others_wait_for_and_the_node_that_is_sil
     assert first.startswith(f"{run.name}  attempt 0, 10m ")
     assert lines == [
         "  rank 1 on gpu01 is in main (train.py:12: time.sleep(600)\\x1b[31m), and has not entered all_reduce #4",
-        "  2 ranks wait in all_reduce #4 (called from train.py:20 step): 0, 2",
+        "  2 ranks wait in all_reduce #4 (called from train.py:20 step): ranks 0, 2",
         "  node 1 on gpu02 did not answer",
     ]
 
