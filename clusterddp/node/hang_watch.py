@@ -7,6 +7,7 @@ alone for long is reported later: it may be an evaluation.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -38,7 +39,8 @@ _WORKS_FACTOR = 5
 """A rank that works alone, or ranks that wait for nothing of ours, are reported after so many times `hang_after`."""
 _LEAD_S = 12.0
 """So long before a hang is reported the first stacks are collected."""
-_AGAIN_S = 5.0
+_AGAIN_S, _WORKS_AGAIN_S = 5.0, 15.0
+"""Between two looks at stacks, the second while ranks work and answer."""
 _REQUEST_LOOK_S = 0.5
 _ANSWER_S = PATIENCE_S + 4.0
 """How long the nodes may take to report their ranks."""
@@ -112,9 +114,10 @@ class HangWatch:
         collection = self._collection
         if report["kind"] == "silent":
             self._silence.hear(node_rank, float(report["silent_s"]), now)
-        elif collection is not None and report["id"] == collection.id:
+        elif collection is not None and report.get("id") == collection.id:
             if report["kind"] == "stack":
-                collection.ranks.append(build(RankStack, report["stack"]))
+                with contextlib.suppress(ValueError):  # the rank then counts as one that has ended
+                    collection.ranks.append(build(RankStack, report.get("stack")))
             else:
                 collection.awaited.discard(node_rank)
 
@@ -133,6 +136,7 @@ class HangWatch:
         if now >= self._request_look_at:
             self._request_look_at = now + _REQUEST_LOOK_S
             if (wanted := take_request(self._attempt)) is not None:
+                log_line(f"stacks were asked for ({wanted})")
                 self._collect(wanted, nodes, now)
                 return None
         if not judges:
@@ -167,7 +171,9 @@ class HangWatch:
         if folded.verdict != "hang":
             limit_s *= _WORKS_FACTOR
         if silent_s < limit_s:
-            self._next_at = now + max(0.0, min(_AGAIN_S, limit_s - silent_s))
+            changing = folded.verdict == "hang" or any(each.answers is False for each in report.ranks)
+            again_s = _AGAIN_S if changing else _WORKS_AGAIN_S
+            self._next_at = now + max(0.0, min(again_s, limit_s - silent_s))
             return None
         self._write(report)
         self._num_hangs += 1

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 
-from clusterddp.node.log import log_line
 from clusterddp.node.rank_probe import AskedRank, Probes, children_of, find_memory
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
@@ -46,7 +45,6 @@ class NodeStacks:
 
     def ask(self, report_id: str, pids: Mapping[int, int]) -> None:
         """Ask ranks (rank -> pid) for their stacks; `tick` reports them."""
-        log_line(f"the head asks for the stacks of {len(pids)} ranks ({report_id})")
         self._probes = Probes.begin(report_id, pids)
 
     def tick(self, attempt: AttemptDir, pids: Mapping[int, int], now: float) -> None:

@@ -30,7 +30,7 @@ _MAX_RAW_BYTES = 24_000
 _MAX_ANSWER_BYTES = 1 << 20
 _CHUNK = 65_536
 _MAX_SOURCE_BYTES = 1 << 20
-_MAX_CHILDREN = 6
+_MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
 
@@ -102,8 +102,8 @@ class _Probe:
 
     pid: int
     state: str
-    place: str = ""
-    """Where the memory is in /proc, into which it writes when it gets the signal."""
+    key: str = ""
+    """Names the memory into which it writes when it gets the signal."""
     memory: int | None = None
     """A descriptor of it, once it has the signal."""
     asked: AskedRank | None = None
@@ -175,18 +175,22 @@ def _begin(pid: int, now: float) -> _Probe:
     elif found is None:
         probe.missing = "it is no Python that clusterddp has started, or it has just begun"
     else:
-        probe.place, probe.asked = found[0], AskedRank(found[1])
+        probe.key, probe.asked = found[1], AskedRank(found[1])
     return probe
 
 
 def _signal(probe: _Probe, now: float) -> None:
     """Have a rank that does not answer write its main thread's stack; one that has no handler is not signalled."""
     probe.signalled = True
+    found = find_memory(probe.pid)
+    if found is None or found[1] != probe.key:  # the pid may be another process's by now
+        probe.missing = "it has ended"
+        return
     if not takes_signal(probe.pid):
         probe.missing = "it does not answer, and takes no signal"
         return
     try:
-        probe.memory = os.open(probe.place, os.O_RDWR | os.O_CLOEXEC)
+        probe.memory = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
         os.ftruncate(probe.memory, 0)
         os.kill(probe.pid, stack_signal())
     except OSError as error:
@@ -238,7 +242,7 @@ def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Se
         frames=with_sources(answer.frames if answer else parse_stacks(probe.raw)),
         missing="" if answer else probe.missing,
         answers=None if probe.asked is None else answer is not None,
-        collectives=answer.collectives if answer else {},
+        collectives=dict(list(answer.collectives.items())[:_MAX_GROUPS]) if answer else {},
         children=tuple(_describe(pid) for pid in children[:_MAX_CHILDREN]),
         raw=raw,
     )
@@ -250,10 +254,15 @@ def _describe(pid: int) -> str:
 
 
 def with_sources(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Add the text of the line to the first frames."""
+    """Add the text of the line to the first frames; cut names that fill a message between supervisors."""
     return tuple(
-        dataclasses.replace(frame, source=_source_line(frame)) if place < _SOURCE_LINES else frame
-        for place, frame in enumerate(frames)
+        dataclasses.replace(
+            frame,
+            file=frame.file[-_MAX_NAME:],
+            function=frame.function[:_MAX_NAME],
+            source=_source_line(frame) if place < _SOURCE_LINES else "",
+        )
+        for place, frame in enumerate(frames[:_MAX_FRAMES])
     )
 
 

@@ -25,6 +25,7 @@ MEMORY_PREFIX = "clusterddp-stacks-"
 """How the memory is named; the rest names the socket of the thread that answers."""
 _ROOT = 0
 _MAX_THREADS, _MAX_FRAMES = 64, 60
+_SEND_S = 2.0
 
 
 def stack_signal() -> int:
@@ -107,7 +108,9 @@ def _answer(listener: socket.socket, main: int) -> None:
             connection = listener.accept()[0]
         except OSError:
             return
-        with contextlib.suppress(OSError), connection:
+        # Whatever goes wrong here is not the program's: it prints nothing, and the next question is answered.
+        with contextlib.suppress(Exception), connection:
+            connection.settimeout(_SEND_S)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             if struct.unpack("3i", credentials)[1] in (_ROOT, os.getuid()):
                 answer = {"threads": read_threads(main), "collectives": read_collectives()}
