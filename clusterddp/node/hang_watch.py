@@ -170,10 +170,10 @@ class HangWatch:
         silent_s, limit_s = self._silence.seconds(now), self._silence.limit_s(now)
         if folded.verdict != "hang":
             limit_s *= _WORKS_FACTOR
-        if silent_s < limit_s:
+        if silent_s < limit_s or not report.ranks:
             changing = folded.verdict == "hang" or any(each.answers is False for each in report.ranks)
             again_s = _AGAIN_S if changing else _WORKS_AGAIN_S
-            self._next_at = now + max(0.0, min(again_s, limit_s - silent_s))
+            self._next_at = now + max(0.0, min(again_s, limit_s - silent_s) if report.ranks else again_s)
             return None
         self._write(report)
         self._num_hangs += 1

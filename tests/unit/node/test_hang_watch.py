@@ -157,6 +157,11 @@ def test_a_node_that_does_not_answer_is_named_in_the_report(watched):
     assert read_report(watched.attempt, wanted).missing == ("node 1 on host1",)
 
 
+def test_nodes_that_do_not_answer_are_asked_again_and_end_nothing(watched):
+    assert watched.silent(until_s=400) is None
+    assert len(watched.asked) > 2
+
+
 def test_long_steps_and_rare_rows_make_the_watch_patient():
     def rows(step: int, seconds: float) -> list[dict[str, object]]:
         return [json.loads(json.dumps({"step": step * each, "time": seconds * each})) for each in range(5)]
