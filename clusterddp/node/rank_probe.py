@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.py_spy import find_python, parse_py_spy, start_py_spy
 from clusterddp.node.stack_hook import MEMORY_PREFIX, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
@@ -31,6 +32,7 @@ _MAX_ANSWER_BYTES = 1 << 20
 _CHUNK = 65_536
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
+_WAITS_FOR_PROGRAM = ("/clusterddp/node/command.py", "/torch/multiprocessing/spawn.py")
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
 
@@ -108,6 +110,8 @@ class _Probe:
     """A descriptor of it, once it has the signal."""
     asked: AskedRank | None = None
     signalled: bool = False
+    spied: bool = False
+    """True once py-spy was asked, if the rank runs another program; `memory` is then its output."""
     missing: str = ""
     size: int = 0
     changed_at: float = 0.0
@@ -119,7 +123,7 @@ class _Probe:
 
     @property
     def done(self) -> bool:
-        return self.asked is None or self.answer is not None
+        return self.asked is None or (self.answer is not None and self.memory is None)
 
 
 @dataclass(slots=True)
@@ -147,8 +151,10 @@ class Probes:
             probe.asked.step()
             if not (probe.signalled or probe.answer) and now - self.begun >= SIGNAL_AFTER_S:
                 _signal(probe, now)
+            if probe.answer is not None and not probe.spied:
+                _spy(probe, probe.answer, now)
             if probe.memory is not None:
-                _read_memory(probe, now, late=late or probe.answer is not None)
+                _read_memory(probe, now, late=late)
         return late or all(probe.done for probe in self.probes.values())
 
     def results(self, host: str, cpus: Mapping[int, float]) -> list[RankStack]:
@@ -199,6 +205,16 @@ def _signal(probe: _Probe, now: float) -> None:
     probe.size, probe.changed_at = 0, now
 
 
+def _spy(probe: _Probe, answer: Answer, now: float) -> None:
+    """Ask py-spy for the stacks of what a rank waits for, if that is another program."""
+    probe.spied = True
+    _close(probe)
+    if any(frame.file.endswith(_WAITS_FOR_PROGRAM) for frame in answer.frames):
+        python = find_python(children_of({probe.pid}).get(probe.pid, ()))
+        probe.memory = None if python is None else start_py_spy(python)
+        probe.size, probe.changed_at = 0, now
+
+
 def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
     assert probe.memory is not None
     size = os.fstat(probe.memory).st_size
@@ -207,7 +223,7 @@ def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
     if not late and (size == 0 or now - probe.changed_at < _SETTLED_S):
         return
     probe.raw = os.pread(probe.memory, _MAX_RAW_BYTES, 0).decode("utf-8", errors="replace")
-    if not probe.raw:
+    if not probe.raw and not probe.spied:
         probe.missing = "it does not answer, and has not taken the signal"
     _close(probe)
 
@@ -233,13 +249,16 @@ def children_of(pids: set[int]) -> dict[int, list[int]]:
 def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Sequence[int]) -> RankStack:
     answer = probe.answer
     raw = "\n\n".join(thread.text for thread in answer.threads)[:_MAX_RAW_BYTES] if answer else probe.raw
+    frames = answer.frames if answer else parse_stacks(probe.raw)
+    if probe.spied and (found := parse_py_spy(probe.raw)):
+        raw, frames = probe.raw, found
     return RankStack(
         rank=rank,
         host=host,
         pid=probe.pid,
         state=read_state(probe.pid) or probe.state,
         cpu=None if cpu is None else round(cpu, 2),
-        frames=with_sources(answer.frames if answer else parse_stacks(probe.raw)),
+        frames=with_sources(frames),
         missing="" if answer else probe.missing,
         answers=None if probe.asked is None else answer is not None,
         collectives=dict(list(answer.collectives.items())[:_MAX_GROUPS]) if answer else {},
