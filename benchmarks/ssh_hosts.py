@@ -41,7 +41,7 @@ from tests.testbed.rack import running_rack
 CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
-from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.connector import connect_all
 from clusterddp.ssh.fan import Fan
 hosts = sys.argv[1].split(",")
 made = connect_all(hosts, environ=os.environ)
@@ -60,7 +60,8 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 AGENTS = """
 import json, os, resource, sys, threading
 from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ, package=package())
 assert all(isinstance(session, Session) for session in made.values()), made

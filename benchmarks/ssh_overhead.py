@@ -87,12 +87,12 @@ import clusterddp.cli.main
 import clusterddp.cli.submit
 import clusterddp.submission.submit as submit
 from clusterddp.launchers.ssh import sessions, launcher as ssh
-from clusterddp.ssh import session
+from clusterddp.ssh import session, sessions as ssh_sessions
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
 for name in ("open_host_sessions", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):
     trace(ssh, name)
-trace(session, "connect_all")
+trace(ssh_sessions, "connect_all")
 trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")
 trace(session.Session, "ask", lambda self, do, *rest: f"  {do} {self.host}")
 trace(sessions.HostSessions, "close")

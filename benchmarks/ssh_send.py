@@ -27,7 +27,8 @@ import json, os, sys, time
 from clusterddp.remote.upload import upload_data
 from clusterddp.remote.uploader import Uploader
 from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, open_sessions
+from clusterddp.ssh.session import HostAccess
+from clusterddp.ssh.sessions import open_sessions
 sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ, package=package())
 times = []
 uploader = Uploader(sessions=sessions, watch=lambda progress: times.append(time.monotonic()))

@@ -1,4 +1,4 @@
-"""The Python interface: what the command does, as functions and a `Run`."""
+"""The Python interface to the commands: functions, and the class `Run`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.ranks.environment import STOP_FILE
-from clusterddp.run.directory import RunDir, find_run
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
 from clusterddp.system.files import read_jsonl
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ DEFAULT_RUNS_DIR = "runs"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was submitted, by this process or by any other."""
+    """A run that this or another process has submitted."""
 
     path: Path
     """Its directory."""
@@ -41,7 +41,7 @@ class Run:
         return cls(find_run(_runs_dir(runs_dir), name).path.absolute())
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait until the run has ended, or the time is up; return its state then."""
+        """Wait until the run has ended, at most `timeout_s`; return its state then."""
         from clusterddp.submission.submit import wait
 
         with self._sync() as sync:
@@ -63,7 +63,7 @@ class Run:
         return read_status(RunDir(self.path)).to_json()
 
     def logs(self, rank: int = 0) -> str:
-        """Return what a rank of the newest attempt has printed: its standard output, then its standard error."""
+        """Return the output of a rank of the newest attempt: its standard output, then its standard error."""
         from clusterddp.look.logs import read_logs
 
         run = RunDir(self.path)
@@ -75,8 +75,8 @@ class Run:
         return b"".join(piece.data for piece in pieces).decode("utf-8", errors="replace")
 
     def cancel(self, *, save: bool = False) -> str:
-        """End the run, with `save` after a checkpoint; return in words what became of it."""
-        from clusterddp.submission.submit import cancel
+        """End the run, with `save` after a checkpoint; return a sentence on the result."""
+        from clusterddp.submission.cancel import cancel
 
         return cancel(RunDir(self.path), save=save)
 
@@ -87,7 +87,7 @@ class Run:
         return list(read_jsonl(RunDir(self.path).metrics))
 
     def _sync(self) -> Synchroniser:
-        """Keep the files up to date: of a run on SSH hosts they are downloaded before they are read."""
+        """Return what downloads the files of a run on SSH hosts before they are read."""
         from clusterddp.results.sync import Synchroniser
 
         return Synchroniser([RunDir(self.path)], os.environ)
@@ -101,10 +101,10 @@ def load_spec(
     hosts: Sequence[str] | str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ResolvedSpec:
-    """Read a spec: a path, or YAML text that has a line break; `overrides` are `train.lr=0.2` and the like.
+    """Read a spec: a path, or YAML text with a line break. `overrides`: such as `train.lr=0.2`.
 
-    `hosts`, as --hosts, are those that ssh is to run it on, whatever hosts and launcher the spec has.
-    Raises: SpecError: with every problem that was found.
+    `hosts`: as --hosts, the SSH hosts that run it, in place of the hosts and launcher of the spec.
+    Raises: SpecError: it has every problem of the spec.
     """
     from clusterddp.spec.hostfile import parse_hosts
     from clusterddp.spec.load import load_spec as load
@@ -132,9 +132,9 @@ def plan(
     runs_dir: Path | str | None = None,
     working_dir: Path | str | None = None,
 ) -> Plan:
-    """Compute everything that submitting `spec` would do; nothing is written or started. See `submit`.
+    """Compute everything that a submit of `spec` would do; nothing is written or started. See `submit`.
 
-    Raises: ClusterddpError: it could not be carried out, with the reason.
+    Raises: ClusterddpError: the submit would fail, with the reason.
     """
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
@@ -148,9 +148,7 @@ def plan(
     elif isinstance(spec, Path | str):
         resolved = load_spec(spec, overrides, profile=profile, hosts=hosts)
     elif overrides or profile or hosts:
-        raise UsageError(
-            "a spec that was loaded is taken as it is", hint="load_spec takes overrides, profile and hosts"
-        )
+        raise UsageError("a loaded spec cannot be changed", hint="pass overrides, profile and hosts to load_spec")
     else:
         resolved = spec
     return plan_run(resolved, Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ))
@@ -167,10 +165,10 @@ def submit(
     hosts: Sequence[str] | str | None = None,
     runs_dir: Path | str | None = None,
 ) -> Run:
-    """Start what a spec, or a plan, describes; or a function, which every rank calls with `args` and `kwargs`.
+    """Start the run of a spec or a plan; or a function, which every rank calls with `args` and `kwargs`.
 
-    A function must lie in a file under a name of its own, for ranks import it; what it takes is data. `base`: a spec
-    that says everything else about its run. `hosts`: run it over SSH on these.
+    The function must be defined at the top level of a file, since ranks import it; its arguments must be plain data.
+    `base`: a spec with the other settings of its run. `hosts`: run it over SSH on these.
 
     Raises: ClusterddpError: nothing was started.
     """
@@ -179,20 +177,10 @@ def submit(
 
     if isinstance(spec, Plan):
         if overrides or args or kwargs or base or profile or hosts or runs_dir:
-            raise UsageError("a plan is carried out as it is", hint="plan(...) takes everything that changes it")
+            raise UsageError("a plan cannot be changed", hint="pass these arguments to plan(...)")
         return Run(carry_out(spec).run_dir)
     chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
     return Run(carry_out(chosen).run_dir)
-
-
-def should_stop() -> bool:
-    """Say, in a script that is a run's entry, whether the run was asked to checkpoint and end (one stat call).
-
-    Ranks may see it at different steps: agree on one, for example by an all-reduce of the answer. Outside of a run
-    the answer is False.
-    """
-    stop_file = os.environ.get(STOP_FILE)
-    return stop_file is not None and Path(stop_file).exists()
 
 
 def _function_spec(
@@ -202,7 +190,7 @@ def _function_spec(
     base: Path | str | None,
     working_dir: Path,
 ) -> tuple[Path | str, list[str]]:
-    """Return the spec that calls a function, as a source and what is laid over it."""
+    """Return the spec that calls a function, as a source and overrides."""
     from clusterddp.planning.functions import describe_function, function_name
     from clusterddp.spec.write import flow_yaml
 

@@ -1,12 +1,12 @@
 """Every error that clusterddp raises on purpose, and the exit code that the command ends with.
 
 ClusterddpError            1  our own error, or the machine's (disk full, directory not writable)
-|-- UsageError             2  the command line asks for something that makes no sense
+|-- UsageError             2  the command line is invalid
 |-- SpecError              2  the spec, an override or a profile is wrong; carries every problem found
 |-- PreflightError         3  the machines are not ready: too few GPUs, a host that does not answer
-|   |-- SlurmError         3  a command of Slurm failed, or could not ask the controller (`transient`)
-|   |-- NetworkError       3  the hosts do not reach each other as a gang must
-|   `-- SshError           3  a host cannot be reached, is not who it should be, or does not let us in (`phase`)
+|   |-- SlurmError         3  a command of Slurm failed, or could not reach the controller (`transient`)
+|   |-- NetworkError       3  no network connects all hosts
+|   `-- SshError           3  a host cannot be reached, has another host key, or refuses the login (`phase`)
 |-- RunNotFoundError       4  no run of that name
 |-- RunFailedError         5  the run that was waited for failed
 `-- RunCancelledError      6  the run that was waited for was cancelled
@@ -30,17 +30,17 @@ class ClusterddpError(Exception):
 
 
 class UsageError(ClusterddpError):
-    """The command line asks for something that makes no sense."""
+    """The command line is invalid."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong in a spec.
+    """One problem in a spec.
 
-    `line` and `column` count from 1 and are None for a value that did not come from a file; `source` is then the
-    origin, for example `train.lr=x (command line)`.
+    `line` and `column` count from 1; they are None for a value that is not from a file. `source` is then its origin,
+    such as `train.lr=x (command line)`.
     """
 
     source: str
@@ -53,7 +53,7 @@ class Problem:
 
 
 class SpecError(ClusterddpError):
-    """The spec is wrong; `problems` holds every problem that was found, in the order of the file."""
+    """The spec is wrong; `problems` has every problem, in the order of the file."""
 
     exit_code = 2
 
@@ -65,30 +65,40 @@ class SpecError(ClusterddpError):
 
 
 class PreflightError(ClusterddpError):
-    """The machines are not ready for what the spec asks."""
+    """The machines are not ready for the spec."""
 
     exit_code = 3
 
 
-class SlurmError(PreflightError):
-    """A command of Slurm failed; `transient`: Slurm could not be asked, so nothing is known of what was asked for."""
+SlurmReason = Literal["no command", "cannot run", "no cluster", "accounting disabled", "unknown job"]
 
-    def __init__(self, message: str, *, hint: str | None = None, transient: bool) -> None:
+
+class SlurmError(PreflightError):
+    """A command of Slurm failed.
+
+    `transient`: Slurm did not answer, so it is unknown whether it did what was asked. `reason`: the cause, where a
+    caller acts on it.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, transient: bool, reason: SlurmReason | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.transient = transient
+        self.reason = reason
 
 
 class NetworkError(PreflightError):
-    """No network carries the gang, as far as its hosts could find out."""
+    """The hosts found no network that connects all of them."""
 
 
 SshPhase = Literal["resolve", "connect", "host key", "authentication", "start", "ask"]
 
 
 class SshError(PreflightError):
-    """A connection to `host` failed in `phase`, `ask`: what was asked of it when it was there.
+    """A connection to `host` failed in `phase`; `ask`: a request over the open connection failed.
 
-    `dropped`: the host hung up, so another try may go through.
+    `dropped`: the host closed the connection, so a retry may succeed.
     """
 
     def __init__(
@@ -102,10 +112,10 @@ class SshError(PreflightError):
 
 
 class NonsenseError(SshError):
-    """What a host's agent has answered cannot be."""
+    """The answer of a host's agent is invalid."""
 
     def __init__(self, host: str, what: str) -> None:
-        super().__init__(host, "ask", f"its agent's answer makes no sense: {what}", dropped=True)
+        super().__init__(host, "ask", f"the answer of its agent is invalid: {what}", dropped=True)
 
 
 class RunNotFoundError(ClusterddpError):

@@ -1,4 +1,4 @@
-"""JSON from another process: over a socket, a pipe, an SSH channel or in a file, from whoever has written it."""
+"""Read JSON that another process wrote, over a socket, a pipe, an SSH channel or in a file, and check its types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 _PLAIN: dict[Any, Any] = {float: (int, float), None: type(None)}
 _MAX_NUMBER = 2**63
 _MAX_DEPTH = 64
-"""Deeper than anything that we send, and far from where Python gives up."""
+"""More than any message has, and far below Python's recursion limit."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 60, 60
 
@@ -23,7 +23,7 @@ _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 60, 60
 def read_object(data: bytes | str) -> dict[str, Any]:
     """Read one JSON object.
 
-    Raises: ValueError: see `read_value`; or it is no object.
+    Raises: ValueError: as `read_value`; or the value is no object.
     """
     value = read_value(data)
     if not isinstance(value, dict):
@@ -34,7 +34,7 @@ def read_object(data: bytes | str) -> dict[str, Any]:
 def read_value(data: bytes | str) -> Any:
     """Read one JSON value.
 
-    Raises: ValueError: it is no JSON, or nested deeper than anything that we send.
+    Raises: ValueError: it is no JSON, or nested deeper than `_MAX_DEPTH`.
     """
     try:
         value = json.loads(data)
@@ -54,11 +54,11 @@ def build(kind: type[_T], value: Any, where: str = ...) -> _T: ...
 @overload
 def build(kind: Any, value: Any, where: str = ...) -> Any: ...
 def build(kind: Any, value: Any, where: str = "") -> Any:
-    """Make of JSON what an annotated type means: dataclasses of objects, tuples of arrays; other keys are dropped.
+    """Build a value of an annotated type from JSON: dataclasses from objects, tuples from arrays; drop other keys.
 
-    `kind`: a dataclass, TypedDict, list, tuple, frozenset, dict, Literal, union, Path, what `json` makes itself, or
-    keys and their types, of which one that is not there is None.
-    Raises: ValueError: the value is of another type; it says where: `parts[0].length is 'x'`, after `where`, if given.
+    `kind`: a dataclass, TypedDict, list, tuple, frozenset, dict, Literal, union, Path, a type that `json` returns, or a
+    mapping of keys to their types, whose missing keys become None.
+    Raises: ValueError: the value has another type; the message has its path, `parts[0].length is 'x'`, after `where`.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -114,7 +114,7 @@ def _is_plain(kind: Any, value: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
-        return False  # NaN is not below it, either
+        return False  # also for NaN, which is not below the limit
     return isinstance(value, _PLAIN.get(kind, kind))
 
 
@@ -128,7 +128,7 @@ def _found(value: Any, where: str) -> ValueError:
 
 @functools.cache
 def _keys_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of an object's keys, and those that it must have."""
+    """Return the types of an object's keys, and the keys that it must have."""
     types = get_type_hints(kind)
     if is_typeddict(kind):
         return types, kind.__required_keys__

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The batch script of every run: constant, so nothing of a spec is ever read by a shell as text.
-# PYTHON RUN_DIR [IMPORT_PATH [LIBRARY_PATH]] arrive as arguments; the job begins with a bare environment.
+# The batch script of every run. It is constant, so a shell never reads text of a spec.
+# Its arguments are PYTHON RUN_DIR [IMPORT_PATH [LIBRARY_PATH]]; the job starts with a minimal environment.
 if [ -n "${3-}" ]; then
     PYTHONPATH=$3
     export PYTHONPATH

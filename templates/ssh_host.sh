@@ -1,6 +1,7 @@
-# What every host runs for clusterddp: one constant command. What differs from host to host is read from standard input,
-# one line each: python, venv, conda, modules, any of them empty. Lines of this file are joined by blanks, so each ends
-# where a shell may go on, and there is no single quote; it has to mean the same to sh, bash, zsh, fish and csh.
+# The one constant command that clusterddp runs on every host. Sites may allow-list it, so only comments may change. What
+# differs from host to host is read from standard input, one line each: python, venv, conda, modules, any of them empty.
+# The lines are joined by blanks, so each ends where the next may follow; single quotes are not allowed. sh, bash, zsh,
+# fish and csh have to read it alike.
 umask 077;
 IFS= read -r python && IFS= read -r venv && IFS= read -r conda && IFS= read -r modules || exit 96;
 fail() { echo "clusterddp: $*" >&2; exit 97; };

@@ -15,7 +15,7 @@ from typing import Any
 from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
-from clusterddp.look import status
+from clusterddp.look import ranks, status
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.sweep import SweepDir
 from clusterddp.run.view import RunState
@@ -98,7 +98,7 @@ def _json_part(part: str, words: Mapping[str, str]) -> str:
 
 def _rank_states() -> dict[str, str]:
     """Return what stands below RankState: STATE: words. STATE: words."""
-    body = ast.parse(inspect.getsource(status)).body
+    body = ast.parse(inspect.getsource(ranks)).body
     for above, below in itertools.pairwise(body):
         if isinstance(above, ast.Assign) and getattr(above.targets[0], "id", "") == "RankState":
             text = " ".join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]

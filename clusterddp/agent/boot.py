@@ -1,9 +1,8 @@
-"""The first words on a host: who and where it is, and whether this package lies there already; then the agent.
+"""The first program on a host: it reports the host's facts, receives this package if it is not there, starts the agent.
 
-This text goes over the connection and is run by the host's own Python, which may be an old one and knows nothing of
-clusterddp yet. Then come, on standard input: one line of JSON `{"package": sha256, "root": str, "patience_s": int}`,
-the last of which may be left out; and, when the answer says `"have": false`, one line `{"size": n}` and n bytes, the
-package as a zip file.
+The host's own Python runs this text, which comes over the connection; it may be an old one and has no clusterddp yet.
+Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int}`, the last of which is
+optional; and, after an answer with `"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
 """
 
 import hashlib
@@ -17,11 +16,11 @@ import tempfile
 import zipfile
 
 MARK = "clusterddp-agent "
-"""Begins every line that is ours until the agent takes over: a login shell may print before us."""
+"""Begins every line of this program: a login shell may print lines of its own before."""
 
 
 def main():
-    """Answer the first questions, then become the agent."""
+    """Receive the package, then become the agent."""
     stdin = sys.stdin.buffer
     order = json.loads(stdin.readline())
     try:
@@ -48,11 +47,11 @@ def main():
 
 
 class RefusalError(Exception):
-    """What people are to read."""
+    """Its text is printed for the user as it is."""
 
 
 def open_root(named):
-    """Find the directory of all that is ours, and make it if it is not there."""
+    """Return the directory of all files of clusterddp; make it if it is not there."""
     if sys.version_info < (3, 10):
         raise RefusalError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.10 or newer is needed")
     root = os.path.abspath(os.path.expanduser(named))
@@ -60,7 +59,7 @@ def open_root(named):
     found = os.stat(root)
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise RefusalError(
-            "%s belongs to somebody else, or others may write there; chmod 700, or ssh.dir names another" % root
+            "%s belongs to another user, or others may write there; chmod 700, or name another as ssh.dir" % root
         )
     for name in ("packages", "code", "runs"):
         os.makedirs(os.path.join(root, name), mode=0o700, exist_ok=True)
@@ -68,7 +67,7 @@ def open_root(named):
 
 
 def facts(root):
-    """Say who and where this is."""
+    """Return the facts of this host, user and Python."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot_id = file.read().strip()
@@ -90,10 +89,10 @@ def facts(root):
 
 
 def install(data, wanted, package):
-    """Unpack the package beside its place, and rename it there; somebody else may do the same now."""
+    """Unpack the package beside its place, and rename it there; another agent may do the same now."""
     found = hashlib.sha256(data).hexdigest()
     if found != wanted:
-        raise RefusalError(f"the package came with the sum {found[:12]}, {wanted[:12]} was announced")
+        raise RefusalError(f"the package has the sum {found[:12]}, expected {wanted[:12]}")
     staging = tempfile.mkdtemp(prefix=".package-", dir=os.path.dirname(package))
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -107,7 +106,7 @@ def install(data, wanted, package):
 
 
 def say(words):
-    """Say one line of JSON."""
+    """Write one line of JSON."""
     sys.stdout.write(MARK + json.dumps(words) + "\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
-"""Data that is sent to a place of the user's choice: compared first, never deleted, other content never overwritten.
+"""Data that is uploaded to a place of the user's choice: compared first, never deleted, other files never overwritten.
 
-A record in our own directory keeps, for each place, what lies there by our doing: then the next comparison needs no
-sums, and what we put there may be replaced by a newer state of it.
+A record below the root keeps, for each place, the files that an upload has put there: the next comparison needs no
+sums for them, and an upload may replace them by newer ones.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from clusterddp.system.files import write_bytes
 from clusterddp.wire import read_object, read_value
 
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
-"""`unsure`: only the sender's sum decides. `changed`: we sent it, it is as we sent it, and now it is another."""
+"""`unsure`: the sender's sum decides. `changed`: it is as an upload left it, and the sender has a newer one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """A thing at a place, as it was when it was recorded."""
+    """An entry at a place, as it was when it was recorded."""
 
     here: Entry
     sent_mtime_ns: int
     by_us: bool
-    """We put it there; otherwise it was found, with the same content."""
+    """An upload has put it there; otherwise it was found, with the same content."""
 
 
 @dataclass(kw_only=True)
 class Place:
-    """A directory that data goes to, and what is known of it."""
+    """A directory that data is uploaded to, and what is recorded of it."""
 
     path: Path
     record: Path
     known: dict[bytes, Known]
     folders: dict[bytes, bool] = field(default_factory=dict)
-    """Which directories are real ones here: nothing is written through a link."""
+    """Directory -> whether it is a real one here: nothing is written through a link."""
 
     def judge(self, entry: Entry) -> Verdict:
-        """Compare what is here with what the sender has; what turns out the same becomes known."""
+        """Compare an entry here with that of the sender; record a file that is the same."""
         if not self._is_folder(posixpath.dirname(entry.name)):
             return "other"
         try:
@@ -83,7 +83,7 @@ class Place:
         return "same"
 
     def _known(self, here: Entry | None, entry: Entry) -> Known | None:
-        """Return what was recorded of a thing, if it has not been touched since."""
+        """Return the record of an entry, if it has not been touched since."""
         known = self.known.get(entry.name)
         return known if known is not None and here is not None and _is_untouched(here, known.here) else None
 
@@ -91,20 +91,20 @@ class Place:
         return os.path.join(os.fsencode(self.path), entry.name)
 
     def learn(self, entry: Entry) -> None:
-        """Note that what is here came from us."""
+        """Record that an upload has put this entry here."""
         here = read_entry(os.fsencode(self.path), entry.name)
         assert here is not None
         here = replace(here, sum=entry.sum)
         self.known[entry.name] = Known(here=here, sent_mtime_ns=entry.mtime_ns, by_us=True)
 
     def save(self) -> None:
-        """Write down what is known; it spares work only, and what is lost of it is found out again."""
+        """Write the record; without it the next comparison only takes longer."""
         rows = [[*to_json([known.here])[0], known.sent_mtime_ns, known.by_us] for known in self.known.values()]
         self.record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_bytes(self.record, json.dumps({"place": str(self.path), "known": rows}).encode("ascii"))
 
     def _is_folder(self, name: bytes) -> bool:
-        """Say whether a directory is one here, or can be made."""
+        """Return whether a directory is a real one here, or can be made."""
         if name not in self.folders:
             above = not name or self._is_folder(posixpath.dirname(name))
             path = os.path.join(os.fsencode(self.path), name) if name else os.fsencode(self.path)
@@ -113,7 +113,7 @@ class Place:
 
 
 def compare(host: Host, request: dict[str, Any], body: Body) -> Reply:
-    """Say which entries of a listing (JSON) are not here: their numbers, by verdict; what is in the way, in words."""
+    """Return which entries of a listing (JSON) are not here: their numbers, by verdict; and what is in their way."""
     place = open_place(host, request["target"])
     verdicts: dict[str, list[int]] = {"absent": [], "unsure": [], "changed": [], "other": []}
     ways: list[str] = []
@@ -136,7 +136,7 @@ def compare(host: Host, request: dict[str, Any], body: Body) -> Reply:
 
 
 def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Take files for a place: they are all received and checked before the first of them is seen there."""
+    """Receive files for a place; all are received and checked before the first appears there."""
     place = open_place(host, request["target"])
     with refusing_disk(place.path, body.size):
         fresh = not os.path.lexists(place.path)
@@ -158,7 +158,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def open_place(host: Host, target: str) -> Place:
-    """Find a place, and read what is known of it."""
+    """Find a place, and read its record."""
     path = find_place(target)
     record = host.root / "data" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     known: dict[bytes, Known] = {}
@@ -170,16 +170,16 @@ def open_place(host: Host, target: str) -> Place:
 
 
 def _merge(place: Place, tree: Path, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Rename what has come into a directory that is there already, each at once; return what was not there yet.
+    """Rename the received files, one by one, into a directory that exists; return those that were not there yet.
 
-    Raises: ClusterddpError: something else is in the way; then nothing was touched.
+    Raises: ClusterddpError: another file is in the way; then nothing was touched.
     """
     verdicts = [(entry, place.judge(entry)) for entry in entries]
     for entry, verdict in verdicts:
         if verdict == "other":
             raise _refusal(place, entry)
-    news = tuple((entry, verdict) for entry, verdict in verdicts if verdict != "same")
-    for entry, verdict in news:
+    fresh = tuple((entry, verdict) for entry, verdict in verdicts if verdict != "same")
+    for entry, verdict in fresh:
         target = place.path_of(entry)
         source = os.path.join(os.fsencode(tree), entry.name)
         folder = target if entry.kind == "dir" else posixpath.dirname(target)
@@ -188,11 +188,11 @@ def _merge(place: Place, tree: Path, entries: Iterable[Entry]) -> tuple[Entry, .
             os.replace(source, target)
         elif entry.kind != "dir":
             _name_new(place, entry, source, target)
-    return tuple(entry for entry, _ in news)
+    return tuple(entry for entry, _ in fresh)
 
 
 def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
-    """Give a file its name, unless another process has just taken it for something else."""
+    """Give a file its name, unless another process has just made another file there."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
@@ -203,7 +203,7 @@ def _name_new(place: Place, entry: Entry, source: bytes, target: bytes) -> None:
 
 
 def _rename_all(tree: Path, target: Path) -> bool:
-    """Let a new directory be seen all at once; False: another process has just made one."""
+    """Rename a new directory to its place; False: another process has just made one."""
     try:
         tree.rename(target)
     except OSError:
@@ -220,7 +220,7 @@ def _refusal(place: Place, entry: Entry) -> ClusterddpError:
 
 
 def _describe(place: Place, entry: Entry) -> str:
-    """Say what is in the way of an entry."""
+    """Describe the file that is in the way of an entry."""
     path = place.path_of(entry)
     parents = [name for name, is_folder in place.folders.items() if not is_folder and entry.name.startswith(name)]
     if parents:

@@ -1,4 +1,4 @@
-"""The GPUs of this host: who uses them, leases on free ones for a run, and the line of those that wait."""
+"""The GPUs of this host: which processes use them, leases on free ones for a run, and the queue for them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from clusterddp.system.devices import Gpu, list_gpus, visible_gpus
 from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, take_leases
 
 WAITER_PATIENCE_S = 60
-"""How long who waits in line may be silent before it loses its place."""
+"""A launcher in the queue that sends no request for so long loses its place."""
 _FRESH_S = 20.0
-"""How long we rely on what nvidia-smi has said; leases are settled by the kernel."""
+"""How long the answer of nvidia-smi is used; the kernel grants each lease once."""
 _TRIES = 5
-"""How often others may take what was free a moment before."""
+"""How often another run may take a GPU between the look and the lease."""
 
 
-class Desk:
-    """What one agent knows of the GPUs, and holds for its launcher."""
+class HostGpus:
+    """The GPUs of this host, and the leases that this agent holds for its launcher."""
 
     def __init__(self) -> None:
         self.environ: Mapping[str, str] = inherited_environment()
@@ -35,7 +35,7 @@ class Desk:
         self._seen_at = -math.inf
 
     def look(self) -> dict[str, str]:
-        """Ask who uses which GPU; a `take` soon afterwards relies on it."""
+        """Return the users of the GPUs that are in use; a `take` soon afterwards relies on it."""
         self._seen = busy_gpus(self.environ, gpus=self.gpus, listed=self.listed)
         self._seen_at = time.monotonic()
         return self._seen
@@ -55,20 +55,20 @@ class Desk:
                 return free[:count], {}
         return None, busy
 
-    def stand_in_line(self, host: Host, run: str) -> list[str]:
-        """Return who waits before us; from the first call on we have a place, for as long as we keep asking."""
+    def join_queue(self, host: Host, run: str) -> list[str]:
+        """Return the runs ahead in the queue; the first call takes a place, which lasts while requests come."""
         if self.line is None:
             self.line = Line(run)
             self._usual_patience_s, host.patience_s = host.patience_s, WAITER_PATIENCE_S
         return [str(holder) for holder in self.line.ahead()]
 
-    def leave_line(self, host: Host) -> None:
+    def leave_queue(self, host: Host) -> None:
         if self.line is not None and self._usual_patience_s is not None:
             self.line.close()
             self.line, host.patience_s = None, self._usual_patience_s
 
     def close(self) -> None:
-        """Let everything go; supervisors that have inherited leases hold them on."""
+        """Close all leases; those that supervisors have inherited stay held."""
         for lease in self.leases:
             lease.close()
         self.leases.clear()
@@ -77,57 +77,53 @@ class Desk:
 
 
 def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Say which GPUs there are (`gpus`, in words why no more: `because`), who uses which (`busy`: GPU -> words)."""
-    desk = _desk(host)
-    named = desk.environ.get("CUDA_VISIBLE_DEVICES")
+    """Return `gpus`, `because` (why there are no more), and `busy`: GPU -> its user."""
+    own = _own_gpus(host)
+    named = own.environ.get("CUDA_VISIBLE_DEVICES")
     because = "" if named is None else f" (CUDA_VISIBLE_DEVICES is {named!r} there)"
-    return {"gpus": desk.gpus, "because": because, "busy": desk.look()}
+    return {"gpus": own.gpus, "because": because, "busy": own.look()}
 
 
 def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Lease `count` free GPUs for `run`, or say who has them; all or none.
+    """Lease `count` free GPUs for `run`, or return their users; all or none.
 
-    The answer has `gpus`, for CUDA_VISIBLE_DEVICES, and `hold`, the descriptors for the supervisor's order. When they
-    cannot be had, `gpus` is null, and `busy` (GPU -> words) says why. With `when_busy` "wait" the run then has a place
-    in the line, `ahead` says who stands before it, and its launcher asks again; without, it takes what is free at once.
+    The answer has `gpus`, for CUDA_VISIBLE_DEVICES, and `hold`, the descriptors for the supervisor. When too few
+    are free, `gpus` is null, and `busy` maps GPUs to their users. With `when_busy` "wait" the run has a place in the
+    queue, `ahead` lists the runs before it, and its launcher asks again; without, the queue is ignored.
+
     Raises: ClusterddpError: the host does not have so many.
     """
-    desk, count, run = _desk(host), int(request["count"]), str(request["run"])
-    if len(desk.gpus) < count:
-        raise ClusterddpError(f"{count} GPUs are asked for, and there are {len(desk.gpus)}")
-    ahead = desk.stand_in_line(host, run) if request["when_busy"] == "wait" else []
-    gpus, busy = (None, {}) if ahead else desk.take(count, run)
-    hold = desk.leases[-1].descriptors if gpus else ()
+    own, count, run = _own_gpus(host), int(request["count"]), str(request["run"])
+    if len(own.gpus) < count:
+        raise ClusterddpError(f"{count} GPUs are asked for, and there are {len(own.gpus)}")
+    ahead = own.join_queue(host, run) if request["when_busy"] == "wait" else []
+    gpus, busy = (None, {}) if ahead else own.take(count, run)
+    hold = own.leases[-1].descriptors if gpus else ()
     return {"gpus": gpus, "hold": hold, "busy": busy, "ahead": ahead}
 
 
-def leave_line(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Give up the place in the line; leases stay."""
-    for desk in _desks(host):
-        desk.leave_line(host)
+def leave_queue(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Give up the place in the queue; leases stay."""
+    for own in host.find_held(HostGpus):
+        own.leave_queue(host)
     return {}
 
 
-def let_go(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Hold no lease any longer, for the supervisors do, or nobody is to."""
-    for desk in _desks(host):
-        desk.leave_line(host)
-        host.let_go(desk)
+def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Close the leases: the supervisors hold them, or the start was given up."""
+    for own in host.find_held(HostGpus):
+        own.leave_queue(host)
+        host.release(own)
     return {}
 
 
 OPERATIONS: dict[str, Operation] = {
     "gpus.look": look,
     "gpus.lease": lease,
-    "gpus.leave_line": leave_line,
-    "gpus.let_go": let_go,
+    "gpus.leave_line": leave_queue,
+    "gpus.let_go": release,
 }
 
 
-def _desk(host: Host) -> Desk:
-    return next(iter(_desks(host)), None) or host.hold(Desk())
-
-
-def _desks(host: Host) -> list[Desk]:
-    """List the desk of this agent, if there is one by now."""
-    return [thing for thing in host.held if isinstance(thing, Desk)]
+def _own_gpus(host: Host) -> HostGpus:
+    return next(iter(host.find_held(HostGpus)), None) or host.hold(HostGpus())

@@ -1,11 +1,11 @@
-"""The agent: answers what a launcher asks of this host over one SSH connection, until the connection ends.
+"""The agent: answers requests of a launcher on this host over one SSH connection, until the connection ends.
 
     request   {"do": operation, ..., "size": n}\n    and n bytes
     answer    {"ok": true, ..., "size": n}\n         and n bytes, or {"ok": false, "error": str, "hint": str | null}
 
-One after the other. Nothing that the agent holds outlives it: leases, listeners, and the pipes of supervisors that were
-not released end with it, however it ends. It listens to nobody else, and leaves by itself when nothing has been asked
-for long.
+One request at a time. Nothing that the agent holds outlives it: leases, listeners, and the pipes of supervisors that
+were not released close with it, however it ends. It accepts requests on its standard input only, and ends by itself
+when no request has come for `patience_s`.
 """
 
 from __future__ import annotations
@@ -15,33 +15,57 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import facts, gpus, network, results, runs, store, table, trial
-from clusterddp.agent.requests import REQUESTS
-from clusterddp.agent.types import Body, Host, Operation, Reply
+from clusterddp.agent import gpus, network, results, runs, store, trial
+from clusterddp.agent.storage import find_place
+from clusterddp.agent.types import REQUESTS, Body, Host, Operation, Reply
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import inherited_environment
 from clusterddp.wire import build, read_object
 
+
+def read_facts(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Return the facts of this host and of `data_dir`, without torch; `variables`: those of the run's ranks."""
+    from clusterddp.facts.machine import read_host  # most agents do not need it
+
+    data_dir = request["data_dir"]
+    environ = inherited_environment() | (request["variables"] or {})
+    facts = read_host(
+        host.root,
+        environ | {"PYTHONPATH": host.python_path(environ)},
+        executable=sys.executable,
+        data_dir=find_place(data_dir) if data_dir else None,
+        with_driver=bool(request["with_driver"]),
+    )
+    return {"facts": facts.to_json()}
+
+
+def read_clock(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Return the time."""
+    return {"time": time.time()}
+
+
 OPERATIONS: dict[str, Operation] = {
-    **facts.OPERATIONS,
+    "facts.machine": read_facts,
+    "facts.clock": read_clock,
     **gpus.OPERATIONS,
     **results.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,
     **store.OPERATIONS,
-    **table.OPERATIONS,
     **trial.OPERATIONS,
 }
 
 
 def serve(root: str, package: str, patience_s: int) -> None:
-    """Answer requests on standard input until it ends, or nothing has been asked for `patience_s`."""
+    """Answer requests on standard input until it ends, or no request has come for `patience_s`."""
     host = Host(root=Path(root), package=Path(package), patience_s=patience_s)
     requests = sys.stdin.buffer
-    # What anything else prints must not come between the answers.
+    # Other output must not come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while True:
@@ -55,23 +79,26 @@ def serve(root: str, package: str, patience_s: int) -> None:
 
 
 def is_asked(requests: BinaryIO, patience_s: float) -> bool:
-    """Wait for a request, or the end; False: the launcher is silent, and not this host that had no time to listen."""
+    """Wait for a request, or the end of the connection; False: none has come.
+
+    A host that was suspended looks once more: the request may have come meanwhile.
+    """
     return any(select.select([requests], [], [], wait_s)[0] for wait_s in (patience_s, 0))
 
 
 def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer one request.
 
-    Raises: SystemExit: where the next one begins cannot be told.
+    Raises: SystemExit: the place where the next one begins is unknown.
     """
     try:
         request = read_object(line)
         head = build({"do": str, "size": int | None}, request, "request")
     except ValueError as error:
-        raise SystemExit(f"what was asked is no request: {error}") from None
+        raise SystemExit(f"not a request: {error}") from None
     do, size = head["do"], head["size"] or 0
     if size < 0:
-        raise SystemExit(f"what was asked is no request: request.size is {size}")
+        raise SystemExit(f"not a request: request.size is {size}")
     body = Body(requests, size, progress=lambda: signal.alarm(host.patience_s))
     answer: dict[str, Any] | Reply | Exception
     try:
@@ -111,9 +138,9 @@ def say(answers: BinaryIO, words: dict[str, Any]) -> None:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Describe an error for the launcher; of our own mistakes with all that helps to find them."""
-    if isinstance(error, ValueError):  # of what was asked: a name that cannot be one
-        error = ClusterddpError(f"what was asked makes no sense: {error}")
+    """Describe an error for the launcher; print the traceback of an internal one to stderr."""
+    if isinstance(error, ValueError):  # a value of the request, such as a name
+        error = ClusterddpError(f"the request is wrong: {error}")
     if isinstance(error, ClusterddpError):
         return {"ok": False, "error": error.message, "hint": error.hint}
     if isinstance(error, OSError) and error.strerror:

@@ -1,7 +1,7 @@
-"""The network of this host: its interfaces, a listener that says which host it is, and probes of other hosts.
+"""The network of this host: its interfaces, a listener that sends this host's name, and probes of other hosts.
 
-net.listen   opens a listener; returns interfaces, ports, what this host's own name means
-net.probe    connects to other hosts' listeners, all at once; what came of each, and whose names take long to look up
+net.listen   opens a listener; returns interfaces, ports, the addresses of this host's own name
+net.probe    connects to the listeners of other hosts, all at once; returns each result, and names that resolve slowly
 net.close    closes the listener
 """
 
@@ -29,7 +29,7 @@ _PORTS = 64
 
 
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Open the listener; return this host's network. `head`: choose or take (`master_port`) a port for the master."""
+    """Open the listener; return this host's network. `head`: listen at a port for the master, too."""
     close(host, request, body)
     resolving = _Resolving(resolve, socket.gethostname())
     nonce, name = str(request["nonce"]), str(request["name"])
@@ -49,7 +49,7 @@ def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Probe other hosts; return also which of `names`, addresses, take long to be looked up."""
+    """Probe other hosts; return also which of `names`, which are addresses, are slow to resolve."""
     targets = [Target(**target) for target in request["targets"]]
     resolving = {str(address): _Resolving(_name_of, str(address)) for address in request["names"]}
     probes = probe_all(str(request["nonce"]), targets, float(request["within_s"]))
@@ -58,9 +58,8 @@ def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def close(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Close what listens."""
-    for thing in [thing for thing in host.held if isinstance(thing, Listener)]:
-        host.let_go(thing)
+    """Close the listeners."""
+    host.release_all(Listener)
     return {}
 
 
@@ -68,7 +67,7 @@ OPERATIONS = {"net.listen": listen, "net.probe": probe, "net.close": close}
 
 
 def _listen_as_master(nonce: str, name: str, wanted: int | None) -> Listener:
-    """Listen where the master will, or in the range where it will look for a port."""
+    """Listen at the port that the master will use, or at the first free one of its range."""
     for port in [wanted] if wanted is not None else walk_ports(nonce, _PORTS):
         with contextlib.suppress(OSError):
             return Listener(nonce, name, port)
@@ -95,7 +94,7 @@ def _listening_user(port: int) -> str | None:
 
 
 def _machine() -> str:
-    """Tell this machine from others: two containers are two, since each has a network of its own."""
+    """Return an identity of this machine; two containers differ, since each has a network namespace of its own."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -103,7 +102,7 @@ def _machine() -> str:
 
 
 def _firewall() -> str | None:
-    """Name the firewall that is switched on, as far as anybody may see it."""
+    """Name the firewall that is switched on, if any user can read that."""
     with contextlib.suppress(OSError):
         if "\nENABLED=yes" in "\n" + Path("/etc/ufw/ufw.conf").read_text():
             return "ufw"
@@ -111,7 +110,7 @@ def _firewall() -> str | None:
 
 
 class _Resolving:
-    """Asks for a name or an address, in a thread: a name server that is gone may take half a minute."""
+    """Resolves a name or an address in a thread: without its name server that takes half a minute."""
 
     def __init__(self, ask: Callable[[str], Iterable[str]], question: str) -> None:
         self._answer: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
@@ -119,7 +118,7 @@ class _Resolving:
         threading.Thread(target=self._resolve, args=(ask, question), daemon=True).start()
 
     def result(self) -> list[str] | None:
-        """Return what was found; None: nothing within the time."""
+        """Return the answer; None: none within the time."""
         try:
             return self._answer.get(timeout=max(0.0, self._latest - time.monotonic()))
         except queue.Empty:
@@ -133,8 +132,8 @@ class _Resolving:
 
 
 def _name_of(address: str) -> list[str]:
-    """Ask what torch asks, for its log, whenever a rank connects to the master.
+    """Resolve an address as torch does, for its log, whenever a rank connects to the master.
 
-    By gethostbyaddr: other threads, such as the listener's, stand still while getnameinfo of Python 3.11.2 waits.
+    By gethostbyaddr: getnameinfo of Python 3.11.2 blocks other threads, such as the listener's, while it waits.
     """
     return [socket.gethostbyaddr(address)[0]]

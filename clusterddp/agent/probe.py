@@ -37,14 +37,14 @@ _NUM_EXPECTED = 100
 """How many hosts are expected to connect at the same time; others wait in the backlog."""
 _FLUSH_EVERY_S = 0.05
 _ENOUGH = 0.6
-"""Part of the time after which the search ends when every target was reached at one of its addresses: long enough for
-a packet that was lost to be sent again."""
+"""Part of the time after which the probe ends when every target was reached at one of its addresses: TCP has sent a
+lost packet again by then."""
 _AT_ONCE = 400
-"""Many hosts allow a process 1024 open files, and this one is connected to as often."""
+"""How many connections are tried at once: many hosts allow a process 1024 open files, and as many come in."""
 _PER_TURN = 16
-"""How many attempts begin before those that have connected are looked at again."""
+"""How many attempts begin before the next look at those that have connected."""
 _ROUND_TRIP_OFFSET = 68
-"""Of tcpi_rtt, in us, in Linux's struct tcp_info."""
+"""Offset of tcpi_rtt, in us, in Linux's struct tcp_info."""
 
 
 class Listener:
@@ -105,7 +105,7 @@ class Try:
     """One try to connect, which never blocks."""
 
     def __init__(self, target: Target, nonce: str, selector: selectors.BaseSelector | None) -> None:
-        """`selector`: None: there is no time to go on with it."""
+        """`selector`: None: no time is left to continue it."""
         self.target = target
         self.outcome: Outcome | None = None
         self.detail = ""
@@ -123,7 +123,7 @@ class Try:
         self.go_on()
 
     def go_on(self) -> None:
-        """Do what can be done now."""
+        """Continue, as far as that is possible without waiting."""
         now = time.monotonic()
         found = self._attempt.look(now)
         if found is not None:
@@ -137,7 +137,7 @@ class Try:
         self._attempt.close()
 
     def facts(self) -> dict[str, Any]:
-        """Return what came of it, for `Probe` of network/paths.py."""
+        """Return the result, for `Probe` of network/paths.py."""
         return {
             "target": self.target.target,
             "address": self.target.address,
@@ -175,7 +175,7 @@ class Try:
 
 
 def probe_all(nonce: str, targets: Sequence[Target], within_s: float) -> list[Try]:
-    """Probe all targets at the same time; return what came of each, in their order."""
+    """Probe all targets at the same time; return the tries in the order of the targets."""
     start = time.monotonic()
     waiting = deque(targets)
     tries: list[Try] = []
@@ -208,9 +208,9 @@ def _all_reached(targets: Sequence[Target], tries: Sequence[Try]) -> bool:
 
 
 def _is_over(connection: Connection, now: float) -> bool:
-    """Go on with a connection, and close it after the client has.
+    """Continue a connection, and close it after the client has; return whether it is closed.
 
-    The end that closes first keeps the port busy for a minute: that is to be the client.
+    The end that closes first keeps its port busy for a minute: the client should be that end.
     """
     connection.receive(now)
     if connection.lost is None and now - connection.opened <= 2 * INTRODUCTION_S:

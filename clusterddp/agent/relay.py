@@ -1,8 +1,8 @@
-"""A command of clusterddp on a login node, run for a laptop: its streams are those of the SSH connection.
+"""Runs a command of clusterddp on a login node for a laptop; its streams are those of the SSH connection.
 
-The laptop sends lines of JSON: first the order, then `{"signal": number}` when somebody there presses Ctrl-C, and `{}`
-now and then. A connection that ends, or is silent for long, never interrupts the command in what it does: it has time
-to come to its end, and is ended only then.
+The laptop sends lines of JSON: first the order, then `{"signal": number}` when the user presses Ctrl-C, and `{}` as a
+heartbeat every ten seconds. When the connection ends or heartbeats stop, the command has 120 s to finish; then it gets
+SIGTERM.
 
 order: {"arguments": [str], "variables": {str: str}, "needs": [str], "directory": str | null, "runs_dir": str,
         "discard": str | null}
@@ -28,24 +28,24 @@ from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S
 
 MARK = "clusterddp-agent "
 _GRACE_S = 120.0
-"""How long a command may go on for nobody: sbatch takes its time when the controller is busy."""
+"""How long a command may go on without a connection: sbatch waits for a busy controller."""
 _COMMAND = "import runpy, sys; sys.path.pop(0); runpy.run_module('clusterddp', run_name='__main__', alter_sys=True)"
 """As `python -m clusterddp`, but nothing is imported from the working directory, which holds the user's own code."""
-_LOOK = "import sys; sys.path.pop(0); from clusterddp.agent.relay import say_missing; say_missing()"
+_FIND_MISSING = "import sys; sys.path.pop(0); from clusterddp.agent.relay import say_missing; say_missing()"
 
-Words = dict[str, Any]
+Message = dict[str, Any]
 
 
 def main() -> NoReturn:
     """Run the command, and leave with its exit code."""
     code = _run()
     sys.stdout.flush()
-    os._exit(code)  # a thread still waits for the laptop, and Python's own way out would wait for it
+    os._exit(code)  # a thread still reads from the laptop, and a normal exit would wait for it
 
 
 def _run() -> int:
     say({"ok": True, "have": True})
-    order: Words = json.loads(sys.stdin.buffer.readline())
+    order: Message = json.loads(sys.stdin.buffer.readline())
     package = str(Path(__file__).resolve().parents[2])
     environment = inherited_environment() | {"CLUSTERDDP_RUNS": str(Path(order["runs_dir"]).expanduser())}
     environment |= order["variables"]
@@ -55,7 +55,7 @@ def _run() -> int:
         say({"ok": True, "missing": missing, "python": sys.executable})
         if missing:
             return 0
-        sys.stderr.write(f"{MARK}\n")  # what came before is not the command's
+        sys.stderr.write(f"{MARK}\n")  # output before this line is not the command's
         sys.stderr.flush()
         child = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, *order["arguments"]],
@@ -64,16 +64,16 @@ def _run() -> int:
             cwd=order["directory"] or Path.home(),
             start_new_session=True,
         )
-        return _accompany(child)
+        return _wait_for(child)
     finally:
         if order["discard"]:
             shutil.rmtree(order["discard"], ignore_errors=True)
 
 
-def say(words: Words) -> None:
-    """Say one line to the laptop."""
+def say(message: Message) -> None:
+    """Send one line to the laptop."""
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(f"{MARK}{json.dumps(words)}\n")
+        sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
         sys.stdout.flush()
 
 
@@ -91,9 +91,9 @@ def say_missing() -> None:
 
 
 def _find_missing(needs: list[str], environment: dict[str, str]) -> list[str]:
-    """Look in a Python that finds packages where the command will: those of the user's home as well."""
+    """Run `say_missing` in a Python with the command's environment, which includes packages in the user's home."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOOK],
+        [sys.executable, "-c", _FIND_MISSING],
         input="\n".join(needs),
         env=environment,
         text=True,
@@ -107,30 +107,30 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
 
 
-def _accompany(child: subprocess.Popen[bytes]) -> int:
-    """Pass signals on until the command has ended."""
-    inbox: queue.SimpleQueue[Words | None] = queue.SimpleQueue()
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Forward signals until the command has ended; return its exit code."""
+    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
     threading.Thread(target=lambda: inbox.put({"ended": child.wait()}), daemon=True).start()
-    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop speaks every ten seconds
+    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop sends a line every ten seconds
     while True:
         try:
-            words = inbox.get(timeout=patience_s)
+            message = inbox.get(timeout=patience_s)
         except queue.Empty:
-            words = None
-        if words is None and patience_s == HEARTBEAT_TIMEOUT_S:
-            patience_s = _GRACE_S  # nobody is there any more
-        elif words is None:
+            message = None
+        if message is None and patience_s == HEARTBEAT_TIMEOUT_S:
+            patience_s = _GRACE_S  # the laptop is gone
+        elif message is None:
             _signal(child, signal.SIGTERM)
             return 128 + signal.SIGTERM
-        elif "ended" in words:
-            code: int = words["ended"]
+        elif "ended" in message:
+            code: int = message["ended"]
             return code if code >= 0 else 128 - code
-        elif "signal" in words:
-            _signal(child, words["signal"])
+        elif "signal" in message:
+            _signal(child, message["signal"])
 
 
-def _listen(inbox: queue.SimpleQueue[Words | None]) -> None:
+def _listen(inbox: queue.SimpleQueue[Message | None]) -> None:
     with contextlib.suppress(ValueError):  # cut in the middle of a line
         for line in sys.stdin.buffer:
             inbox.put(json.loads(line))
@@ -138,6 +138,6 @@ def _listen(inbox: queue.SimpleQueue[Words | None]) -> None:
 
 
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:
-    """Signal the command and what it waits for, as a terminal would."""
+    """Signal the command and its children, as a terminal would."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, number)

@@ -1,4 +1,4 @@
-"""What is downloaded of the runs on this host: which processes are alive, which files there are, pieces of them."""
+"""Downloads from the runs on this host: their live processes, the list of their files, pieces of files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from clusterddp.run.spool import read_spooled
 from clusterddp.system.files import read_json
 
 MAX_REPLY_BYTES = 8 << 20
-"""So much data goes into one answer: it is held in memory here and there."""
+"""Most data in one answer: it is held in memory on both sides."""
 _FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 _FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
-"""What the run writes; the rest was sent here, or is the user's own."""
+"""What the run writes; the rest was uploaded, or is the user's own."""
 
 
 def list_files(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """List of runs which processes are alive, and which files they have: path -> [size, time of the last change in ns].
+    """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
 
     `runs`: [{"name", "token", "seen": the `sum` of the files that were listed before}].
-    Files that are as they were are not listed again (null).
+    `files` is null when they have not changed since.
     """
     asked = {each["name"]: each for each in request["runs"]}
-    # Processes are listed first: the last one to leave has written its files before.
+    # Processes are listed first: the last one that exits has written its files before.
     cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
     return {"runs": {name: _look(RunDir(host.run_dir(name)), each, cookies) for name, each in asked.items()}}
 
@@ -40,9 +40,9 @@ def list_files(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any
 def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
     """Send pieces of files of the run `name`.
 
-    `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece of a file that is not like
-    that is not sent. The answer on each part: `length` sent, `size` and `mtime_ns` of the file, `fits`; and `gone`,
-    when it cannot be read.
+    `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece is sent only of
+    a file whose parts have these sums. The answer on each part: `length` sent, `size` and `mtime_ns` of the file,
+    `fits`; and `gone` when it cannot be read.
     """
     run = RunDir(host.run_dir(request["name"]))
     answers, pieces, left = [], [], MAX_REPLY_BYTES
@@ -95,7 +95,7 @@ def _files_of(root: Path) -> Iterator[tuple[str, list[int]]]:
             folders[:] = _FOLDERS
         for name in sorted(names):
             if name.startswith(".") or (here == "." and name not in _FILES):
-                continue  # being written, or not of the run
+                continue  # a file that is being written, or not the run's
             try:
                 found = os.lstat(os.path.join(folder, name))
             except OSError:

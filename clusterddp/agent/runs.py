@@ -1,8 +1,9 @@
-"""Runs on this host: their directories, their supervisors, and their end."""
+"""Runs on this host: their directories, supervisors, end, and the cleanup of what they leave (ps and gc)."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import time
@@ -12,16 +13,18 @@ from typing import Any
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import RunDir
+from clusterddp.run.leftovers import end_left_over, find_runs
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
+from clusterddp.run.stored import find_stored, remove_stored
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail, write_json, write_text
 
 
 class Hold:
-    """A supervisor that hangs on this connection: when its standard input ends, so does its gang."""
+    """A supervisor that ends with this connection: it ends its gang when its standard input closes."""
 
     def __init__(self, process: subprocess.Popen[bytes], token: str) -> None:
         self.process = process
@@ -49,37 +52,37 @@ def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Start the supervisor of a node; it hangs on this connection until it is released.
+    """Start the supervisor of a node; it ends with this connection until it is released.
 
-    The head says where it listens; the others are there when the head has taken them in.
+    Returns when the head listens, and reports the address; for other nodes, when the head has accepted the supervisor.
 
     `order` is a `SupervisorOrder`; `variables` are added to its environment, the values of the run's secrets among
-    them; `patience_s`: how long the launcher may be silent from now on.
+    them; `patience_s`: how long the agent waits for the launcher's next request from now on.
     """
     order = SupervisorOrder.from_json(request["order"])
-    environment = inherited_environment() | {"PYTHONPATH": _python_path(host.package)} | request["variables"]
+    environment = inherited_environment() | {"PYTHONPATH": host.python_path(os.environ)} | request["variables"]
     process = start_supervisor(order, environment, answers=True)
     host.hold(Hold(process, order.gang.token))
     host.patience_s = request["patience_s"]
     answer = read_answer(process, order.gang.start_timeout_s)
     if answer is None:
         head = order.gang.nodes[0].host
-        what = "did not say where it listens" if order.is_head else f"did not reach node 0 on {head}"
+        what = "did not report where it listens" if order.is_head else f"did not reach node 0 on {head}"
         raise ClusterddpError(f"the supervisor {what}: {_last_line(supervisor_log(order.run, order.node_rank))}")
     return {"pid": process.pid, **answer}
 
 
 def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Let the supervisors of a run go: from now on nothing of it hangs on this connection."""
-    holds = [thing for thing in host.held if isinstance(thing, Hold) and thing.token == request["token"]]
+    """Release the supervisors of a run: they go on when this connection ends."""
+    holds = [hold for hold in host.find_held(Hold) if hold.token == request["token"]]
     for hold in holds:
         send(hold.process, {"detach": True})
-        host.let_go(hold)
+        host.release(hold)
     return {"released": len(holds)}
 
 
 def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors look for.
+    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors watch.
 
     `reason`: of an end; the id of the report.
     """
@@ -100,19 +103,44 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """End every process of a run on this host; those that answer for it may first put things in order, if asked to."""
+    """End every process of a run on this host; its supervisors have `patience_s` to do so themselves."""
     family = f"{request['token']}."
     deadline = time.monotonic() + (request["patience_s"] or 0.0)
-    while any(answers_for_its_run(process) for process in find_processes(family)) and time.monotonic() < deadline:
+    while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = len(find_processes(family))
-    left = sweep(family, timeout_s=5.0) if found else []
+    left = end_processes(family, timeout_s=5.0) if found else []
     return {"ended": found - len(left), "left": left}
 
 
 def beat(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Take a sign of life of the launcher."""
+    """Receive a heartbeat of the launcher."""
     return {}
+
+
+def list_processes(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """List the live processes of runs on this host; `tokens`: of these runs only, null: of all."""
+    found = find_runs([host.root / "runs"], only=request["tokens"])
+    return {"runs": [dataclasses.asdict(run) for run in found]}
+
+
+def end_left_over_runs(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """End the processes of the runs with these tokens that have no live supervisor, guard or task."""
+    return {"ended": [dataclasses.asdict(end_left_over(token)) for token in request["tokens"]]}
+
+
+def list_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """List the directories of ended runs, snapshots and packages that are that old and not in use."""
+    found = find_stored(host.root, older_than_s=request["older_than_s"], in_use=[host.package.name])
+    return {"stored": dataclasses.asdict(found)}
+
+
+def remove_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Remove those of `places` that are still that old and not in use."""
+    removed = remove_stored(
+        host.root, request["places"], older_than_s=request["older_than_s"], in_use=[host.package.name]
+    )
+    return {"removed": [dataclasses.asdict(each) for each in removed]}
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -122,12 +150,12 @@ OPERATIONS: dict[str, Operation] = {
     "run.ask": ask,
     "run.end": end,
     "beat": beat,
+    "table.look": list_processes,
+    "table.end": end_left_over_runs,
+    "table.stored": list_old,
+    "table.remove": remove_old,
 }
 
 
-def _python_path(package: Path) -> str:
-    return os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-
-
 def _last_line(log: Path) -> str:
-    return read_tail(log).rpartition("\n")[2].strip() or "it said nothing"
+    return read_tail(log).rpartition("\n")[2].strip() or "it wrote nothing"

@@ -1,4 +1,4 @@
-"""Storage on this host: where files go, why a disk refuses them, where they gather before they are seen."""
+"""Storage on this host: the place of a target, why a disk refuses files, the staging directory of an upload."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PREFIX = ".clusterddp-incoming-"
 _LOCK = "lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FORGOTTEN_AFTER_S = 3600.0
-"""When one is removed whose writer cannot be checked: it is on another host, or the file system has no locks."""
+"""Age from which one is removed when its writer cannot be checked: on another host, or without file locks."""
 
 
 def find_place(target: str) -> Path:
-    """Return the directory that a target means here: `~` is the home, and a relative one begins there.
+    """Return the directory of a target: `~` is the home, and a relative one begins there.
 
     Raises: ClusterddpError: it names the home of a user that is not known here.
     """
@@ -34,7 +34,7 @@ def find_place(target: str) -> Path:
 
 
 def find_existing(place: Path) -> Path:
-    """Find the directory nearest to a place that is there."""
+    """Return the place, or its nearest parent that exists."""
     while not place.is_dir() and place != place.parent:
         place = place.parent
     return place
@@ -42,7 +42,7 @@ def find_existing(place: Path) -> Path:
 
 @contextlib.contextmanager
 def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
-    """Explain what the disk refuses; before anything is written, if it can be seen to be too small.
+    """Explain errors of the disk; check its free space before anything is written.
 
     Raises: ClusterddpError.
     """
@@ -50,7 +50,7 @@ def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
     try:
         disk = os.statvfs(existing)
         free = disk.f_bavail * disk.f_frsize
-        if needed_bytes > free and disk.f_blocks:  # some file systems do not say how large they are
+        if needed_bytes > free and disk.f_blocks:  # some file systems do not report their size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield
     except OSError as error:
@@ -59,9 +59,9 @@ def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staging(beside: Path) -> Iterator[Path]:
-    """Give an empty directory on the file system of `beside`; what is in it at the end is removed.
+    """Make an empty directory on the file system of `beside`, and remove it with its content at the end.
 
-    Its writer holds a lock in it: the next writer recognises the directory of one that was killed, and removes it.
+    Its writer holds a lock in it, by which the next writer recognises and removes the directory of a killed one.
     """
     remove_abandoned(beside)
     place = beside / f"{PREFIX}{secrets.token_hex(8)}"
@@ -71,9 +71,9 @@ def staging(beside: Path) -> Iterator[Path]:
         descriptor = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, _boot_id())  # from now on the lock says whether the writer is alive
+            os.write(descriptor, _boot_id())  # from now on the lock shows whether the writer is alive
         tree = place / "tree"
-        tree.mkdir()  # as the umask says: it may become a directory that others read
+        tree.mkdir()  # by the umask: it may become a directory that others read
         yield tree
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -82,7 +82,7 @@ def staging(beside: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(beside: Path) -> None:
-    """Remove what writers of this user left here that no longer run."""
+    """Remove staging directories of this user's writers that no longer run."""
     uid = os.getuid()
     with contextlib.suppress(OSError):
         for entry in os.scandir(beside):
@@ -119,7 +119,7 @@ def _explain(error: OSError, place: Path, existing: Path, needed_bytes: int) -> 
         needed = f", {needed_bytes / 1e6:.1f} MB are needed" if needed_bytes else ""
         return ClusterddpError(
             f"{where}: the disk is full: {free / 1e6:.1f} MB are free{needed}",
-            hint="clusterddp gc removes what old runs left on hosts; ssh.dir and the targets of ssh.send name places",
+            hint="clusterddp gc removes what old runs left on hosts; ssh.dir and ssh.send may name other places",
         )
     if error.errno == errno.EDQUOT:
         return ClusterddpError(f"{where}: your quota is used up", hint="`quota -s` there shows it")

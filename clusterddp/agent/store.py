@@ -1,4 +1,4 @@
-"""What is uploaded to this host: code by its sum, once; which hosts see the same files."""
+"""Uploads to this host: code by its sum, once; and marks that show which hosts share a directory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _MARK = ".clusterddp-mark-"
 
 
 def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Say which of some snapshots are not here unharmed: each is read again before it is trusted."""
+    """Return which of some snapshots are missing or damaged here: each is read again to check its sum."""
     gone = [name for name in request["sums"] if not has_digest(find_code(host.root, name), name)]
     for name in set(request["sums"]) - set(gone):
         with contextlib.suppress(OSError):
-            # It is not an old one then, which gc would remove before it is checked out.
+            # gc removes old ones, and must not remove this one before its checkout.
             os.utime(find_code(host.root, name))
     return {"missing": gone}
 
 
 def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Take files: `kind` is `code` (a snapshot, with its `sum`), or `data` (for a `target`)."""
+    """Receive files: `kind` is `code` (a snapshot, with its `sum`), or `data` (for a `target`)."""
     if request["kind"] == "data":
         return data.put(host, build({"target": str}, request, "request"), body)
     wanted = request["sum"] or ""
@@ -49,7 +49,7 @@ def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         found = list_files(tree).digest()
         if found != wanted:
             raise ClusterddpError(
-                f"the snapshot of the code came with the sum {found[:12]}, {wanted[:12]} was announced",
+                f"the snapshot of the code has the sum {found[:12]}, expected {wanted[:12]}",
                 hint="it was changed since it was taken: submit again",
             )
         tree.chmod(0o700)
@@ -77,8 +77,8 @@ def check_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
 def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Make a directory for a command on this login node: a copy of the code `sum` in its tree, `files` beside the tree.
 
-    `at`: where the code goes in the tree. `within`: where in the tree the command is to run.
-    Jobs import this package later, whenever they start: from now on it stays.
+    `at`: the place of the code in the tree. `within`: the working directory of the command in the tree.
+    Jobs import this package when they start, so gc keeps it from now on.
     """
     trees = host.root / FOLDER
     place = trees / secrets.token_hex(6)
@@ -100,9 +100,9 @@ def lay_out(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Leave a mark where the files of a target are or will be (without one: of this directory), until the agent ends.
+    """Make a mark in the directory of a target (without one: in the root), until the agent ends.
 
-    A directory that cannot be marked, being read-only, is taken for this host's own.
+    A directory that is read-only cannot be marked, and counts as this host's own.
     """
     marked = _mark_of(host, request.get("target"), request["nonce"])
     _remove_old_marks(marked.parent)
@@ -114,14 +114,13 @@ def mark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def unmark(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Take this agent's marks away."""
-    for thing in [thing for thing in host.held if isinstance(thing, _Mark)]:
-        host.let_go(thing)
+    """Remove this agent's marks."""
+    host.release_all(_Mark)
     return {}
 
 
 def seen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Say whose marks are seen from here."""
+    """Return which of these marks are seen from here: their hosts share the directory with this one."""
     marks = {nonce: _mark_of(host, request.get("target"), nonce) for nonce in request["nonces"]}
     return {"seen": [nonce for nonce, path in marks.items() if path.exists()]}
 
@@ -139,7 +138,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class _Mark:
-    """A file that says to other hosts: we see the same."""
+    """A file by which other hosts recognise that they share its directory."""
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -164,14 +163,14 @@ def _remove_old_marks(folder: Path) -> None:
 
 
 def find_code(root: Path, name: str) -> Path:
-    """Say where the snapshot with this sum lies, or would."""
+    """Return the place of the snapshot with this sum, whether it is there or not."""
     if not _SUM.fullmatch(name):
         raise ValueError(f"not a sum: {name!r}")
     return root / "code" / name
 
 
 def _copy(code: Path, target: Path) -> None:
-    """Copy a snapshot, its files as hard links where that can be."""
+    """Copy a snapshot, its files as hard links where possible."""
     if not code.is_dir():
         raise ClusterddpError(f"{code}: the snapshot of the code is gone from this host", hint="submit again")
     shutil.copytree(code, target, symlinks=True, copy_function=_link_or_copy, dirs_exist_ok=True)
@@ -186,7 +185,7 @@ def _below(text: str) -> Path:
 
 def _install(tree: Path, target: Path) -> None:
     """Put a snapshot in its place; of several writers of one content any may win."""
-    if os.path.lexists(target):  # it is not what its name says; the runs have copies of their own
+    if os.path.lexists(target):  # its content does not match its name; runs have copies of their own
         with contextlib.suppress(FileNotFoundError):
             target.rename(tree.with_name("damaged"))
     with contextlib.suppress(FileExistsError):
@@ -207,7 +206,7 @@ def _rename_new(tree: Path, target: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Give a file a second name, or make a copy where that cannot be."""
+    """Make a hard link, or a copy where no link is possible."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A trial of this host (train/host_trial.py): a child of the agent, that ends with it."""
+"""A trial of this host (train/host_trial.py): a child process of the agent, which ends with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trial:
             raise ClusterddpError(f"the trial has ended: {self.last_line()}") from None
 
     def read(self, wait_s: float) -> tuple[list[dict[str, Any]], bool]:
-        """Return the reports since the last time, and whether these were all; waits for the first one."""
+        """Return the reports since the last call, and whether the process has ended; waits for the first report."""
         assert self.process.stdout is not None
         reports: list[dict[str, Any]] = []
         ended = False
@@ -72,11 +72,11 @@ class Trial:
 
 
 def start(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Start a trial, and give it its order; one that still runs is ended."""
+    """Start a trial with an order, after the end of one that still runs."""
     stop(host, request, body)
     environ = inherited_environment() | request["variables"]
-    path = os.pathsep.join(filter(None, (str(host.package), environ.get("PYTHONPATH"))))
-    host.hold(Trial(environ | {"PYTHONPATH": path}, str(host.root))).send(request["order"])
+    environ["PYTHONPATH"] = host.python_path(environ)
+    host.hold(Trial(environ, str(host.root))).send(request["order"])
     return {}
 
 
@@ -95,8 +95,7 @@ def read(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 def stop(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """End the trial."""
-    for thing in [thing for thing in host.held if isinstance(thing, Trial)]:
-        host.let_go(thing)
+    host.release_all(Trial)
     return {}
 
 
@@ -109,7 +108,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def _trial(host: Host) -> Trial:
-    found = [thing for thing in host.held if isinstance(thing, Trial)]
+    found = host.find_held(Trial)
     if not found:
         raise ClusterddpError("no trial is running here")
     return found[0]

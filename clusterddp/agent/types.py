@@ -1,23 +1,25 @@
-"""What an operation of the agent gets and gives: the host, the bytes that came with the request, the reply."""
+"""What an operation of the agent receives and returns: the host, the request and its bytes, the reply."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypedDict, TypeVar
 
 _CHUNK_BYTES = 1 << 18
 
 
 class Closeable(Protocol):
-    """What is let go by `close`."""
+    """What `close` releases."""
 
     def close(self) -> object: ...
 
 
 _Held = TypeVar("_Held", bound=Closeable)
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(kw_only=True)
@@ -25,11 +27,11 @@ class Host:
     """This host, for as long as the connection lasts."""
 
     root: Path
-    """Directory of everything that is ours here."""
+    """Directory of all files of clusterddp on this host."""
     package: Path
-    """Where this package lies, for PYTHONPATH of what is started."""
+    """Directory of this package, for PYTHONPATH of what is started."""
     patience_s: int
-    """How long nothing may be asked before the agent takes its launcher for dead, and ends."""
+    """How long the agent waits for a request before it takes its launcher for dead, and ends."""
     held: list[Closeable] = field(default_factory=list)
 
     def hold(self, thing: _Held) -> _Held:
@@ -37,21 +39,34 @@ class Host:
         self.held.append(thing)
         return thing
 
-    def let_go(self, thing: Closeable) -> None:
+    def find_held(self, kind: type[_Thing]) -> list[_Thing]:
+        """List what is kept of one kind."""
+        return [thing for thing in self.held if isinstance(thing, kind)]
+
+    def release(self, thing: Closeable) -> None:
         """Close something that was kept."""
         self.held.remove(thing)
         with contextlib.suppress(OSError):
             thing.close()
 
+    def release_all(self, kind: type[Closeable]) -> None:
+        """Close all that was kept of one kind."""
+        for thing in self.find_held(kind):
+            self.release(thing)
+
+    def python_path(self, environ: Mapping[str, str]) -> str:
+        """Return PYTHONPATH of `environ` with this package first."""
+        return os.pathsep.join(filter(None, (str(self.package), environ.get("PYTHONPATH"))))
+
     def run_dir(self, name: str) -> Path:
-        """Return where a run lies; `name` is `<run>.<first 8 of its token>`."""
+        """Return the directory of a run; `name` is `<run>.<first 8 of its token>`."""
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise ValueError(f"not the name of a run's directory: {name!r}")
         return self.root / "runs" / name
 
 
 class Body:
-    """The bytes that came with a request; what an operation leaves is read and forgotten."""
+    """The bytes that came with a request; those that an operation does not read are dropped."""
 
     def __init__(self, stream: BinaryIO, size: int, progress: Callable[[], object] = lambda: None) -> None:
         self.size = size
@@ -94,3 +109,67 @@ class Reply:
 
 
 Operation = Callable[[Host, dict[str, Any], Body], "dict[str, Any] | Reply"]
+
+
+class _Run(TypedDict):
+    name: str
+    token: str
+
+
+class Seen(_Run, total=False):
+    """A run, and the `sum` of the files that were listed of it before (results.py)."""
+
+    seen: str
+
+
+class _Piece(TypedDict):
+    path: str
+    offset: int
+    limit: int
+
+
+class Part(_Piece, total=False):
+    """A piece of a file (results.py)."""
+
+    like: list[tuple[int, int, str]]
+
+
+class Target(TypedDict):
+    """An address to connect to (probe.py)."""
+
+    target: int
+    address: str
+    port: int
+    name: str
+
+
+_VARIABLES = dict[str, str]
+REQUESTS: Mapping[str, Mapping[str, Any]] = {
+    "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
+    "gpus.lease": {"count": int, "run": str, "when_busy": str | None},
+    "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
+    "results.list": {"runs": list[Seen]},
+    "results.read": {"name": str, "parts": list[Part]},
+    "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
+    "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},
+    "run.ask": {"name": str, "what": str, "reason": str},
+    "run.end": {"token": str, "patience_s": float | None},
+    "run.prepare": {"name": str, "attempt": int, "plan": dict[str, Any], "record": dict[str, Any], "spec": str},
+    "run.release": {"token": str},
+    "run.supervise": {"order": dict[str, Any], "variables": _VARIABLES, "patience_s": int},
+    "store.checkout": {"sum": str, "name": str},
+    "store.compare": {"target": str},
+    "store.mark": {"nonce": str, "target": str | None},
+    "store.missing": {"sums": list[str]},
+    "store.put": {"kind": str, "sum": str | None, "target": str | None},
+    "store.seen": {"nonces": list[str], "target": str | None},
+    "table.end": {"tokens": list[str]},
+    "table.look": {"tokens": list[str] | None},
+    "table.remove": {"places": list[str], "older_than_s": float},
+    "table.stored": {"older_than_s": float},
+    "trial.read": {"wait_s": float},
+    "trial.start": {"variables": _VARIABLES, "order": dict[str, Any]},
+    "trial.send": {"message": dict[str, Any]},
+}
+"""Operation -> key -> type of its request, for `wire.build`; a request with anything else is refused. The other
+operations have no keys."""

@@ -1,4 +1,4 @@
-"""Checks the machine that one submits from, the cluster that it belongs to, and, in a short job, nodes of that."""
+"""Check the machine of the submit, its cluster, and, in a short job, nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def check_cluster(
         try:
             answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, tell=tell)
         except PreflightError as error:
-            refused = red(error.message, error.hint or "sbatch says why it refuses")
+            refused = red(error.message, error.hint or "the output of sbatch has the reason")
             return [*checks, Check(name="job", results={here.host: refused})]
         checks += judge_nodes(answer, here, needs)
     return checks
 
 
 def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, Result]]:
-    """Plan the submit of the spec, and ask Slurm about that very plan."""
+    """Plan the submit of the spec, and ask Slurm whether it would accept this plan."""
     try:
         plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ))
     except ClusterddpError as error:
@@ -89,7 +89,7 @@ def _check_here(
 ) -> Iterator[tuple[str, Result]]:
     on_slurm = job is not None and job.launcher == "slurm"
     yield from judge_here(here)
-    # Of a Slurm run nothing but the submit happens here.
+    # Of a Slurm run only the submit happens here.
     yield from judge_machine(here, Needs() if on_slurm else needs)
     yield from judge_slurm(environ, job if on_slurm else None)
 

@@ -1,4 +1,4 @@
-"""Checks the hosts of a spec for SSH, all at once: their facts, clocks, runs, and the network between them."""
+"""Check the hosts of a spec for SSH, all at once: their facts, clocks, runs, and the network between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
-from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,15 +35,15 @@ _ROUND_TRIPS = 5
 _ROUND_TRIPS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SLOW_ROUND_TRIP_MS = 200
 _PROCESSES_SHOWN = 5
-_RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in anew"
+_RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """The clock of a host, asked over its session."""
+    """The clock of a host, read over its session."""
 
     offset_s: float
-    """Its time minus ours; wrong by half the round trip at most."""
+    """Its time minus that of this machine, to half a round trip."""
     round_trip_s: float
 
 
@@ -95,13 +96,13 @@ def _check_reached(
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
-    """Probe the network between those hosts of a gang that there are sessions with."""
+    """Probe the network between the hosts of a gang that have a session."""
     nodes = tuple(node for node in gang.nodes if node.host in sessions)
     return examine_network(dataclasses.replace(gang, nodes=nodes), sessions)
 
 
 def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
-    """Ask the hosts for the time, the quickest of a few answers counts; those that do not answer are left out."""
+    """Read the clocks of the hosts, by the quickest of a few answers each; those that do not answer are left out."""
 
     def ask(host: str) -> Clock | SshError:
         best = None
@@ -128,7 +129,7 @@ def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
 
 
 def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
-    """Report hosts that cannot be asked."""
+    """Report hosts that do not answer."""
     found: dict[str, dict[str, Result]] = {}
     for host, error in failed.items():
         inside = error.phase in ("start", "ask")
@@ -150,7 +151,7 @@ def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_
     through = f" through {', '.join(jumps)}" if jumps else ""
     reached = f"user {user}{through}, {key_type} key"
     if round_trip_s is None:
-        return note(f"{reached}; it does not say what time it is")
+        return note(f"{reached}; it does not report its time")
     round_trip_ms = 1000 * round_trip_s
     least = next((limit for limit in _ROUND_TRIPS_MS if round_trip_ms <= limit), None)
     spelled = f"round trip {f'under {least}' if least else f'{round_trip_ms:.0f}'} ms"
@@ -160,7 +161,7 @@ def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_
 
 
 def judge_offset(offset_s: float) -> Result:
-    """Judge the clock of a host against ours; leases and time limits do not go by it, so it never keeps a run back."""
+    """Judge the clock of a host against this machine's; no lease or time limit depends on it, so it is never red."""
     if abs(offset_s) < CLOCK_NOTE_S:
         return ok("agrees with the clock here")
     result = judge_clock(-offset_s, "the clock here")
@@ -168,7 +169,7 @@ def judge_offset(offset_s: float) -> Result:
 
 
 def judge_machine_size(machine: Machine) -> Result:
-    """Report how much of the machine a process of ours may use."""
+    """Report how much of the machine a process of this user may use."""
     found = f"{machine.cores} cores, {format_bytes(machine.memory_bytes)} memory"
     limits = []
     if machine.cpu_limit is not None and machine.cpu_limit < machine.cores:
@@ -195,7 +196,7 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
 
 
 def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
-    """Report the network between hosts: what each host's own name means, and the interface that would be taken."""
+    """Report the network between hosts: the addresses of each host's own name, and the interface for each host."""
     findings, chosen = network.findings, network.chosen
     checks = []
     if findings is not None:
@@ -225,7 +226,7 @@ def _describe(findings: Findings, host: str, interface: str, address: str, why: 
 
 
 def _merge(checks: Iterable[Check]) -> list[Check]:
-    """Put checks of one name together, unless they have a host in common."""
+    """Merge checks of one name, unless they have a host in common."""
     found: list[Check] = []
     for check in checks:
         for index, other in enumerate(found):

@@ -1,4 +1,4 @@
-"""The doctor's job: one task on each node for half a minute, found and cancelled by its name."""
+"""The doctor's job: one task on each node for half a minute; it is found and cancelled by its name."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if [ -n "$5" ]; then LD_LIBRARY_PATH=$5; export LD_LIBRARY_PATH; fi
 exec srun --export=ALL --kill-on-bad-exit=0 \\
     "$1" -m clusterddp.check.probe "$2" "$3" "$SLURMD_NODENAME" "$SLURM_JOB_ID"
 """
-_TAKEN_OVER = frozenset(
+_KEPT_OPTIONS = frozenset(
     {
         "partition", "account", "qos", "constraint", "cluster_constraint", "prefer", "reservation", "nodelist",
         "exclude", "clusters", "licenses", "wckey", "gres", "propagate",
     }
 )  # fmt: skip
-"""Options of the spec that decide on which nodes, whether, and within which limits a job may run."""
+"""Options of the spec that decide where, whether, and within which limits a job may run."""
 _MEMORY = "4G"
 _RUN_S = 90.0
-"""A job of one minute is ended by Slurm at most half a minute late."""
+"""Slurm ends a job of one minute at most half a minute late."""
 _POLL_S = 0.5
 _LAG_S = 5.0
-"""How late a file may be seen here that a node has written: NFS."""
+"""How long a file of a node may take to appear here (NFS)."""
 
 
 class _Way(TypedDict, total=False):
@@ -77,7 +77,7 @@ class Report(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """What the doctor's job asks Slurm for, and how its tasks start."""
+    """What the doctor's job requests of Slurm, and how its tasks start."""
 
     num_nodes: int
     gpus_per_node: int = 0
@@ -90,7 +90,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAnswer:
-    """What came back; nodes without a report are in `nodes` and not in `reports`."""
+    """The result of the job; nodes without a report are in `nodes` and not in `reports`."""
 
     job_id: str | None
     nodes: tuple[str, ...]
@@ -154,7 +154,7 @@ def sbatch_argv(request: JobRequest, name: str) -> list[str]:
     }
     if request.gpus_per_node and "gres" not in request.options:
         ours["gpus_per_node"] = str(request.gpus_per_node)
-    kept = {key: value for key, value in request.options.items() if key in _TAKEN_OVER and value is not False}
+    kept = {key: value for key, value in request.options.items() if key in _KEPT_OPTIONS and value is not False}
     argv = ["sbatch", "--no-requeue"]
     for key, value in (ours | kept).items():
         if value is not False:
@@ -189,13 +189,13 @@ def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ
     try:
         answer = run_slurm([*argv, *script], environ=environ)
     except SlurmError as error:
-        # A cluster that does not count memory refuses to give any.
+        # A cluster that does not count memory refuses --mem.
         if error.transient or "memory" not in error.message.lower():
             raise
         answer = run_slurm([*(word for word in argv if word != f"--mem={_MEMORY}"), *script], environ=environ)
     job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
     if not job_id.isdecimal():
-        raise SlurmError(f"sbatch: no number of a job in its answer: {answer!r:.80}", transient=True)
+        raise SlurmError(f"sbatch: no job id in its answer: {answer!r:.80}", transient=True)
     return job_id
 
 
@@ -207,7 +207,7 @@ def _await_reports(
     deadline = time.monotonic() + timeout_s
     started = ended = False
     nodes: tuple[str, ...] = ()
-    why = "Slurm does not say why"
+    why = "Slurm gives no reason"
     while True:
         try:
             job = slurm.find(wanted)
@@ -243,7 +243,7 @@ def _read_reports(directory: Path) -> Iterator[Report]:
 
 
 def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
-    """Read reports, and what each has passed on; one that makes no sense is dropped."""
+    """Read reports, and the first node's report within each; an invalid one is dropped."""
     for text in texts:
         with contextlib.suppress(ValueError):
             report = build(Report, read_object(text), "report")
@@ -255,9 +255,9 @@ def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
 
 
 def _collect(directory: Path) -> tuple[dict[str, Report], tuple[str, ...]]:
-    """Gather what is known of each node: the newest of its file, its line in the output, what a peer passed on."""
+    """Collect the newest report of each node: from its file, the job's output, or another node's report."""
     with contextlib.suppress(OSError):
-        os.listdir(directory)  # NFS: look at the directory anew
+        os.listdir(directory)  # NFS: read the directory again
     try:
         lines = (directory / "job.out").read_text(errors="replace").splitlines()
     except OSError:
@@ -272,7 +272,7 @@ def _collect(directory: Path) -> tuple[dict[str, Report], tuple[str, ...]]:
 
 
 def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
-    """End the job if it is still there; a job of another name with the same number is left alone."""
+    """Cancel the job if it is still there; never a job of another name with the same number."""
     with contextlib.suppress(SlurmError):
         which = [f"--clusters={cluster}"] if (cluster := _cluster(request)) else []
         which += [job_id] if job_id else []

@@ -1,7 +1,7 @@
-"""Which host or link is bad, from trials of pairs: every host in a first round, those in doubt again in a second one.
+"""Find bad hosts and links by trials of pairs: every host in a first round, doubtful ones again in a second round.
 
-A pair that fails, or is slow, leaves it open which of the two hosts is at fault. In the second round each of them is
-tried with a host that did well. Source: DLRover, NetworkCheckRendezvousManager.
+A pair that fails, or is slow, does not show which of the two hosts is at fault. In the second round each of them is
+paired with a good host. Source: DLRover, NetworkCheckRendezvousManager.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from clusterddp.facts.checks import Check, Result, note, ok, red
 
 _STRAGGLER = 1.5
-"""Times the median: who takes longer is named."""
+"""Times the median: a slower host is named."""
 _SLOW = 2.0
-"""Times slower than the best pair: a pair in doubt. Shared switches and busy cores make less of a difference."""
+"""Times slower than the best pair: doubtful. Shared switches and busy cores make less of a difference."""
 _LEAST_OF_CLAIM = 0.1
-"""Part of what the interfaces claim, below which a pair is in doubt even if there is no other to compare it with."""
+"""Part of the interfaces' nominal speed, below which a pair is doubtful even without another to compare it with."""
 _FIX = "cable, port, switch? ethtool IFACE and ip -s link show errors and speed; iperf3 measures between the two"
 
 Pair = tuple[str, ...]
@@ -25,28 +25,28 @@ Pair = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairTrial:
-    """Two hosts that reduced numbers together, or failed to."""
+    """An all-reduce of two hosts, and how it went."""
 
     hosts: tuple[str, str]
     mbyte_per_s: float | None = None
     latency_ms: float | None = None
     error: str | None = None
-    """Why they could not."""
+    """Why it failed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Trials:
-    """Everything that was tried."""
+    """The results of all trials."""
 
     pairs: list[PairTrial] = field(default_factory=list)
     compute_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     """Host -> device -> time of one product of matrices."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Hosts whose torch could not even be asked to compute, and why."""
+    """Hosts whose torch could not compute at all -> why."""
 
 
 def first_round(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pair neighbours, all at once; of an odd number the last one is tried with the first one afterwards."""
+    """Pair neighbours, all at once; of an odd number the last one is paired with the first one afterwards."""
     if len(hosts) == 1:
         return [[(hosts[0],)]]
     pairs = [(hosts[index], hosts[index + 1]) for index in range(0, len(hosts) - 1, 2)]
@@ -54,7 +54,7 @@ def first_round(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def second_round(trials: Trials, claims: Mapping[str, float]) -> list[list[Pair]]:
-    """Pair each host in doubt with one that did well; in each of the lists no host is there twice."""
+    """Pair each doubtful host with a good one; no host is twice in one of the lists."""
     doubtful = _doubtful(trials, claims)
     good = _good_hosts(trials, doubtful)
     suspects = list(dict.fromkeys(host for each in doubtful for host in each.hosts if host not in good))
@@ -74,7 +74,7 @@ def second_round(trials: Trials, claims: Mapping[str, float]) -> list[list[Pair]
 
 
 def judge_trials(trials: Trials, claims: Mapping[str, float]) -> list[Check]:
-    """Judge how fast each host talks and computes; `claims`: host -> MB/s that its interface says it can do."""
+    """Judge how fast each host communicates and computes; `claims`: host -> nominal MB/s of its interface."""
     checks = [
         Check(name="torch", results={host: red(found, "python -c 'import torch' there")})
         for host, found in trials.failed.items()
@@ -93,7 +93,7 @@ def judge_trials(trials: Trials, claims: Mapping[str, float]) -> list[Check]:
 
 
 def _judge_hosts(trials: Trials, claims: Mapping[str, float]) -> dict[str, Result]:
-    """Judge those hosts whose own pairs decide how they are."""
+    """Judge the hosts whose own pairs show whether they are good or bad."""
     doubtful = _doubtful(trials, claims)
     results = {}
     for host in dict.fromkeys(host for each in trials.pairs for host in each.hosts):
@@ -105,7 +105,7 @@ def _judge_hosts(trials: Trials, claims: Mapping[str, float]) -> dict[str, Resul
         elif host in _bad_hosts(trials, doubtful):
             failed = all(each.error is not None for each in own)
             results[host] = (
-                red(found, _FIX) if failed else note(f"slow with each of them: {found}{_best_words(trials)}", _FIX)
+                red(found, _FIX) if failed else note(f"slow with each of them: {found}{_best_text(trials)}", _FIX)
             )
     return results
 
@@ -114,7 +114,7 @@ def _judge_link(pair: PairTrial, claims: Mapping[str, float]) -> Result:
     if pair.error is not None:
         return red(pair.error, _FIX)
     claim = min((claims[host] for host in pair.hosts if host in claims), default=None)
-    against = f"; the interfaces claim {claim:.0f} MB/s" if claim else ""
+    against = f"; the interfaces are rated for {claim:.0f} MB/s" if claim else ""
     return note(f"slow: {_spell(pair)}{against}", _FIX)
 
 
@@ -146,13 +146,13 @@ def _doubtful(trials: Trials, claims: Mapping[str, float]) -> list[PairTrial]:
 
 
 def _good_hosts(trials: Trials, doubtful: Iterable[PairTrial]) -> list[str]:
-    """List the hosts that did well in a pair."""
+    """List the hosts of good pairs."""
     fine = [each for each in trials.pairs if each not in list(doubtful)]
     return list(dict.fromkeys(host for each in fine for host in each.hosts))
 
 
 def _bad_hosts(trials: Trials, doubtful: Sequence[PairTrial]) -> set[str]:
-    """Return the hosts that did badly with more than one other; otherwise it may be the way between the two."""
+    """Return the hosts that are bad with more than one other; with one other, the link may be at fault."""
     good = _good_hosts(trials, doubtful)
     hosts = {host for each in doubtful for host in each.hosts if host not in good}
     return {host for host in hosts if sum(host in each.hosts for each in trials.pairs) > 1}
@@ -162,7 +162,7 @@ def _best(trials: Trials) -> float:
     return max((each.mbyte_per_s for each in trials.pairs if each.mbyte_per_s is not None), default=0.0)
 
 
-def _best_words(trials: Trials) -> str:
+def _best_text(trials: Trials) -> str:
     best = _best(trials)
     return f"; the best pair does {best:.0f} MB/s" if best else ""
 

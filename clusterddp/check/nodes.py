@@ -1,4 +1,4 @@
-"""Judges the reports of a job's nodes: each by itself, and against the machine that one submits from."""
+"""Judge the reports of a job's nodes: each by itself, and against the machine of the submit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) 
 def _judge_directory(result: Result, report: Report) -> Result:
     if report["nonce"] != "same":
         path = report["machine"].directory.path
-        return red(f"{path} is not what it is here: {report['nonce']}", _SHARED_FIX)
+        return red(f"{path} is another directory there: {report['nonce']}", _SHARED_FIX)
     return dataclasses.replace(result, found=f"{result.found}, the same as here")
 
 
@@ -83,7 +83,7 @@ def _judge_way(way: Way) -> Result:
         return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
     if addresses and all(map(is_loopback, addresses)):
         return red(
-            f"{name} is {', '.join(addresses)} here, which is this very host",
+            f"{name} is {', '.join(addresses)} here, which is this host itself",
             f"the real address of {name} in /etc/hosts or DNS",
         )
     if not addresses:
@@ -92,7 +92,7 @@ def _judge_way(way: Way) -> Result:
 
 
 def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
-    """Compare clocks: with the first node by asking it, with this machine by when the report can have been made."""
+    """Compare clocks: with the first node's by its answer, with this machine's by the times of submit and report."""
     way = report["way"]
     if way is not None and "clock_offset_s" in way:
         against_first = judge_clock(way["clock_offset_s"], f"that of {way['name']}")
@@ -107,7 +107,7 @@ def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
 
 
 def _no_report(node: str, answer: JobAnswer, here: Machine) -> Result:
-    """Say why a node sent no report: by what srun printed, if that says it."""
+    """Explain why a node sent no report, by the output of srun if it has the reason."""
     lines = [line for line in answer.output if f"{node}:" in line or "execve" in line]
     if lines:
         lines.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"

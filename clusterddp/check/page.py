@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs no other, from the JSON that a check has given."""
+"""The report as one HTML file without references to others, from the JSON of a check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pre { background: #f6f8fa; overflow-x: auto; padding: .8rem; }
 
 
 def render_page(report: Mapping[str, Any], *, title: str) -> str:
-    """Lay out a report: `checks` as a table, `findings` of the first rank, and every other value as it stands."""
+    """Lay out a report: `checks` as a table, `findings` of the first rank, and every other value as it is."""
     parts = [f"<h1>{_text(title)}</h1>", *_section(report)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n'
@@ -37,7 +37,7 @@ def _section(report: Mapping[str, Any]) -> Iterable[str]:
             (each["level"], each["check"], each["host"], each["found"], each["fix"] if each["level"] != "ok" else "")
             for each in report["checks"]
         ]
-        yield _table(["", "check", "where", "found", "what mends it"], rows, marked=True)
+        yield _table(["", "check", "where", "found", "fix"], rows, marked=True)
     for each in report.get("findings", ()):
         if each["rank"] == 0 or (each["found"] or {}).get("topology"):
             yield from _finding(each)

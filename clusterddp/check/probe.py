@@ -1,9 +1,9 @@
-"""What the doctor's job runs on each node: looks at the node, tries the way to the first one, reports as JSON.
+"""The program of the doctor's job on each node: read its facts, connect to the first node, report as JSON.
 
     python -m clusterddp.check.probe DIRECTORY NONCE FIRST_NODE JOB_ID
 
-A report goes to standard output, and into the directory where that is there; the first node's report also goes along
-every connection that the others make to it, so that one of two nodes without the directory is still heard.
+A report goes to standard output, and into the directory if that exists. The first node also sends its report to every
+node that connects, which includes it in its own: so it arrives even if the first node lacks the directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from clusterddp.wire import build
 
 MARK = "CLUSTERDDP-DOCTOR "
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
-"""Below the ephemeral range, where nobody gets a port by chance."""
+"""Below the ephemeral range, from which the kernel takes ports."""
 _LINE = 800
 _WAY_S = 20.0
 _ANSWER_S = 2.0
@@ -41,14 +41,14 @@ _PROBE = Protocol(name="probe", key="nonce", max_bytes_to_server=4096, max_bytes
 
 
 class _Answer(TypedDict):
-    """What the first node answers."""
+    """The first node's answer."""
 
     time: float
     report: dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Look, try, report."""
+    """Read the facts, try the connection, report."""
     directory, nonce, first_node, job_id = Path(arguments[0]), arguments[1], arguments[2], arguments[3]
     node_rank, num_nodes = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get("SLURM_NNODES", "1"))
     machine = read_machine(directory, os.environ)
@@ -67,23 +67,23 @@ def main(arguments: list[str]) -> int:
         listening.start()
     elif num_nodes > 1:
         report["way"] = _try_way(first_node, nonce, ports, machine)
-    _tell(report, directory)
+    _write_report(report, directory)
     report["machine"]["torch"] = dataclasses.asdict(import_torch())
     report["done"] = True
-    _tell(report, directory)
+    _write_report(report, directory)
     if node_rank == 0 and num_nodes > 1:
         listening.join(_WAY_S)
     return 0
 
 
 def print_lines(node_rank: int, done: bool, text: str) -> list[str]:
-    """Cut a report into lines that srun does not mix with those of another task: it passes on 1024 bytes at a time."""
+    """Split a report into lines that srun does not mix with those of another task: it forwards 1024 bytes at a time."""
     pieces = [text[start : start + _LINE] for start in range(0, len(text), _LINE)]
     return [f"{MARK}{node_rank} {done:d} {number}/{len(pieces)} {piece}" for number, piece in enumerate(pieces, 1)]
 
 
 def join_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Put together the reports that are complete among these lines."""
+    """Join the reports that are complete among these lines."""
     found: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         words = line.removeprefix(MARK).split(" ", 3)
@@ -95,7 +95,7 @@ def join_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _read_nonce(directory: Path, nonce: str) -> str:
-    """Say whether this node sees the very file that was written where the job was submitted: "same", or what is."""
+    """Return "same" if this node sees the file that the submitting machine has written, else what it sees."""
     try:
         return "same" if (directory / "nonce").read_text() == nonce else "another file is there"
     except OSError as error:
@@ -128,7 +128,7 @@ def _listen(ports: range) -> socket.socket:
 
 
 def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:
-    """Connect to the first node by its name; return how that went, and what the first node reports of itself."""
+    """Connect to the first node by its name; return the result, with the first node's report."""
     addresses = resolve(first_node)
     leads_elsewhere = not addresses or not all(is_loopback(address) for address in addresses)
     deadline = time.monotonic() + (_WAY_S if leads_elsewhere else _ANSWER_S)
@@ -173,11 +173,11 @@ def _explain(failure: NotFound | None, first_node: str) -> str:
     if failure is None:
         return f"the name {first_node} is not known"
     if failure.loss.kind in {"closed", "stranger", "unproven", "version"}:
-        return f"{failure.address}: a stranger listens on port {failure.port}"
+        return f"{failure.address}: another program listens on port {failure.port}"
     return f"{failure.address}: {failure.loss}"
 
 
-def _tell(report: dict[str, Any], directory: Path) -> None:
+def _write_report(report: dict[str, Any], directory: Path) -> None:
     text = json.dumps(report)
     sys.stdout.write("".join(f"{line}\n" for line in print_lines(report["node_rank"], report["done"], text)))
     sys.stdout.flush()

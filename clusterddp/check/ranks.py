@@ -1,4 +1,4 @@
-"""`doctor --job --deep`: starts the ranks of a spec where they would train, by any launcher, and judges what they find.
+"""`doctor --job --deep`: start the ranks of a spec where they would train, by any launcher, and judge their findings.
 
 The ranks measure with train/deep_check.py and print Findings (facts/deep_check.py).
 """
@@ -55,7 +55,7 @@ _FIXES = {
 def measure_ranks(
     resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, timeout_s: float, tell: Callable[[str], None]
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Have all ranks of the spec measure, then hang and be ended; return checks, and the report to send.
+    """Let all ranks of the spec measure, then hang and be cancelled; return checks, and the report.
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
@@ -88,7 +88,7 @@ def measure_ranks(
 
 
 def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run: str) -> list[Check]:
-    """Judge what the ranks of a run have reported; `state`: how the run ended."""
+    """Judge the findings of a run's ranks; `state`: in which the run ended."""
     logs = f"clusterddp logs {run} --rank all"
     checks = []
     for probe in PROBES:
@@ -97,15 +97,17 @@ def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run
             checks.append(Check(name=probe.replace("_", "-"), results=_by_host(of_probe, _JUDGES[probe])))
     if state != "COMPLETED":
         last = {finding.rank: finding.probe for finding in findings}
-        silent = world_size - len(last)
+        missing = world_size - len(last)
         far = f"; last reported: {', '.join(sorted(set(last.values())))}" if last else ""
-        found = f"the ranks ended as {state}{far}" + (f"; {silent} of {world_size} reported nothing" if silent else "")
+        found = f"the ranks ended as {state}{far}" + (
+            f"; {missing} of {world_size} reported nothing" if missing else ""
+        )
         checks.append(Check(name="ranks", results={run: red(found, logs)}))
     return checks
 
 
 def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> Check:
-    """Judge what NCCL has taken on each host, as `status` shows it; `warning`: what status warns of."""
+    """Judge NCCL's transport on each host, as `status` shows it; `warning`: that of the status."""
     results = {
         str(each["host"]): ok(", ".join(map(str, (each["network"], *each["devices"], *each["links"]))))
         for each in transports
@@ -116,9 +118,11 @@ def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> C
 
 
 def judge_hang(ended_s: float | None, *, backend: str) -> Check:
-    """Judge how long it took to end a gang that hung in an all-reduce."""
+    """Judge how long the end of a gang took that hung in an all-reduce."""
     if ended_s is None:
-        result = note("not measured: the ranks did not get that far", "clusterddp list names the run; its logs say why")
+        result = note(
+            "not measured: the ranks did not get that far", "clusterddp list names the run; its logs have the reason"
+        )
     elif ended_s > _SLOW_END_S:
         result = note(
             f"{ended_s:g} s until no rank was left", "nvidia-smi and dmesg on the nodes: a driver that is stuck"
@@ -129,7 +133,7 @@ def judge_hang(ended_s: float | None, *, backend: str) -> Check:
 
 
 def to_report(checks: Iterable[Check], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return both as JSON, without the names of hosts: they are numbered as they come."""
+    """Return both as JSON, with numbers in place of host names."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in findings))}
     return {
         "checks": [each | {"host": numbers.get(each["host"], each["host"])} for each in to_json(checks)],
@@ -151,7 +155,7 @@ def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tup
     try:
         state = run.wait(_RUN_S)
     finally:
-        run.cancel()  # of a run that has ended: nothing happens
+        run.cancel()  # no effect on a run that has ended
     return run, state
 
 
@@ -160,7 +164,7 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
 
     Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
     """
-    run = Run(submit(plan, tell=tell).run_dir)
+    run = Run(submit(plan, report=tell).run_dir)
     deadline = time.monotonic() + timeout_s
     while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
         if time.monotonic() > deadline:
@@ -173,7 +177,7 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
 
 
 def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
-    """Start ranks that wait for ever, cancel them, and return how long that took; None: they never got that far."""
+    """Start ranks that hang, cancel them, and return how long that took; None: they did not get that far."""
     tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
     run = _start(plan, timeout_s, tell)
     deadline = time.monotonic() + _HANG_S
@@ -194,7 +198,7 @@ def _read(run: Run, world_size: int) -> list[Finding]:
 
 
 def _by_host(findings: Sequence[Finding], judge: Callable[[Sequence[Any]], Result]) -> dict[str, Result]:
-    """Judge each host by its ranks: what failed on one of them comes first."""
+    """Judge each host by its ranks: a failure of one of them comes first."""
     results = {}
     for host in dict.fromkeys(finding.host for finding in findings):
         own = [finding for finding in findings if finding.host == host]

@@ -1,4 +1,4 @@
-"""Checks Slurm from this machine: its commands, its controller, and whether it has what the spec asks for."""
+"""Check Slurm from this machine: its commands, its controller, and whether it can run the spec."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import SlurmError
 from clusterddp.facts.checks import Result, note, ok, red
 from clusterddp.slurm.cluster import Cluster, read_cluster
+from clusterddp.slurm.first_spec import choose_partition, consequences, time_text, why_not
 from clusterddp.slurm.partitions import Partition
-from clusterddp.slurm.starter import choose_partition, consequences, time_text, why_not
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -19,7 +19,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 
 
 def judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
-    """Ask Slurm, if it is here, and judge its answers; `job` is a spec for Slurm, if there is one."""
+    """Query Slurm, if it is here, and judge its answers; `job` is a spec for Slurm, if there is one."""
     missing = [name for name in COMMANDS if shutil.which(name, path=environ.get("PATH")) is None]
     if len(missing) == len(COMMANDS):
         found = "none of its commands is here"
@@ -63,7 +63,7 @@ def _judge_partition(cluster: Cluster, job: JobSpec, names: str | None) -> Resul
         return red(f"the cluster has no partition {', '.join(unknown)}", f"slurm.partition=NAME, one of {known}")
     found = [partition for name in names.split(",") if (partition := cluster.partition(name))]
     results = [_judge_one_partition(cluster, job, partition) for partition in found]
-    # Slurm takes whichever of several partitions can start the job first.
+    # Slurm takes the partition that can start the job first.
     return next((result for result in results if result.level == "ok"), results[0] if results else note("not known"))
 
 
@@ -95,9 +95,9 @@ def _judge_account(cluster: Cluster, account: str | None, partition: Partition |
             return red("jobs need an account, and the spec names none", _account_fix(cluster))
         return ok("none named")
     if not cluster.has_accounting:
-        return note(f"{account}: without accounting Slurm takes any", None)
+        return note(f"{account}: without accounting Slurm accepts any", None)
     if account not in cluster.accounts and (cluster.needs_account or cluster.accounts):
-        return red(f"{account} is no account of {cluster.user.name}", _account_fix(cluster))
+        return red(f"{account} is not an account of {cluster.user.name}", _account_fix(cluster))
     if partition is not None and not partition.takes_account(account):
         return red(f"partition {partition.name} takes no jobs of {account}", _account_fix(cluster))
     return ok(account)

@@ -1,4 +1,4 @@
-"""Trials of hosts over SSH: each computes, and processes with one other host, by torch as the ranks of a run do."""
+"""Trials of hosts over SSH: each computes, and communicates with one other host, by torch as ranks of a run do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from clusterddp.ssh.session import Session
 
 _START_S = 60.0
 """How long importing torch and computing may take."""
-_TALK_S = 15.0
+_LINK_S = 15.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialHost:
-    """What a host takes part in a trial with."""
+    """The interface, address and GPUs of a host in a trial."""
 
     interface: str | None
     address: str
@@ -38,7 +38,7 @@ class TrialHost:
 def try_hosts(
     sessions: HostSessions, network: GangNetwork, machines: Mapping[str, Machine], tell: Callable[[str], None]
 ) -> list[Check]:
-    """Let those hosts compute and talk, in pairs and in two rounds, that have torch and a network in common."""
+    """Let the hosts that have torch and a common network compute and communicate, in pairs, in two rounds."""
     if network.chosen is None or network.findings is None:
         return [Check(name="all-reduce", results={"here": note("not tried: there is no network for it")})]
     trial_hosts, checks = _prepare_hosts(sessions, network)
@@ -68,7 +68,7 @@ def _has_torch(machine: Machine) -> bool:
 
 
 def _prepare_hosts(sessions: HostSessions, network: GangNetwork) -> tuple[dict[str, TrialHost], list[Check]]:
-    """Return with what each host takes part: with GPUs if those that the run asks for are free."""
+    """Choose the interface and GPUs of each host; GPUs only if those of the run are free."""
     plan = sessions.plan
     assert network.chosen is not None
     assert plan.ssh is not None
@@ -90,7 +90,7 @@ def _prepare_hosts(sessions: HostSessions, network: GangNetwork) -> tuple[dict[s
 
 
 def _claims(findings: Findings, trial_hosts: Mapping[str, TrialHost]) -> dict[str, float]:
-    """Return how many MB/s the interfaces claim to carry, of those that do."""
+    """Return the nominal MB/s of the interfaces that report one."""
     claims = {}
     for host in findings.hosts:
         link = host.link(trial_hosts[host.host].interface or "") if host.host in trial_hosts else None
@@ -101,7 +101,7 @@ def _claims(findings: Findings, trial_hosts: Mapping[str, TrialHost]) -> dict[st
 
 @dataclass(kw_only=True)
 class _Tryout:
-    """Runs trials on hosts and keeps what came of them."""
+    """Runs trials on hosts and keeps their results."""
 
     sessions: Mapping[str, Session]
     hosts: Mapping[str, TrialHost]
@@ -110,7 +110,7 @@ class _Tryout:
     trials: Trials
 
     def run(self, pairs: Iterable[tuple[str, ...]]) -> None:
-        """Let these pairs, of which no two have a host in common, talk at the same time; one host alone computes."""
+        """Try these pairs at the same time, of which no two have a host in common; a single host only computes."""
         for pair_trial in Fan(list(pairs), self._try, lambda result: None).results(AT_ONCE).values():
             if pair_trial is not None:
                 self.trials.pairs.append(pair_trial)
@@ -138,7 +138,7 @@ class _Tryout:
     def _measure_link(self, first: _TrialProcess, second: _TrialProcess) -> PairTrial:
         port = first.await_report("port", _START_S)
         second.send({"port": port})
-        links = [process.await_report("link", _START_S + _TALK_S) for process in (first, second)]
+        links = [process.await_report("link", _START_S + _LINK_S) for process in (first, second)]
         return PairTrial(
             hosts=(first.host, second.host),
             mbyte_per_s=min(link["mbyte_per_s"] for link in links),
@@ -147,7 +147,7 @@ class _Tryout:
 
     def _order(self, hosts: Sequence[str], rank: int) -> dict[str, Any]:
         address = self.hosts[hosts[0]].address
-        pair = {"rank": rank, "address": address, "timeout_s": _TALK_S} if len(hosts) > 1 else None
+        pair = {"rank": rank, "address": address, "timeout_s": _LINK_S} if len(hosts) > 1 else None
         host = hosts[rank]
         return {
             "compute": host not in self.trials.compute_ms,
@@ -167,7 +167,7 @@ class _Tryout:
 
 
 class _TrialError(Exception):
-    """A trial has failed; the message says why."""
+    """A trial has failed; the message has the reason."""
 
 
 class _TrialProcess:
@@ -186,7 +186,7 @@ class _TrialProcess:
         self.session.ask("trial.send", {"message": message})
 
     def await_report(self, name: str, within_s: float) -> Any:
-        """Wait until the host has reported something.
+        """Wait for the host's report of this name.
 
         Raises: _TrialError, SshError.
         """

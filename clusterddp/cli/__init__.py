@@ -1,4 +1,4 @@
-"""The command `clusterddp`: what people type, what they see, and the exit codes that scripts rely on.
+"""The command `clusterddp`: its arguments, its output, and its exit codes.
 
 Modules here import click and nothing heavier; what a command needs is imported when it runs.
 """

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share: RUN, hosts, `--runs`, `-o`, where a run goes, how long to stay."""
+"""Arguments and options that several commands share: SPEC, RUN, hosts, `--runs`, `-o`, where a run is started."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ class RunName(click.types.StringParamType):
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
 
 
+class SpecPath(click.Path):
+    """The path of a spec; `-` is standard input."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "-" else super().convert(value, param, ctx)
+
+
 class HostName(click.types.StringParamType):
     """A host, or a host list; completed with the names of ~/.ssh/config."""
 
@@ -56,7 +66,7 @@ class HostName(click.types.StringParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the options of the command line send a run; they override its spec."""
+    """Where a run is started, as the options of the command line ask for it; they override its spec."""
 
     launcher: str | None = None
     cpu: bool = False
@@ -97,23 +107,32 @@ class StartOptions:
     runs_dir: Path
     output: str
     follow: bool
-    wait: bool
+    wait: bool = False
     attach: bool = False
     dry_run: bool = False
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function a command that also takes the options of `clusterddp` itself, for they are typed anywhere."""
+    """Make a function a command that also takes the options of `clusterddp` itself, which users type anywhere."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         for option, help_text in (("--no-color", "No colour."), ("--debug", "Show the traceback of an error.")):
             function = click.option(
                 option, is_flag=True, hidden=True, expose_value=False, callback=_set_on_terminal, help=help_text
             )(function)
-        # click keeps the names of the help option of the first context, whoever makes that.
+        # click keeps the help option's names of the first context that is made.
         return click.command(name, context_settings={"help_option_names": HELP_OPTIONS})(function)
 
     return decorate
+
+
+def spec_arguments(function: _F) -> _F:
+    """Declare the arguments SPEC and KEY=VALUE."""
+    return _declare(
+        function,
+        click.argument("spec", type=SpecPath()),
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+    )
 
 
 def run_argument(*, default: str | None = "@last") -> Callable[[_F], _F]:
@@ -143,11 +162,11 @@ def output_option(function: _F) -> _F:
 
 
 def place_options(function: _F) -> _F:
-    """Declare the options that say where a run goes; the command receives them as `place`, a `Place`."""
+    """Declare the options that choose where a run is started; the command receives them as `place`, a `Place`."""
     launchers = click.Choice(["local", "ssh", "slurm"])
     hostfile = click.Path(allow_dash=True, path_type=Path)
     return _declare(
-        _collected("place", Place)(function),
+        collected("place", Place)(function),
         click.option("--launcher", type=launchers, help="What starts the ranks; overrides the spec."),
         click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo."),
         click.option("--hosts", metavar="H,H", type=HostName(), help="Run over SSH on hosts such as gpu01,gpu[03-04]."),
@@ -159,7 +178,7 @@ def place_options(function: _F) -> _F:
 
 
 def plan_options(function: _F) -> _F:
-    """Declare the options of commands that may only plan, or stay attached to, the run that they start."""
+    """Declare the options of commands that can only plan a run, or stay attached to it."""
     return _declare(
         function,
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
@@ -172,12 +191,27 @@ def plan_options(function: _F) -> _F:
 def start_options(function: _F) -> _F:
     """Declare the options of commands that start a run; the command receives them as `options`, a `StartOptions`."""
     return _declare(
-        _collected("options", StartOptions)(function),
+        collected("options", StartOptions)(function),
         click.option("--wait", is_flag=True, help="Wait until the run has ended; exit code 0, 5 failed, 6 cancelled."),
         click.option("-f", "--follow", is_flag=True, help="Wait, and show what rank 0 prints."),
         output_option,
         runs_option,
     )
+
+
+def collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
+    """Pass the options that are fields of a frozen class to a command as one value of that class."""
+    fields = {field.name for field in dataclasses.fields(values_class)}
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            own = {key: values.pop(key) for key in fields & values.keys()}
+            return function(**values, **{name: values_class(**own)})
+
+        return call
+
+    return decorate
 
 
 def default_runs_dir(terminal: Terminal | None) -> Path:
@@ -199,21 +233,6 @@ def _declare(function: _F, *options: Callable[[_F], _F]) -> _F:
     for option in reversed(options):
         function = option(function)
     return function
-
-
-def _collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
-    """Hand the options that are fields of a frozen class to a command as one value of that class."""
-    fields = {field.name for field in dataclasses.fields(values_class)}
-
-    def decorate(function: Any) -> Any:
-        @functools.wraps(function)
-        def call(**values: Any) -> Any:
-            own = {key: values.pop(key) for key in fields & values.keys()}
-            return function(**values, **{name: values_class(**own)})
-
-        return call
-
-    return decorate
 
 
 def _set_on_terminal(ctx: click.Context, param: click.Parameter, value: bool) -> None:

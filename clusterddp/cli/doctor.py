@@ -1,13 +1,14 @@
-"""The command doctor: look before a run is started."""
+"""The command doctor: check machines before a run is started."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import Place, command, output_option, place_options, runs_option
+from clusterddp.cli.arguments import Place, collected, command, output_option, place_options, runs_option
 from clusterddp.cli.login import profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
     from clusterddp.spec.overrides import Override
 
 _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Depth:
+    """How much the doctor checks, beyond this machine and the spec."""
+
+    with_job: bool
+    timeout_s: float
+    deep: bool
+    report: Path | None
+
+    @property
+    def by_ranks(self) -> bool:
+        """Whether all ranks of the spec measure."""
+        return self.deep and self.with_job
 
 
 @command("doctor")
@@ -43,6 +59,7 @@ _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
 @output_option
 @profile_option
 @runs_option
+@collected("depth", Depth)
 @click.pass_obj
 def doctor(
     terminal: Terminal,
@@ -50,17 +67,14 @@ def doctor(
     spec: str | None,
     overrides: tuple[str, ...],
     profile: str | None,
-    with_job: bool,
-    timeout_s: float,
-    deep: bool,
-    report: Path | None,
+    depth: Depth,
     place: Place,
     output: str,
     runs_dir: Path,
 ) -> int:
-    """Look at this machine, the cluster, the hosts of SPEC or the nodes (--job), before a run is started.
+    """Check this machine, the cluster, the hosts of SPEC or the nodes (--job), before a run is started.
 
-    With SPEC it asks for what that spec needs. Exit code 3 when anything is red: a run would fail.
+    With SPEC it checks what that spec needs. Exit code 3 when anything is red: a run would fail.
 
     \b
     clusterddp doctor                      this machine
@@ -71,35 +85,53 @@ def doctor(
     clusterddp doctor job.yaml --hosts gpu01,gpu02 --deep  and how fast they compute and talk to each other
     """
     resolved = _load(spec, overrides, profile, terminal, flags=place.flags, hosts=place.read_hosts())
+    _refuse_combinations(resolved, depth)
+    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
+        return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
+    checks, more = _check(resolved, depth, terminal, runs_dir)
+    return _show(checks, output, **more)
+
+
+COMMANDS = {"doctor": doctor}
+
+
+def _refuse_combinations(resolved: ResolvedSpec | None, depth: Depth) -> None:
+    """Refuse options that do not go together.
+
+    Raises: UsageError.
+    """
     over_ssh = resolved is not None and resolved.job.launcher == "ssh"
-    if deep not in (with_job, over_ssh):
+    if depth.deep not in (depth.with_job, over_ssh):
         raise UsageError(
             "--job is for Slurm and this machine, --deep for a spec with launcher ssh, both together for all",
             hint="clusterddp doctor SPEC --launcher ssh, or --hosts H,H",
         )
-    if (deep and with_job and resolved is None) or (report is not None and not (deep and with_job)):
+    if (depth.by_ranks and resolved is None) or (depth.report is not None and not depth.by_ranks):
         raise UsageError("--job --deep has the ranks of a spec measure, and --report keeps that: give a SPEC")
-    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
-        return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
-    if resolved is not None and deep and with_job:
+
+
+def _check(
+    resolved: ResolvedSpec | None, depth: Depth, terminal: Terminal, runs_dir: Path
+) -> tuple[list[Check], dict[str, Any]]:
+    """Carry out the checks; return them, and what -o json has beside them."""
+    if resolved is not None and depth.by_ranks:
         from clusterddp.check.ranks import measure_ranks
 
-        checks, measured = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=timeout_s, tell=say)
-        if report is not None:
-            _write_report(report, measured)
-        return _show(checks, output, findings=measured["findings"])
-    if resolved is not None and over_ssh:
+        checks, measured = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, tell=say)
+        if depth.report is not None:
+            _write_report(depth.report, measured)
+        return checks, {"findings": measured["findings"]}
+    if resolved is not None and resolved.job.launcher == "ssh":
         from clusterddp.check.hosts import check_hosts
 
-        checks, ways = check_hosts(resolved, runs_dir, terminal.environ, deep=deep, tell=say)
-        return _show(checks, output, ways=ways)
+        checks, ways = check_hosts(resolved, runs_dir, terminal.environ, deep=depth.deep, tell=say)
+        return checks, {"ways": ways}
     from clusterddp.check.cluster import check_cluster
 
-    checks = check_cluster(resolved, runs_dir, terminal.environ, with_job=with_job, timeout_s=timeout_s, tell=say)
-    return _show(checks, output)
-
-
-COMMANDS = {"doctor": doctor}
+    checks = check_cluster(
+        resolved, runs_dir, terminal.environ, with_job=depth.with_job, timeout_s=depth.timeout_s, tell=say
+    )
+    return checks, {}
 
 
 def _show(checks: list[Check], output: str, **more: Any) -> int:
@@ -124,7 +156,7 @@ def _write_report(path: Path, measured: dict[str, Any]) -> None:
 
 
 def check_lines(checks: list[Check]) -> list[str]:
-    """Lay out checks as one table, what is red first; below each row what mends it."""
+    """Lay out checks as one table, red ones first; the fix is below each row."""
     from clusterddp.facts.checks import rows
 
     found = rows(checks)

@@ -1,4 +1,4 @@
-"""The command that shows where the variables of a rank come from: explain."""
+"""The command explain, which shows where the variables of a rank come from."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import command, output_option
+from clusterddp.cli.arguments import command, output_option, spec_arguments
 from clusterddp.cli.terminal import Terminal, put, put_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.explain import Origin
 
 _COLUMNS = 110
-_NOTE = "Under another launcher variables that are set already stay as they are; numbers that disagree are an error."
+_NOTE = (
+    "Under another launcher, variables that are set already are kept; numbers that contradict each other are an error."
+)
 
 
 @command("explain")
-@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--under", metavar="LAUNCHER", help="One of them only: local, ssh, slurm, torchrun, srun, mpirun, ...")
+@spec_arguments
+@click.option("--under", metavar="LAUNCHER", help="One launcher only: local, ssh, slurm, torchrun, srun, mpirun, ...")
 @output_option
 @click.pass_obj
-def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under: str | None, output: str) -> None:
+def explain(
+    terminal: Terminal, *, spec: Path | str, overrides: tuple[str, ...], under: str | None, output: str
+) -> None:
     """Show where each variable of a rank comes from, under each launcher.
 
     \b
@@ -36,7 +39,7 @@ def explain(terminal: Terminal, *, spec: str, overrides: tuple[str, ...], under:
     from clusterddp.planning import explain as origins
     from clusterddp.spec.load import load_spec
 
-    job = load_spec("-" if spec == "-" else Path(spec), overrides, environ=terminal.environ).job
+    job = load_spec(spec, overrides, environ=terminal.environ).job
     titles = [title for title, _ in origins.COLUMNS]
     if under is not None:
         titles = [title for title in titles if title.lower().startswith(under.lower())]

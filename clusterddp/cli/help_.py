@@ -1,4 +1,4 @@
-"""The command that prints the reference: the pages of docs/reference, which ship with the package."""
+"""The command help, which prints pages of docs/reference; they ship with the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOPICS = {
     "files": "the files of a run",
     "json": "the fields of -o json",
 }
-"""Page of docs/reference -> what it has."""
+"""Page of docs/reference -> its content."""
 
 
 @command("help")

@@ -1,4 +1,4 @@
-"""Commands between specs and files of other launchers: import, manifest."""
+"""Commands that translate files of other launchers to specs and back: import, manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from clusterddp.cli.arguments import command
+from clusterddp.cli.arguments import command, spec_arguments
 from clusterddp.cli.login import profile_option
 from clusterddp.cli.terminal import Terminal, put, say
 from clusterddp.errors import UsageError
@@ -35,10 +35,10 @@ _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 def import_(
     terminal: Terminal, *, files: tuple[Path, ...], kind: str | None, line: int | None, output: Path | None, force: bool
 ) -> None:
-    """Write the spec that files of other launchers come to; nothing in them is executed.
+    """Write a spec from files of other launchers; nothing in them is executed.
 
     A Slurm batch script, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed, Horovod, mpirun), a
-    .deepspeed_env. What the spec does not carry is listed, with its line and why, and stands in its comments, too.
+    .deepspeed_env. What the spec cannot express is listed with its line and the reason, also in the spec's comments.
 
     \b
     clusterddp import train.slurm > job.yaml
@@ -59,8 +59,7 @@ def import_(
 
 
 @command("manifest")
-@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@spec_arguments
 @click.option("--image", required=True, metavar="IMAGE", help="With Python, torch, clusterddp and your code.")
 @click.option("--workdir", metavar="DIR", default="/workspace", show_default=True, help="Where the code is in it.")
 @click.option("--claim", metavar="NAME", help="Volume claim (ReadWriteMany) for the runs; without: gone with the pods.")
@@ -69,7 +68,7 @@ def import_(
 def manifest(
     terminal: Terminal,
     *,
-    spec: str,
+    spec: Path | str,
     overrides: tuple[str, ...],
     image: str,
     workdir: str,
@@ -84,8 +83,7 @@ def manifest(
     from clusterddp.importing.manifest import write_manifest
     from clusterddp.spec.load import load_spec, resolved_yaml
 
-    source = "-" if spec == "-" else Path(spec)
-    resolved = load_spec(source, overrides, profile=profile, environ=terminal.environ)
+    resolved = load_spec(spec, overrides, profile=profile, environ=terminal.environ)
     text = resolved_yaml(resolved.job)
     put(write_manifest(resolved.job, text, image=image, workdir=workdir, claim=claim).rstrip("\n"))
 

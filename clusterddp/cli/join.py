@@ -1,23 +1,27 @@
-"""The command that is typed on each machine of a run: join."""
+"""The command join, which a user starts on each machine of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import StartOptions, command, output_option, runs_option
+from clusterddp.cli.arguments import StartOptions, collected, command, output_option, runs_option, spec_arguments
 from clusterddp.cli.login import profile_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.look.printable import printable
 
+if TYPE_CHECKING:
+    from clusterddp.submission.join.updates import Joined
+
 
 @command("join")
-@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@spec_arguments
 @click.option(
     "--node-rank", type=click.IntRange(min=0), metavar="N", help="The place of this machine in ssh.hosts, from 0."
 )
@@ -36,65 +40,70 @@ from clusterddp.look.printable import printable
 @output_option
 @profile_option
 @runs_option
+@collected("options", StartOptions)
 @click.pass_obj
 def join(
     terminal: Terminal,
     *,
-    spec: str,
+    spec: Path | str,
     overrides: tuple[str, ...],
     node_rank: int | None,
     timeout_s: float | None,
     resume: str | None,
     cpu: bool,
-    follow: bool,
-    output: str,
+    options: StartOptions,
     profile: str | None,
-    runs_dir: Path,
 ) -> int:
-    """Take part in the run of a spec, typed on each of its machines; no SSH, no scheduler.
+    """Take part in the run of a spec; start this on each of its machines. No SSH, no scheduler.
 
-    The machines are those of ssh.hosts, in that order: each finds itself by its own addresses and names. They meet at
-    the first one, compare spec and versions, and start together. The run ends with this command, on any of them.
+    The machines are those of ssh.hosts, in that order: each finds itself by its own addresses and names. They connect
+    to the first one, compare spec and versions, and start together. The run ends with this command, on any of them.
 
     \b
-    clusterddp join job.yaml                  on every machine, where the code lies
+    clusterddp join job.yaml                  on every machine, in the directory of the code
     clusterddp join job.yaml --follow         on the first one, to see what rank 0 writes
-    clusterddp join job.yaml --resume RUN     on every machine, when it has ended before it was done
+    clusterddp join job.yaml --resume RUN     on every machine, to continue a run that has ended too early
     CLUSTERDDP_JOIN_KEY=... clusterddp join job.yaml     only machines with this key take part
     """
-    from clusterddp.run.record import read_run
     from clusterddp.spec.load import load_spec
     from clusterddp.submission.join.join import join as join_run
     from clusterddp.submission.join.join import start_timeout_s
-    from clusterddp.submission.submit import Submitted
-    from clusterddp.system.files import read_json
 
     flags = {"launcher": "ssh"} | ({"device": "cpu"} if cpu else {})
-    resolved = load_spec(
-        "-" if spec == "-" else Path(spec), overrides, profile=profile, environ=terminal.environ, flags=flags
-    )
+    resolved = load_spec(spec, overrides, profile=profile, environ=terminal.environ, flags=flags)
     joined = join_run(
         resolved,
-        runs_dir=runs_dir,
+        runs_dir=options.runs_dir,
         working_dir=Path.cwd(),
         environ=terminal.environ,
         node_rank=node_rank,
         timeout_s=timeout_s or start_timeout_s(resolved.job),
         resume=resume,
-        say=lambda words: say(printable(words)),
+        report=lambda words: say(printable(words)),
     )
-    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
-    for note in (read_json(joined.run.plan) or {}).get("notes", ()) if joined.node_rank == 0 else ():
-        say_note(note)
-    job_id = read_run(joined.run).job_id
-    submitted = Submitted(
-        run=joined.run.name, launcher="join", job_id=job_id, run_dir=joined.run.path, connections=joined
-    )
-    options = StartOptions(runs_dir=runs_dir, output=output, follow=follow and joined.node_rank == 0, wait=True)
-    return stay_with(submitted, terminal, options, verb="joined")
+    return _stay_with(joined, terminal, options)
 
 
 COMMANDS = {"join": join}
+
+
+def _stay_with(joined: Joined, terminal: Terminal, options: StartOptions) -> int:
+    """Show how the run goes on until it has ended; its notes and logs on node 0 only."""
+    from clusterddp.run.record import read_run
+    from clusterddp.submission.submit import Submitted
+    from clusterddp.system.files import read_json
+
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
+    run = joined.run
+    if joined.node_rank == 0:
+        for note in (read_json(run.plan) or {}).get("notes", ()):
+            say_note(note)
+    else:
+        options = dataclasses.replace(options, follow=False)
+    submitted = Submitted(
+        run=run.name, launcher="join", job_id=read_run(run).job_id, run_dir=run.path, connections=joined
+    )
+    return stay_with(submitted, terminal, options, verb="joined")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

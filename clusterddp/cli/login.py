@@ -1,4 +1,4 @@
-"""Which commands run on a login node: the profile decides, or the run; and how their output appears here."""
+"""Commands that run on a login node, by --profile or because their run is there, and how their output is shown here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from clusterddp.login.node import (
 )
 from clusterddp.login.record import find_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
-from clusterddp.run.directory import find_run
+from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
-    from clusterddp.login.commands import Errand, Word
+    from clusterddp.login.commands import Argument, LoginCommand
     from clusterddp.remote.uploader import Progress
     from clusterddp.spec.load import ResolvedSpec
 
@@ -47,9 +47,9 @@ def profile_option(function: _F) -> _F:
 
 
 def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command about runs go where its run is: to the login node of --profile, or to that of the run itself.
+    """Run a command about runs where its run is: on the login node of --profile, or on that of the run itself.
 
-    A run that is not known here is looked for on the login node of the default profile.
+    A run that is not here is looked for on the login node of the default profile.
     """
 
     @functools.wraps(function)
@@ -59,49 +59,49 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
         if AT_LOGIN in terminal.environ:
             return function(**values)
         if profile is not None:
-            return _go(demand_node(profile, terminal.environ), context, {})
+            return _run_same(demand_node(profile, terminal.environ), context, {})
         if "names" in values:
-            return _each_where_it_is(function, context, values)
+            return _run_where_they_are(function, context, values)
         if values["name"] is None:
             result = function(**values)
-            _say_what_is_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
+            _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
             return result
-        return _where_it_is(function, context, values)
+        return _run_where_it_is(function, context, values)
 
     return profile_option(decide)
 
 
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
-    """Run the command that is being run, which has read a spec, on the login node, with its code."""
-    from clusterddp.login.commands import SPEC, Sent, errand_with_code
+    """Run the current command, which has read a spec, on the login node, with its code."""
+    from clusterddp.login.commands import SPEC, SentFile, plan_command
 
     context = click.get_current_context()
     terminal: Terminal = context.obj
     if resolved is None:
-        return _go(node, context, {})
+        return _run_same(node, context, {})
     node = Node(profile=node.profile, login=node.login, secrets=resolved.job.secrets)
-    errand = errand_with_code(
+    login_command = plan_command(
         resolved,
-        _words(context, {"spec": Sent(SPEC)}, ["--profile", node.profile]),
+        _arguments(context, {"spec": SentFile(SPEC)}, ["--profile", node.profile]),
         _variables(terminal, node),
         runs_dir=runs_dir,
         environ=terminal.environ,
         discard=discard,
     )
-    return _run(node, errand, context)
+    return _run(node, login_command, context)
 
 
 def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
-    """Run a command on the login node for what it writes to standard output.
+    """Run a command on the login node, and return its standard output.
 
     Raises: click.exceptions.Exit: with its exit code, when that is not 0.
     """
-    from clusterddp.login.commands import Errand
+    from clusterddp.login.commands import LoginCommand
 
     context = click.get_current_context()
     answer = bytearray()
-    errand = Errand(arguments=arguments, variables=_variables(context.obj, node))
-    if code := _run(node, errand, context, write_out=answer.extend):
+    login_command = LoginCommand(arguments=arguments, variables=_variables(context.obj, node))
+    if code := _run(node, login_command, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
     return bytes(answer)
 
@@ -112,9 +112,9 @@ class _Output:
     def __init__(self, params: Mapping[str, Any], first_line: FirstLine | None) -> None:
         on_terminal = sys.stdout.isatty()
         self._first_line = first_line
-        # The login node does not know of this terminal; the line on stderr has named the run already.
+        # The login node does not know of this terminal; a line on stderr has named the run already.
         self._hides_name = on_terminal and params.get("output") != "json"
-        # What ranks print must not command the terminal.
+        # Control characters that ranks print must not reach the terminal.
         self._escapes = on_terminal and ("tail_lines" in params or params.get("follow")) and not params.get("raw")
         self._line = b""
         self._said_upload = False
@@ -136,12 +136,12 @@ class _Output:
         sys.stderr.flush()
 
     def finish(self) -> None:
-        """Write what the last line has, if it has no end."""
+        """Write the last line, if it has no line end."""
         if self._line:
             self._put(printable(self._line).encode())
 
     def watch(self, progress: Progress) -> None:
-        """Print once that something large is being sent."""
+        """Print once that a large upload goes on."""
         if progress.total_bytes >= _LARGE_UPLOAD_BYTES and not self._said_upload:
             self._said_upload = True
             say(str(progress))
@@ -152,16 +152,20 @@ class _Output:
             sys.stdout.buffer.flush()
 
 
-def _go(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
-    """Run the command that is being run on the login node, about a run that is there."""
-    from clusterddp.login.commands import Errand
+def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
+    """Run the current command on the login node, with some values changed."""
+    from clusterddp.login.commands import LoginCommand
 
-    errand = Errand(arguments=_words(context, changed, []), variables=_variables(context.obj, node))
-    return _run(node, errand, context)
+    login_command = LoginCommand(arguments=_arguments(context, changed, []), variables=_variables(context.obj, node))
+    return _run(node, login_command, context)
 
 
 def _run(
-    node: Node, errand: Errand, context: click.Context, *, write_out: Callable[[bytes], object] | None = None
+    node: Node,
+    login_command: LoginCommand,
+    context: click.Context,
+    *,
+    write_out: Callable[[bytes], object] | None = None,
 ) -> int:
     from clusterddp.login.commands import run_at_login
 
@@ -171,7 +175,7 @@ def _run(
     output = _Output(params, first_line)
     code = run_at_login(
         node.login,
-        errand,
+        login_command,
         environ=context.obj.environ,
         write_out=write_out or output.write_out,
         write_err=output.write_err,
@@ -179,25 +183,25 @@ def _run(
     )
     output.finish()
     if code is None:
-        named = str(errand.arguments[-1]) if params.get("name") or params.get("names") else None
+        named = str(login_command.arguments[-1]) if params.get("name") or params.get("names") else None
         raise explain_cut(node, first_line.run if first_line else named, submits=submits)
     return code
 
 
-def _where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
+def _run_where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
     """Run a command about one run."""
     if sent := find_sent_run(values["runs_dir"], values["name"]):
-        return _go(node_of_run(sent, context.obj.environ), context, {"name": sent.name_there(values["name"])})
+        return _run_same(node_of_run(sent, context.obj.environ), context, {"name": sent.name_there(values["name"])})
     try:
         return function(**values)
     except RunNotFoundError:
         node = find_node(None, context.obj.environ)
         if node is None:
             raise
-    return _go(node, context, {})
+    return _run_same(node, context, {})
 
 
-def _each_where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> int:
+def _run_where_they_are(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> int:
     """Run a command about several runs, here and on login nodes; return the worst exit code."""
     terminal, runs_dir = context.obj, values["runs_dir"]
     here: list[str] = []
@@ -213,7 +217,7 @@ def _each_where_it_is(function: Callable[..., Any], context: click.Context, valu
             there.setdefault(f"{node.login.host} {node.login.runs_dir}", (node, []))[1].append(
                 sent.name_there(name) if sent else name
             )
-    codes = [_go(node, context, {"names": tuple(names)}) for node, names in there.values()]
+    codes = [_run_same(node, context, {"names": tuple(names)}) for node, names in there.values()]
     if here:
         codes.append(function(**values | {"names": tuple(here)}))
     return max(codes)
@@ -226,7 +230,7 @@ def _is_here(runs_dir: Path, name: str) -> bool:
         return False
 
 
-def _say_what_is_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
+def _say_runs_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
     sent_runs = [] if quiet else list_sent_runs(runs_dir)
     for profile in dict.fromkeys(sent.profile for sent in sent_runs):
         own = [sent for sent in sent_runs if sent.profile == profile]
@@ -234,10 +238,10 @@ def _say_what_is_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
         say(f"{count} on {own[-1].login['host']}: clusterddp list --profile {profile}")
 
 
-def _words(context: click.Context, changed: Mapping[str, Any], more: list[str]) -> list[Word]:
-    """Write the command that is being run as words, with some values changed, without what means something here."""
-    options: list[Word] = []
-    arguments: list[Word] = []
+def _arguments(context: click.Context, changed: Mapping[str, Any], more: list[str]) -> list[Argument]:
+    """Return the current command's arguments, with some values changed, without those that are for this machine."""
+    options: list[Argument] = []
+    positional: list[Argument] = []
     for param in context.command.params:
         name = param.name or ""
         usual = context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
@@ -248,15 +252,15 @@ def _words(context: click.Context, changed: Mapping[str, Any], more: list[str]) 
             continue
         values = list(value) if isinstance(value, tuple | list) else [value]
         if isinstance(param, click.Argument):
-            arguments += values
+            positional += values
         elif isinstance(param, click.Option) and param.is_flag:
             options += [param.opts[-1]] if value else []
         else:
-            options += [word for each in values for word in (param.opts[-1], str(each))]
-    return [context.info_name or "", *options, *more, "--", *arguments]
+            options += [text for each in values for text in (param.opts[-1], str(each))]
+    return [context.info_name or "", *options, *more, "--", *positional]
 
 
-def _variables(terminal: Terminal, node: Node) -> dict[str, Word]:
+def _variables(terminal: Terminal, node: Node) -> dict[str, Argument]:
     color = terminal.color
     if color is None and sys.stdout.isatty() and sys.stderr.isatty():
         color = True

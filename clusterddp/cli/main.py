@@ -1,4 +1,4 @@
-"""The command itself: which commands there are, how they are found, and how an error reaches the user."""
+"""The entry point `clusterddp`: the index of all commands, and how an error is printed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COMMANDS = {
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }
-"""Command -> the module in this package that has it, the task it belongs to, what it does."""
+"""Command -> its module in this package, the group in `--help`, what it does."""
 
 _EXAMPLES = """\
 Start here:
@@ -72,11 +72,11 @@ EXIT_CODES = {
     _INTERRUPTED: "Ctrl-C.",
     _BROKEN_PIPE: "The reader of the output went away: clusterddp list | head -1.",
 }
-"""What scripts may rely on; docs/reference/errors.md is made of it."""
+"""Exit code -> its meaning, for scripts; docs/reference/errors.md is made of it."""
 
 
 class CommandIndex(click.Group):
-    """The group of all commands; one is imported when it is asked for, so that `--help` and TAB load nothing heavy."""
+    """The group of all commands; each is imported when it runs, so that `--help` and TAB load nothing heavy."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -88,7 +88,7 @@ class CommandIndex(click.Group):
         module = importlib.import_module(f"clusterddp.cli.{module_name}")
         command: click.Command = module.COMMANDS[cmd_name]
         command.short_help = summary
-        # click keeps the names of the help option of the first context, whoever made that.
+        # click keeps the help option's names of the first context that is made.
         command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
         return command
 
@@ -106,10 +106,10 @@ class CommandIndex(click.Group):
         formatter.write("clusterddp - run PyTorch DDP jobs from one YAML file\n\n")
         formatter.write("Usage: clusterddp [OPTIONS] COMMAND [ARGS]...\n\n")
         formatter.write(_EXAMPLES)
-        for task in dict.fromkeys(task for _, task, _ in _COMMANDS.values()):
-            formatter.write(f"\n{task}:\n")
-            for name, (_, of_task, summary) in _COMMANDS.items():
-                if of_task == task:
+        for group in dict.fromkeys(group for _, group, _ in _COMMANDS.values()):
+            formatter.write(f"\n{group}:\n")
+            for name, (_, of_group, summary) in _COMMANDS.items():
+                if of_group == group:
                     formatter.write(f"  {name:<12}{summary}\n")
         self.format_options_only(ctx, formatter)
         formatter.write(_NOTES)
@@ -160,7 +160,7 @@ def _run_and_report(arguments: list[str], terminal: Terminal) -> int:
             exit_code = _print_error(error, terminal)
         try:
             sys.stdout.flush()
-        except OSError:  # if this was the error, it is printed already
+        except OSError:  # the error may be this one, which is printed already
             _drop_stdout()
         return exit_code
 
@@ -203,13 +203,13 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         return 1
     say_error(
         f"internal: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}",
-        hint="a mistake of clusterddp's; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
+        hint="a bug of clusterddp; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
     )
     return 1
 
 
 def _prepare_streams() -> None:
-    """Make sure that there are standard streams, and that no name can be one too many for their encoding."""
+    """Open standard streams that are closed, and escape characters that their encoding lacks."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -223,6 +223,6 @@ def _prepare_streams() -> None:
 
 
 def _drop_stdout() -> None:
-    """Let nothing be written any more, so that Python does not complain when it closes standard output."""
+    """Redirect standard output to /dev/null, so that Python reports no error when it closes it."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())

@@ -1,22 +1,24 @@
-"""The commands ps and gc: the processes of runs on machines, and the cleanup of what a power cut or a kill left."""
+"""The commands ps and gc: list the processes of runs on machines, and end those that a power cut or a kill left."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.arguments import HostName, RunName, command, output_option, runs_option
+from clusterddp.cli.arguments import HostName, RunName, collected, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.run.directory import find_run
+from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
 
 if TYPE_CHECKING:
+    from clusterddp.look.cleanup import Cleanup
     from clusterddp.look.ps import Machines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -24,8 +26,53 @@ _AGE = re.compile(r"([0-9]{1,5})([hdw])")
 _UNIT_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The run and the machines that the options of ps and gc name."""
+
+    name: str | None
+    hosts: tuple[str, ...]
+    python: str | None
+    root: str | None
+    runs_dir: Path
+
+    @property
+    def tokens(self) -> list[str] | None:
+        """The token of the run; None: all runs."""
+        return None if self.name is None else [read_run(find_run(self.runs_dir, self.name)).token]
+
+    def open(self, environ: Mapping[str, str]) -> Machines:
+        """Return the machines.
+
+        Raises: UsageError: the run is on Slurm.
+        """
+        from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
+        from clusterddp.spec.hosts import expand_all
+        from clusterddp.ssh.session import HostAccess
+
+        root = self.root or DEFAULT_ROOT
+        if self.hosts:
+            return Hosts(
+                [HostAccess(host=host, python=self.python, root=root) for host in expand_all(self.hosts)], environ
+            )
+        if self.python:
+            raise UsageError("--python is that of --hosts, and there are none")
+        if self.name is None:
+            return ThisMachine(self.runs_dir, root)
+        run = find_run(self.runs_dir, self.name)
+        if of_run := accesses_of(run):
+            return Hosts(of_run, environ)
+        if read_run(run).launcher == "slurm":
+            raise UsageError(
+                f"{run.name} runs on Slurm, which answers for its processes",
+                hint=f"clusterddp cancel {run.name}; --hosts NODE,.. looks at nodes that SSH reaches",
+            )
+        return ThisMachine(self.runs_dir)
+
+
 def _machine_options(function: _F) -> _F:
-    """Declare which machines are meant, which of the runs there, and how hosts are used."""
+    """Declare the run, its machines, and how hosts are used; the command receives a `Selection`."""
+    function = collected("selection", Selection)(function)
     for decorate in (
         runs_option,
         output_option,
@@ -52,27 +99,18 @@ def _machine_options(function: _F) -> _F:
 @command("ps")
 @_machine_options
 @click.pass_obj
-def ps(
-    terminal: Terminal,
-    *,
-    name: str | None,
-    hosts: tuple[str, ...],
-    python: str | None,
-    root: str | None,
-    output: str,
-    runs_dir: Path,
-) -> int:
+def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
-    A run is left over when no supervisor, guard or task of it lives on a host while other processes of it do; `gc` ends
-    those. Processes are known by the cookie in their environment: one that has overwritten its environment is not
-    found. Exit code 3 when a host cannot be asked.
+    A run is left over on a host when its supervisor, guard and task there are gone and other processes of it are not;
+    `gc` ends those. A process is found by the cookie in its environment: one that has overwritten its environment is
+    not found. Exit code 3 when a host cannot be asked.
     """
     from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
-    from clusterddp.look.clearing import left_over_of
+    from clusterddp.look.cleanup import left_over_of
 
-    with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
-        found = machines.look(_tokens(name, runs_dir))
+    with selection.open(terminal.environ) as machines:
+        found = machines.look(selection.tokens)
     if output == "json":
         rows = [
             failure_json(host, runs)
@@ -86,8 +124,8 @@ def ps(
         left_over = left_over_of(found)
         say_unmarked(left_over)
         if left_over:
-            words = [name] if name else []
-            words += ["--hosts", ",".join(left_over)] if hosts else []
+            words = [selection.name] if selection.name else []
+            words += ["--hosts", ",".join(left_over)] if selection.hosts else []
             say(f"{shlex.join(['clusterddp', 'gc', *words])} ends what is left over")
     return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
 
@@ -101,15 +139,11 @@ def ps(
 def gc(
     terminal: Terminal,
     *,
-    name: str | None,
-    hosts: tuple[str, ...],
-    python: str | None,
-    root: str | None,
+    selection: Selection,
     older_than: str | None,
     yes: bool,
     dry_run: bool,
     output: str,
-    runs_dir: Path,
 ) -> int:
     """End what is left over of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
 
@@ -120,74 +154,45 @@ def gc(
     Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
     from clusterddp.cli.text import ps as text
-    from clusterddp.look.clearing import Clearing, answers
+    from clusterddp.look.cleanup import Cleanup
 
     older_than_s = _read_age(older_than) if older_than else None
-    if name and older_than:
+    if selection.name and older_than:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
-    with _open(terminal, name, hosts=hosts, python=python, root=root, runs_dir=runs_dir) as machines:
+    with selection.open(terminal.environ) as machines:
         show = say if output == "json" else put
-        clearing = Clearing(machines=machines, tokens=_tokens(name, runs_dir), older_than_s=older_than_s)
-        clearing.look()
-        if lines := text.clearing_lines(clearing):
+        cleanup = Cleanup(machines=machines, tokens=selection.tokens, older_than_s=older_than_s)
+        cleanup.look()
+        if lines := text.cleanup_lines(cleanup):
             show("\n".join(lines))
-        text.say_kept(clearing)
-        question = text.clearing_question(clearing)
-        if not question:
-            if answers(clearing.found):
-                say("nothing is left over" + (" on the others" if clearing.exit_code else ""))
-        elif not dry_run:
-            refused = "nothing was ended, nothing was removed"
-            if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
-                say(refused)
-                return 1
-            clearing.carry_out()
-            text.say_cleared(clearing, show)
+        text.say_kept(cleanup)
+        if not _carry_out(cleanup, show, yes=yes, dry_run=dry_run):
+            return 1
     if output == "json":
-        put_json(text.clearing_json(clearing))
-    return clearing.exit_code
+        put_json(text.cleanup_json(cleanup))
+    return cleanup.exit_code
 
 
 COMMANDS = {"ps": ps, "gc": gc}
 
 
-def _open(
-    terminal: Terminal,
-    name: str | None,
-    *,
-    hosts: tuple[str, ...],
-    python: str | None,
-    root: str | None,
-    runs_dir: Path,
-) -> Machines:
-    """Return the machines that are meant.
+def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_run: bool) -> bool:
+    """End and remove what was found, after asking; return False when the user refuses."""
+    from clusterddp.cli.text import ps as text
+    from clusterddp.look.cleanup import answers
 
-    Raises: UsageError: of a run on Slurm it is not known which they are.
-    """
-    from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
-    from clusterddp.spec.hosts import expand_all
-    from clusterddp.ssh.session import HostAccess
-
-    if hosts:
-        accesses = [HostAccess(host=host, python=python, root=root or DEFAULT_ROOT) for host in expand_all(hosts)]
-        return Hosts(accesses, terminal.environ)
-    if python:
-        raise UsageError("--python is that of --hosts, and there are none")
-    if name is None:
-        return ThisMachine(runs_dir, root or DEFAULT_ROOT)
-    run = find_run(runs_dir, name)
-    if of_run := accesses_of(run):
-        return Hosts(of_run, terminal.environ)
-    if read_run(run).launcher == "slurm":
-        raise UsageError(
-            f"{run.name} runs on Slurm, which answers for its processes",
-            hint=f"clusterddp cancel {run.name}; --hosts NODE,.. looks at nodes that SSH reaches",
-        )
-    return ThisMachine(runs_dir)
-
-
-def _tokens(name: str | None, runs_dir: Path) -> list[str] | None:
-    return None if name is None else [read_run(find_run(runs_dir, name)).token]
+    question = text.cleanup_question(cleanup)
+    if not question:
+        if answers(cleanup.found):
+            say("nothing is left over" + (" on the others" if cleanup.exit_code else ""))
+    elif not dry_run:
+        refused = "nothing was ended, nothing was removed"
+        if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
+            say(refused)
+            return False
+        cleanup.carry_out()
+        text.say_removed(cleanup, show)
+    return True
 
 
 def _read_age(text: str) -> float:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,10 @@ from clusterddp.cli.watch import say_ending, say_note, say_unfetched, staying_wi
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import demand_sight, is_out_of_sight
+from clusterddp.results.reports import is_unknown, raise_if_unknown
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir, find_run, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
@@ -38,7 +40,7 @@ _LIST_TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
 _NEWEST_SHOWN = 20
 _RUNS_AT_ONCE = 1000
-"""How many runs are looked at together when it is not known how many will be shown."""
+"""How many runs are read at a time when --state selects some of them."""
 
 
 @command("status")
@@ -64,7 +66,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
         return "\n".join(status_lines(state, run, address=address(run, terminal), one_by_one=all_ranks))
 
     # The text names the hosts that do not answer.
-    with Synchroniser([run], terminal.environ, say=say_note, names_hosts=output == "json") as sync:
+    with Synchroniser([run], terminal.environ, report=say_note, names_hosts=output == "json") as sync:
         if watch and output == "text" and terminal.can_redraw(sys.stdout):
             state = _redraw(run, text_of, terminal, sync)
         else:
@@ -74,7 +76,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
                     sys.stdout.flush()
                 else:
                     put(text_of(state) + ("\n" if watch else ""))
-    return PreflightError.exit_code if is_out_of_sight(run, state.state) else 0
+    return PreflightError.exit_code if is_unknown(run, state.state) else 0
 
 
 @command("logs")
@@ -107,15 +109,17 @@ def logs(
     with staying_with(run, terminal) as sync:
         anything = write_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
     if not anything:
-        demand_sight(run, read_state(run))
+        raise_if_unknown(run, read_state(run))
     if not anything and tail_lines != 0:
         record = read_run(run)
         what = "has written nothing"
         if record.launcher == FOREIGN:
-            what = f"has no log here: what ranks of clusterddp worker write goes to what started them ({record.job_id})"
+            what = (
+                f"has no log here: ranks of clusterddp worker write to the launcher that started them ({record.job_id})"
+            )
         say(f"rank {ranks} of {run.name} {what}")
     if not follow and ranks == "0":
-        _say_who_failed(run, attempt, terminal)
+        _say_failed_rank(run, attempt, terminal)
 
 
 @command("wait")
@@ -146,7 +150,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Pa
 @click.pass_obj
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
-    from clusterddp.submission.submit import cancel as cancel_run
+    from clusterddp.submission.cancel import cancel as cancel_run
     from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
@@ -157,11 +161,16 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
                 say(f"{sweep.name}: {cancel_sweep(sweep, save=save)}")
                 continue
             run = find_run(runs_dir, name)
-            say(f"{run.name}: {printable(cancel_run(run, save=save))}")
-        except ClusterddpError as error:  # the others are cancelled all the same
+            report = partial(_say_of, run.name)
+            report(cancel_run(run, save=save, report=report))
+        except ClusterddpError as error:  # the others are cancelled nevertheless
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
     return exit_code
+
+
+def _say_of(run: str, text: str) -> None:
+    say(f"{run}: {printable(text)}")
 
 
 @command("list")
@@ -225,13 +234,13 @@ def _watched(run: RunDir, sync: Synchroniser) -> Iterator[RunStatus]:
     before = None
     while True:
         state = _fetched_status(run, sync)
-        # How long ago something was known last is no news.
-        news = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
-        if news != before:
+        # An UNKNOWN state has its age in the reason, which is no change.
+        update = dataclasses.replace(state, reason="") if state.state.value == "UNKNOWN" else state
+        if update != before:
             yield state
         if state.state.finished:
             return
-        before = news
+        before = update
         time.sleep(_WATCH_INTERVAL_S)
 
 
@@ -251,8 +260,8 @@ def _redraw(run: RunDir, text_of: Callable[[RunStatus], str], terminal: Terminal
             time.sleep(_WATCH_INTERVAL_S)
 
 
-def _say_who_failed(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
-    """Name the rank that failed first to a reader of rank 0's log of a failed attempt."""
+def _say_failed_rank(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
+    """Below rank 0's log of a failed attempt, name the rank that failed first."""
     attempts = run.attempts()
     if not attempts:
         return
@@ -273,12 +282,12 @@ def _state_word(text: str) -> str:
 
 
 def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
-    """Yield what is shown of runs; Slurm is asked once for `at_once` of them, and each host once."""
+    """Yield the summary of each run; Slurm is asked once for `at_once` of them, and each host once."""
     from clusterddp.launchers.state import announce
     from clusterddp.look.status import read_summary
 
     while batch := list(itertools.islice(runs, at_once)):
-        with Synchroniser(batch, terminal.environ, say=say_note) as sync:
+        with Synchroniser(batch, terminal.environ, report=say_note) as sync:
             sync.update(timeout_s=_LIST_TIMEOUT_S)
         records = list(_with_records(batch))
         announce(records)
@@ -290,7 +299,7 @@ def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> I
 
 
 def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
-
+    """Yield the runs whose record can be read."""
     for run in runs:
         try:
             yield run, read_run(run)

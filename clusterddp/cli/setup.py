@@ -19,7 +19,7 @@ from clusterddp.system.files import read_json, write_text
 from clusterddp.system.templates import read_template
 
 _ACCURACY = 0.95
-"""What the demo always reaches."""
+"""The demo always reaches this."""
 _ACTIVATION = {
     "bash": 'add to ~/.bashrc:  eval "$(clusterddp completion bash)"',
     "zsh": 'add to ~/.zshrc, after compinit:  eval "$(clusterddp completion zsh)"',
@@ -38,7 +38,8 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
-    from clusterddp.submission.submit import cancel, submit
+    from clusterddp.submission.cancel import cancel
+    from clusterddp.submission.submit import submit
 
     resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
     plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))
@@ -75,8 +76,8 @@ def init(
     """Write a commented spec to PATH (job.yaml) to start from.
 
     With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
-    cluster's: partition, GPUs, cores, memory, time limit, account; and notes say what follows from how the cluster is
-    set up. A PATH of - is standard output.
+    cluster's: partition, GPUs, cores, memory, time limit, account; notes explain what the cluster's settings mean for
+    runs. A PATH of - is standard output.
     """
     if partition is not None and launcher != "slurm":
         raise UsageError("--partition is for --launcher slurm")
@@ -87,7 +88,7 @@ def init(
         more = ["--partition", partition] if partition else []
         text = ask_login(node, ["init", "--launcher", "slurm", *more, "-"]).decode()
     elif launcher == "slurm":
-        from clusterddp.slurm.starter import slurm_spec
+        from clusterddp.slurm.first_spec import slurm_spec
 
         text, notes = slurm_spec(text, terminal.environ, partition)
     if str(path) == "-":
@@ -136,7 +137,7 @@ def completion(ctx: click.Context, *, shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     script_class = get_completion_class(shell)
-    if script_class is None:  # click of another kind than the ones tested
+    if script_class is None:  # another version of click
         raise UsageError(f"{shell}: click has no completion for it")
     root = ctx.find_root().command
     put(script_class(root, {}, "clusterddp", "_CLUSTERDDP_COMPLETE").source())
@@ -148,7 +149,7 @@ COMMANDS = {"demo": demo, "init": init, "schema": schema, "completion": completi
 
 
 def say_result(run: RunDir, terminal: Terminal) -> None:
-    """Print what was learned, and what to try next.
+    """Print the accuracy, and what to try next.
 
     Raises: RunFailedError: the accuracy is below what the demo always reaches.
     """

@@ -13,7 +13,7 @@ from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, duration, put, put_json
 from clusterddp.look.printable import printable
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import find_run
+from clusterddp.run.find import find_run
 
 if TYPE_CHECKING:
     from clusterddp.run.stack_folding import Folded

@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli import sweeps
-from clusterddp.cli.arguments import Place, RunName, StartOptions, command, place_options, plan_options, start_options
+from clusterddp.cli.arguments import (
+    Place,
+    RunName,
+    StartOptions,
+    command,
+    place_options,
+    plan_options,
+    spec_arguments,
+    start_options,
+)
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.terminal import Terminal, put, put_json, say
+from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
-from clusterddp.errors import PreflightError
+from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
-from clusterddp.run.directory import find_run
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
@@ -26,15 +36,14 @@ if TYPE_CHECKING:
 
 
 @command("submit")
-@click.argument("spec", type=click.Path(allow_dash=True, dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@spec_arguments
 @place_options
 @plan_options
 @start_options
 @click.option(
     "--smoke-test",
     is_flag=True,
-    help="Start all ranks on this machine, or where --launcher says, for one step and one checkpoint, and wait.",
+    help="Start all ranks on this machine, or by --launcher, for one step and one checkpoint, and wait.",
 )
 @click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
 @profile_option
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
 def submit(
     terminal: Terminal,
     *,
-    spec: str,
+    spec: Path | str,
     overrides: tuple[str, ...],
     place: Place,
     options: StartOptions,
@@ -50,12 +59,10 @@ def submit(
     sweep: bool,
     profile: str | None,
 ) -> int:
-    """Start what a spec describes; - reads the spec from stdin.
-
-    Ctrl-C while it waits or follows leaves the run alone.
+    """Start what a spec describes; - reads it from stdin. Ctrl-C while it waits does not stop the run.
 
     \b
-    clusterddp submit job.yaml                                run it, come back at once
+    clusterddp submit job.yaml                                run it, return at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
     clusterddp submit job.yaml --cpu -n                       what would happen
@@ -67,15 +74,8 @@ def submit(
 
     if smoke_test and not place.flags.get("launcher"):
         place = dataclasses.replace(place, launcher="local")
-    read = load_sweep(
-        "-" if spec == "-" else Path(spec),
-        overrides,
-        sweep=sweep,
-        profile=profile,
-        environ=terminal.environ,
-        flags=place.flags,
-        hosts=place.read_hosts(),
-    )
+    flags, hosts = place.flags, place.read_hosts()
+    read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
     if smoke_test and read.keys:
         raise click.UsageError("--smoke-test is for one run, and this is a sweep of many: give one value for each key")
     resolved = read.variants[0].resolved
@@ -114,20 +114,41 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
 @command("resume")
 @works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--from-start", is_flag=True, help="Do not ask where no checkpoint of the program is found.")
 @start_options
 @click.pass_obj
-def resume(terminal: Terminal, *, name: str, options: StartOptions) -> int:
-    """Continue a run from its newest checkpoint: the next attempt of the same run.
+def resume(
+    terminal: Terminal, *, name: str, overrides: tuple[str, ...], from_start: bool, options: StartOptions
+) -> int:
+    """Continue a run from its newest checkpoint, with other values if given: the next attempt of the same run.
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
+    from clusterddp.look.status import may_have_saved
     from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(options.runs_dir, name)
+    if sweep and overrides:
+        raise UsageError(f"{sweep.name}: a sweep is resumed as it is", hint="clusterddp resume RUN KEY=VALUE takes one")
     if sweep:
         return sweeps.resume(sweep, terminal, options)
-    submitted = resume_run(find_run(options.runs_dir, name), tell=say)
+    run = find_run(options.runs_dir, name)
+    if not from_start and not may_have_saved(run):
+        _confirm_start_over(run)
+    submitted = resume_run(run, report=say, overrides=overrides)
     return stay_with(submitted, terminal, options, verb="resumed")
+
+
+def _confirm_start_over(run: RunDir) -> None:
+    """Ask before a program starts from its beginning again.
+
+    Raises: UsageError: the user does not want that, or is not there to ask.
+    """
+    say(f"{run.name}: no checkpoint is known: the output directory is empty, the program never asked whether to stop")
+    hint = "--from-start starts the program from its beginning"
+    if not confirm("Start it from its beginning?", hint=hint, refused="nothing was started"):
+        raise UsageError("nothing was started")
 
 
 COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
@@ -179,7 +200,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
 
     for note in plan.notes:
         say_note(note)
-    return stay_with(submit_plan(plan, tell=say), terminal, options, verb="submitted")
+    return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
 
 
 def _show(plan: Plan, terminal: Terminal, output: str) -> int:

@@ -1,4 +1,4 @@
-"""Sweeps on the command line: the plan, the submit, all runs at once, and waiting for them."""
+"""Sweeps on the command line: show the plan, submit and resume, show all runs, wait for them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from clusterddp.sweep.queue_control import SubmittedSweep
 
 _POLL_INTERVAL_S = 1.0
-_POLL_COST_SHARE = 5.0
-"""Reading a thousand runs takes a while: no more than a fifth of the time is spent on it."""
+_PAUSE_PER_POLL = 5.0
+"""A poll of a thousand runs takes a while: the pause after it is at least five times as long."""
 _LINE_INTERVAL_S = 60.0
 
 
@@ -54,7 +54,7 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
 
 
 def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
-    """Go on with what is left of a sweep, and wait for its runs if the options say so; return the exit code."""
+    """Continue the unfinished runs of a sweep, and wait for its runs if the options say so; return the exit code."""
     from clusterddp.sweep.queue_control import resume_sweep
 
     _refuse_follow(options)
@@ -65,7 +65,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
     """Show all runs of a sweep."""
     from clusterddp.look.sweep import read_sweep_status
 
-    with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+    with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
         sync.update()
     status = read_sweep_status(sweep)
     if output == "json":
@@ -83,7 +83,7 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        with Synchroniser(sweep.runs(), terminal.environ, say=say_note) as sync:
+        with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
             status = _poll(sweep, sync, deadline)
             if status.finished:
                 sync.download()
@@ -142,7 +142,7 @@ def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOpti
 
 
 def _poll(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepStatus:
-    """Look until all runs have ended or the time is up, and print what has changed."""
+    """Poll until all runs have ended or the time is up, and print changes."""
     from clusterddp.look.sweep import read_sweep_status
 
     said: tuple[str, str] = ("", "")
@@ -155,8 +155,8 @@ def _poll(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepS
         if status.finished or (deadline is not None and now >= deadline):
             return status
         waits_for = status.queue.waits_for if status.queue else ""
-        news = (text.plain_counts(status.states), waits_for)
-        if news != said or now - said_at > _LINE_INTERVAL_S:
-            said, said_at = news, now
-            say(f"{sweep.name}  {news[0]}" + (f"; waits: {printable(waits_for)}" if waits_for else ""))
-        time.sleep(max(_POLL_INTERVAL_S, _POLL_COST_SHARE * (now - begun)))
+        shown = (text.plain_counts(status.states), waits_for)
+        if shown != said or now - said_at > _LINE_INTERVAL_S:
+            said, said_at = shown, now
+            say(f"{sweep.name}  {shown[0]}" + (f"; waits: {printable(waits_for)}" if waits_for else ""))
+        time.sleep(max(_POLL_INTERVAL_S, _PAUSE_PER_POLL * (now - begun)))

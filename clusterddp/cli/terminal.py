@@ -1,4 +1,4 @@
-"""What the standard streams can show, and how a command prints: data to stdout, messages to stderr."""
+"""How a command prints: data to stdout, messages to stderr, with the colours that the streams can show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELP_OPTIONS = ["-h", "--help"]
 
 
 class Terminal:
-    """What is known about where the command runs; made once in `main`, handed to every command."""
+    """The environment of the command and how it prints; `main` makes it and passes it to every command."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -43,7 +43,7 @@ class Terminal:
 def put(text: str) -> None:
     """Print data to stdout; text of other programs may be part of it."""
     with writing_stdout():
-        click.echo(_harmless(text))
+        click.echo(_escaped(text))
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
@@ -55,7 +55,7 @@ def put_json(value: Any, *, indent: int | None = 1) -> None:
 
 @contextlib.contextmanager
 def writing_stdout() -> Iterator[None]:
-    """Name stdout in its errors (a full disk), as they are none of a run's files; a closed reader is no error here.
+    """Name stdout in its errors (a full disk), so that no file of a run is suspected; BrokenPipeError passes.
 
     Raises: ClusterddpError, BrokenPipeError.
     """
@@ -69,7 +69,7 @@ def writing_stdout() -> Iterator[None]:
 
 def say(text: str = "") -> None:
     """Print a message to stderr; text of other programs may be part of it."""
-    click.echo(_harmless(text), err=True)
+    click.echo(_escaped(text), err=True)
 
 
 def say_error(message: str, *, hint: str | None = None) -> None:
@@ -82,7 +82,7 @@ def say_error(message: str, *, hint: str | None = None) -> None:
 def confirm(question: str, *, hint: str, refused: str) -> bool:
     """Ask the user a question of yes or no; Ctrl-C is no, with `refused` as its message.
 
-    Raises: UsageError: standard input is no terminal; `hint` says how to do without the question.
+    Raises: UsageError: standard input is no terminal; `hint` names the option to use in its place.
     """
     if not sys.stdin.isatty():
         raise UsageError("cannot ask: standard input is no terminal", hint=hint)
@@ -124,6 +124,6 @@ def rank_span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _harmless(text: str) -> str:
-    """Escape everything that commands a terminal, but for the ends of lines and our own colours."""
+def _escaped(text: str) -> str:
+    """Escape control characters, except line ends and our own colours."""
     return "".join(part if _OURS.fullmatch(part) else printable(part) for part in _OURS.split(text))

@@ -1,4 +1,4 @@
-"""Staying with a run: a bar or lines while it goes on, its logs as they are written, how it ended."""
+"""Show how a run goes on until it ends: a bar or lines of progress, its logs, and how it ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import demand_sight
+from clusterddp.results.reports import raise_if_unknown
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 _POLL_INTERVAL_S = 0.25
 _SIGHT_S = 60.0
-"""How long the hosts of a run of which nothing is known are asked again and again, where no limit is given."""
+"""How long the hosts of a run without a known state are asked again, unless a time limit is given."""
 
 
 def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
-    """Print what was started and stay with it as long as the options say; return the exit code."""
+    """Print which run was started, and watch it as long as the options ask for; return the exit code."""
     run = RunDir(Path(submitted.run_dir))
     with _attached(run, submitted.connections) if submitted.connections else contextlib.nullcontext():
         say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
         if options.output == "json":
             facts = {"run": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
             put_json(facts | {"run_dir": str(submitted.run_dir)}, indent=None)
-        elif not sys.stdout.isatty():  # on a terminal the line above has said the name
+        elif not sys.stdout.isatty():  # on a terminal the line above has the name
             put(submitted.run)
         if not (submitted.connections or options.wait or options.follow):
             where = address(run, terminal)
@@ -48,7 +48,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
             say(f"  status  clusterddp status {where}")
             say(f"  cancel  clusterddp cancel {where}")
             return 0
-        with Synchroniser([run], terminal.environ, say=say_note) as sync:
+        with Synchroniser([run], terminal.environ, report=say_note) as sync:
             with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
                 if options.follow:
                     stream = sys.stderr if options.output == "json" else sys.stdout
@@ -60,7 +60,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
 @contextlib.contextmanager
 def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
     """Let the run end with this command, however that ends."""
-    from clusterddp.submission.submit import cancel
+    from clusterddp.submission.cancel import cancel
 
     try:
         yield
@@ -78,7 +78,7 @@ def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
 @contextlib.contextmanager
 def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
-    with detaching(run, terminal), Synchroniser([run], terminal.environ, say=say_note) as sync:
+    with detaching(run, terminal), Synchroniser([run], terminal.environ, report=say_note) as sync:
         yield sync
 
 
@@ -89,9 +89,9 @@ def say_note(text: str) -> None:
 
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
-    from clusterddp.run.host_state import read_silence
+    from clusterddp.run.host_state import read_unreached
 
-    why = "; ".join(["", *read_silence(run).values()])
+    why = "; ".join(["", *read_unreached(run).values()])
     say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")
 
 
@@ -108,10 +108,10 @@ def detaching(run: RunDir, terminal: Terminal) -> Iterator[None]:
 def watch_until_ended(
     run: RunDir, terminal: Terminal, sync: Synchroniser = NO_HOSTS, *, timeout_s: float | None = None
 ) -> RunView:
-    """Show how the run goes on until it has ended; `sync` keeps its files as new as they can be.
+    """Show the progress of the run until it has ended; `sync` keeps its files here up to date.
 
     Raises: ClusterddpError: it has not ended after `timeout_s` seconds. PreflightError: none of its hosts has answered
-    by then, or for a minute where there is no limit, and nothing is known of it.
+    by then, or for a minute where there is no limit, and its state is unknown.
     """
     with progress_bar(terminal) if terminal.can_redraw(sys.stderr) else progress_lines(run) as show:
         return _poll(run, show, timeout_s, sync)
@@ -132,16 +132,9 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal.
     """
-    from clusterddp.look.logs import LogPiece, NewAttempt, choose_ranks, follow_logs, format_piece, read_logs
+    from clusterddp.look.logs import LogPiece, NewAttempt, follow_logs, format_piece, read_logs
 
-    if follow or ranks == "failed":
-        sync.update()
-    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
-    attempts = run.attempts()
-    newest = attempts[-1].number if follow and attempts else None
-    sync.want_logs(chosen, newest if attempt is None else attempt)
-    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
-        sync.update_logs()
+    chosen = _fetch_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines)
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     if follow:
@@ -155,7 +148,7 @@ def write_logs(
             if isinstance(piece, LogPiece):
                 last = piece.data
                 out.write(format_piece(piece, prefix=len(chosen) > 1, escape=escape))
-            else:  # nothing more for now
+            else:  # no more output now
                 out.flush()
         if isinstance(piece, NewAttempt):
             say(f"attempt {piece.number} of {run.name} starts")
@@ -167,7 +160,7 @@ def write_logs(
 
 
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
-    """Copy the results back, print how the run ended, and return the exit code that stands for it."""
+    """Copy the results back, print how the run ended, and return its exit code."""
     from clusterddp.look.status import find_job_log
 
     fetched = sync.download()
@@ -197,8 +190,25 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
 
 
 def exit_code_of(view: RunView) -> int:
-    """Return the exit code that stands for how a run ended."""
+    """Return the exit code for the state in which a run ended."""
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
+
+
+def _fetch_logs(
+    run: RunDir, ranks: str, sync: Synchroniser, *, follow: bool, attempt: int | None, tail_lines: int | None
+) -> tuple[int, ...]:
+    """Choose the ranks whose logs are shown, and copy those of remote hosts here; return the ranks."""
+    from clusterddp.look.logs import choose_ranks
+
+    if follow or ranks == "failed":
+        sync.update()
+    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
+    attempts = run.attempts()
+    newest = attempts[-1].number if follow and attempts else None
+    sync.want_logs(chosen, newest if attempt is None else attempt)
+    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
+        sync.update_logs()
+    return chosen
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:
@@ -211,7 +221,7 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) 
         view = read_state(run)
         waited_s = time.monotonic() - begun
         if waited_s >= (_SIGHT_S if timeout_s is None else timeout_s):
-            demand_sight(run, view, asked_s=waited_s)
+            raise_if_unknown(run, view, asked_s=waited_s)
         show(view, read_progress(run))
         if view.finished:
             return view

@@ -1,11 +1,13 @@
-"""The command that other launchers start: worker, which becomes one rank of a run."""
+"""The command worker, which other launchers start; its process becomes one rank of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -13,10 +15,11 @@ from clusterddp.cli.arguments import command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.rendezvous.ranks import meet_ranks
+from clusterddp.rendezvous.ranks import MasterPort, meet_ranks
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
+    from clusterddp.run.directory import RunDir
     from clusterddp.submission.worker.place import Decided
     from clusterddp.submission.worker.worker import Worker
 
@@ -46,12 +49,11 @@ def worker(
     from clusterddp.submission.worker.place import Decided
     from clusterddp.submission.worker.worker import Worker
 
-    try:
+    with _naming_host():
         launched = find_place(terminal.environ)
         resolved = load_spec(spec, overrides, environ=terminal.environ, flags={"device": "cpu"} if cpu else None)
         refuse_job(resolved.job, terminal.environ)
-        launched = with_spec_port(launched, resolved.job)
-        launched, own = introduce(launched, resolved, terminal.environ)
+        launched, own = introduce(with_spec_port(launched, resolved.job), resolved, terminal.environ)
         here = Worker(
             resolved=resolved,
             launched=launched,
@@ -66,7 +68,22 @@ def worker(
         run = here.settle(decided)
         if launched.rank == 0:
             _print_met(here, decided, run.path)
-        argv, environment = here.become_rank(decided, run)
+        _become_rank(here, decided, run, master)
+
+
+def _become_rank(here: Worker, decided: Decided, run: RunDir, master: MasterPort | None) -> NoReturn:
+    argv, environment = here.become_rank(decided, run)
+    environment.pop(JOIN_KEY, None)  # the program does not need it
+    if master is not None and not here.launched.port_is_taken:
+        environment |= master.keep_over_exec(listening=here.takes_listener)
+    os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
+
+
+@contextlib.contextmanager
+def _naming_host() -> Iterator[None]:
+    """Name this host in errors, but for those of the spec, which are the same on all hosts."""
+    try:
+        yield
     except SpecError:
         raise
     except ClusterddpError as error:
@@ -74,10 +91,6 @@ def worker(
         if host not in error.message:
             error.message = f"{host}: {error.message}"
         raise
-    environment.pop(JOIN_KEY, None)  # the program needs it for nothing
-    if master is not None and not launched.port_is_taken:
-        environment |= master.keep_over_exec(listening=here.takes_listener)
-    os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
 
 
 def _print_met(here: Worker, decided: Decided, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a check is made for and what it results in: one result for each host, so that hosts may fail to answer."""
+"""The needs of a run, and the results of checks, one for each host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ORDER: tuple[Level, ...] = ("red", "note", "ok")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a run asks of one machine; without a spec nothing in particular."""
+    """What a run needs of one machine; the defaults are for checks without a spec."""
 
     trainer: bool = False
-    """The built-in trainer runs, which needs torch; what a program of the user's needs is not known."""
+    """The built-in trainer runs, which needs torch; the needs of a user's program are unknown."""
     use_gpus: bool = True
-    """Ranks compute on GPUs where there are any."""
+    """Ranks compute on GPUs if there are any."""
     num_gpus: int = 0
     nccl: bool = False
     """NCCL connects machines."""
@@ -31,21 +31,21 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one check found on one host; red: a run would fail; note: good to know."""
+    """What one check found on one host; red: a run would fail; note: for information."""
 
     level: Level
     found: str
     fix: str | None = None
-    """The command or setting that mends it."""
+    """The command or setting that fixes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One question, asked on one host or on many."""
+    """One check, on one host or on many."""
 
     name: str
     results: dict[str, Result]
-    """Host -> what was found there."""
+    """Host -> its result."""
 
     @property
     def level(self) -> Level:
@@ -74,12 +74,12 @@ def red(found: str, fix: str) -> Result:
 
 
 def is_healthy(checks: Iterable[Check]) -> bool:
-    """Say whether nothing is red."""
+    """Return whether nothing is red."""
     return all(check.level != "red" for check in checks)
 
 
 def reds_of(checks: Iterable[Check]) -> Iterator[tuple[str, str, Result]]:
-    """List what is red: host, check, result."""
+    """List the red results: host, check, result."""
     for check in checks:
         for host, result in check.results.items():
             if result.level == "red":
@@ -87,7 +87,7 @@ def reds_of(checks: Iterable[Check]) -> Iterator[tuple[str, str, Result]]:
 
 
 def rows(checks: Iterable[Check]) -> list[Row]:
-    """Lay out checks for people: what is red first, hosts that found the same together."""
+    """Group checks for people: red results first, hosts with the same result together."""
     found: list[Row] = []
     for check in checks:
         hosts: dict[Result, list[str]] = {}
@@ -98,7 +98,7 @@ def rows(checks: Iterable[Check]) -> list[Row]:
 
 
 def to_json(checks: Iterable[Check]) -> list[dict[str, Any]]:
-    """Return one object for each check and host, in the order in which they were made."""
+    """Return one object for each check and host, in the order of the checks."""
     return [
         {"check": check.name, "host": host, "level": result.level, "found": result.found, "fix": result.fix}
         for check in checks

@@ -15,7 +15,7 @@ MARK = "clusterddp-deep-check "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What a rank has; None: not there, or not known."""
+    """The environment of a rank; None: not there, or not known."""
 
     python: str
     torch: str
@@ -42,7 +42,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """How the ranks met."""
+    """The rendezvous of the ranks."""
 
     seconds: float
     backend: str
@@ -51,7 +51,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """An all-reduce of one size; `bus_gb_per_s`: what crosses a link each second, as nccl-tests count it."""
+    """An all-reduce of one size; `bus_gb_per_s`: the bus bandwidth of nccl-tests."""
 
     bytes: int
     ms: float
@@ -67,7 +67,7 @@ class Reductions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """The GPUs of a host among themselves: whether one reaches the other's memory, and GB/s of a copy."""
+    """Pairs of GPUs of a host: whether one accesses the other's memory, and GB/s of a copy."""
 
     access: tuple[tuple[bool, ...], ...]
     gb_per_s: tuple[tuple[float | None, ...], ...]
@@ -99,7 +99,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Whether this rank waits for ever."""
+    """Whether this rank hangs."""
 
     waits: bool
 
@@ -118,7 +118,7 @@ PROBES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What came of one probe on one rank."""
+    """The result of one probe on one rank."""
 
     rank: int
     host: str
@@ -136,7 +136,7 @@ class Finding:
 
 
 def read_findings(log: str) -> Iterable[Finding]:
-    """Read what the log of a rank has; a line that makes no sense is left out."""
+    """Read the findings in the log of a rank; an invalid line is skipped."""
     for line in log.splitlines():
         if not line.startswith(MARK):
             continue

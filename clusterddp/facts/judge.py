@@ -1,6 +1,6 @@
-"""What a machine's facts mean for a run: each of them red, a note, or ok, with what mends it; one rule for each fact.
+"""Judge a machine's facts for a run: each is red, a note, or ok, with the fix; one rule for each fact.
 
-The same rules judge the machine that one submits from, the nodes of a job, and hosts over SSH.
+The same rules judge the machine of the submit, the nodes of a job, and hosts over SSH.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MIN_FILES, _FEW_FILES = 256, 1024
 _MIN_SHM, _FEW_SHM = 32 * 2**20, _GIB
 LITTLE_LOCKED = 64 * 2**20
 CLOCK_NOTE_S, CLOCK_RED_S = 1.0, 5.0
-"""Checkpoints and ends are ordered by attempt numbers, not by clocks; logs and NFS caches are hurt by seconds."""
+"""Checkpoints and ends are ordered by attempt numbers, not by clocks; seconds matter to logs and NFS caches."""
 _SHARED_HINT = "--runs DIR or CLUSTERDDP_RUNS names a directory on storage that all nodes share"
 _DIR_HINT = "ssh.dir names another directory"
 
@@ -37,7 +37,7 @@ _DIR_HINT = "ssh.dir names another directory"
 def judge_machine(
     machine: Machine, needs: Needs, *, shared: bool = True, usual: Torch | None = None
 ) -> Iterator[tuple[str, Result]]:
-    """Judge what each machine of a run must have; what was not looked at is left out.
+    """Judge what each machine of a run must have; facts that were not read are left out.
 
     `shared`: its directory is the runs directory that all machines share, not one of its own. `usual`: the torch that
     most machines have.
@@ -78,7 +78,7 @@ def judge_hosts(machines: Mapping[str, Machine], needs: Mapping[str, Needs]) -> 
 
 
 def judge_here(machine: Machine) -> Iterator[tuple[str, Result]]:
-    """Judge what matters of the machine that a person is logged in to."""
+    """Judge the facts that matter only on the machine of the submit."""
     yield "Python", ok(f"{machine.python}, {machine.executable}")
     yield "interfaces", _judge_interfaces(machine)
     yield "host name", judge_own_name(machine.own_addresses, machine.host)
@@ -110,7 +110,7 @@ def judge_clock(offset_s: float, than: str) -> Result:
 
 
 def judge_locked_memory(machine: Machine, fix: str, *, nccl: bool) -> Result:
-    """Judge how much memory may be locked, which RDMA needs; `nccl`: the run communicates by it between hosts."""
+    """Judge how much memory may be locked, which RDMA needs; `nccl`: NCCL connects the hosts of the run."""
     if machine.locked_memory < 0:
         return ok("no limit")
     limit = f"at most {format_bytes(machine.locked_memory)}"
@@ -121,7 +121,7 @@ def judge_locked_memory(machine: Machine, fix: str, *, nccl: bool) -> Result:
 
 
 def judge_own_name(addresses: Sequence[str] | None, host: str = "") -> Result:
-    """Judge what a machine's own name means there: `host`, or the one in whose row the result stands."""
+    """Judge the addresses of a machine's own name there; `host`: the name, unless the row of the result has it."""
     name, place = (f"{host} ", "here") if host else ("", "there")
     if addresses is None:
         return note("looking it up takes more than a second", "resolvectl status there: is its name server gone?")
@@ -147,7 +147,9 @@ def _judge_gpus(gpus: Sequence[str], busy: Mapping[str, str], needs: Needs) -> R
     if free < needs.num_gpus:
         found = f"{needs.num_gpus} of {count} are asked for, {free or 'none'} {'is' if free == 1 else 'are'} free{used}"
         return (
-            note(f"{found}; the run waits in line") if needs.waits else red(found, "ssh.when_busy=wait waits in line")
+            note(f"{found}; the run waits in the queue")
+            if needs.waits
+            else red(found, "ssh.when_busy=wait queues the run")
         )
     if needs.num_gpus:
         return ok(f"{needs.num_gpus} of {count} are asked for{used}")
@@ -166,11 +168,11 @@ def _judge_room(directory: Directory, found: str, *, sent_bytes: int, shared: bo
 
 
 def _weak_locks(directory: Directory, found: str) -> Result | None:
-    """Return a note where records of several hosts are kept apart by locks alone."""
+    """Return a note where only locks protect the records of several hosts."""
     if directory.exclusive != "lock":
         return None
     return note(
-        f"{found}; no hard links and no exclusive rename: only locks keep the hosts of a run apart",
+        f"{found}; no hard links and no exclusive rename: only locks protect the files of a run",
         "see docs/storage.md; a runs directory on NFS, Lustre or a local disk has both",
     )
 
@@ -195,10 +197,10 @@ def _judge_data(data: Data, needs: Needs) -> Result:
 
 def _judge_logout(logout: Logout) -> Result:
     if not logout.in_session:
-        return ok("processes live on (no session of logind)")
+        return ok("processes go on (no session of logind)")
     if not logout.kills:
-        return ok("processes live on")
-    also = " (that the user lingers does not help)" if logout.lingers else ""
+        return ok("processes go on")
+    also = " (enable-linger does not help)" if logout.lingers else ""
     return red(
         f"systemd-logind ends what {logout.user} has started (KillUserProcesses=yes){also}",
         f"as root: mkdir -p /etc/systemd/logind.conf.d && printf '[Login]\\nKillExcludeUsers=root {logout.user}\\n' > "

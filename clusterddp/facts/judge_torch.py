@@ -1,4 +1,4 @@
-"""What the Python and the torch of a machine mean for a run: by themselves, and beside those of the other machines."""
+"""Judge the Python and the torch of a machine for a run: by themselves, and against those of the other machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def judge_python(machine: Machine, usual: Machine | None) -> Result:
 
 
 def judge_torch(torch: Torch, needs: Needs, *, has_gpus: bool, usual: Torch | None = None) -> Result:
-    """Judge a torch; `has_gpus`: there are GPUs for it, or the run asks for some; `usual`: what most hosts have."""
+    """Judge a torch; `has_gpus`: there are GPUs for it, or the run needs some; `usual`: that of most hosts."""
     if torch.python_error is not None:
         return note("not looked for")
     if torch.error is not None:
@@ -43,7 +43,7 @@ def judge_compiler(obstacle: str | None) -> Result:
     if obstacle is None:
         return ok("a C compiler and Python.h, for torch.compile")
     return note(
-        f"{obstacle}: train.compile auto goes on uncompiled, always fails",
+        f"{obstacle}: train.compile auto runs uncompiled, always fails",
         "apt-get install gcc python3-dev, module load gcc, or a Python that brings its Python.h (conda, uv)",
     )
 
@@ -58,19 +58,19 @@ def judge_driver(torch: Torch) -> Result:
 
 
 def usual_torch(machines: Iterable[Machine]) -> Torch | None:
-    """Return the torch whose version and NCCL most hosts have."""
+    """Return the torch with the most common version and NCCL."""
     found = [each.torch for each in machines if each.torch is not None and each.torch.version is not None]
     return _most_common(found, lambda torch: (torch.version, torch.nccl))
 
 
 def usual_python(machines: Iterable[Machine]) -> Machine | None:
-    """Return a machine that has the Python that most hosts have."""
+    """Return a machine with the most common Python."""
     found = [each for each in machines if each.torch is None or each.torch.python_error is None]
     return _most_common(found, lambda machine: minor_version(machine.python))
 
 
 def minor_version(version: str) -> tuple[str, ...]:
-    """Return the part of a version that has to be the same: 2.10 of 2.10.1+cu128."""
+    """Return the part of a version that must be the same on all hosts: 2.10 of 2.10.1+cu128."""
     return tuple(version.split(".")[:2])
 
 
@@ -117,6 +117,6 @@ def _spell_torch(torch: Torch) -> str:
 
 
 def _most_common(values: list[_Value], trait: Callable[[_Value], object]) -> _Value | None:
-    """Return the value that has in common with most others what matters; of several, the first."""
+    """Return the first value with the most common trait."""
     counts = Counter(map(trait, values))
     return max(values, key=lambda each: counts[trait(each)], default=None)

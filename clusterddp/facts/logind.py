@@ -1,4 +1,4 @@
-"""What happens to the processes of a user who logs out: systemd-logind may end them."""
+"""Whether systemd-logind ends the processes of a user who logs out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PLACES = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
-"""The later ones count for more."""
+"""Later ones override earlier ones."""
 _YES = {"1", "yes", "y", "true", "t", "on"}
 
 
@@ -23,13 +23,13 @@ class Logout:
     in_session: bool
     """This process belongs to a session of systemd-logind."""
     kills: bool
-    """KillUserProcesses is on and means this user."""
+    """KillUserProcesses is on, and applies to this user."""
     lingers: bool
-    """The user counts as logged in for good (loginctl enable-linger); processes of a session are ended all the same."""
+    """The user always counts as logged in (loginctl enable-linger); processes of a session are ended nevertheless."""
 
 
 def read_logout(root: Path = Path("/")) -> Logout:
-    """Look how this machine is set up; what is not written down is as the distributions have it: off."""
+    """Read the settings of this machine; a setting that is missing is off, as in the distributions."""
     user = _user_name()
     settings = dict(_read_settings(root))
     only, excluded = settings.get("KillOnlyUsers", "").split(), settings.get("KillExcludeUsers", "root").split()
@@ -46,7 +46,7 @@ def read_logout(root: Path = Path("/")) -> Logout:
 
 
 def _read_settings(root: Path) -> Iterator[tuple[str, str]]:
-    """Read logind's settings, the ones that count last."""
+    """Read logind's settings, the ones that override others last."""
     main = [root / place.lstrip("/") / "logind.conf" for place in _PLACES]
     extras: dict[str, Path] = {}
     for place in _PLACES:

@@ -1,4 +1,4 @@
-"""The facts of the machine that this process is on, as one value that travels as JSON; facts/judge.py judges it."""
+"""The facts of this machine, as one value with a JSON form; facts/judge.py judges it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Directory:
     clock_offset_s: float | None = None
     """The file system's clock minus this machine's; a file server has one of its own."""
     exclusive: Method | None = None
-    """How a record gets a name that none has there; None: not found out."""
+    """How a record is created exclusively there; None: unknown."""
     no_exec: bool = False
-    """Nothing that lies there can be started as a program."""
+    """Mounted noexec: no file there can run as a program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A machine at one moment, as a process of ours sees it."""
+    """The facts of a machine at one moment, as this process sees them."""
 
     host: str
     time: float
@@ -68,26 +68,26 @@ class Machine:
     shm_bytes: int | None
     open_files: int
     gpus: tuple[str, ...] | None
-    """None: not asked for."""
+    """None: not read."""
     own_addresses: tuple[str, ...] | None
-    """What the machine's own name resolves to here; None: not asked for, or not known in time."""
+    """The addresses of the machine's own name; None: not read, or not resolved in time."""
     links: tuple[Link, ...]
     directory: Directory
     torch: Torch | None = None
-    """None: not looked at."""
+    """None: not read."""
     locked_memory: int = -1
     """Bytes that a process may lock; -1: no limit."""
     infiniband: bool = False
-    """It has a device for RDMA: InfiniBand, or a card that speaks RoCE."""
+    """It has a device for RDMA: InfiniBand or RoCE."""
     busy_gpus: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Those of `gpus` that are in use, and by which run or process."""
+    """Those of `gpus` that are in use -> the run or process."""
     cpu_limit: float | None = None
     """Cores' worth of time that the control group may use; None: no limit."""
     memory_limit_bytes: int | None = None
     logout: Logout | None = None
-    """None: not looked at, as a run there does not outlive a session."""
+    """None: not read, as a run there does not outlive a session."""
     data: Data | None = None
-    """None: not looked at, or the run names no data."""
+    """None: not read, or the run names no data."""
 
     def interface_of(self, address: str) -> str | None:
         """Name the interface that has an address."""
@@ -99,9 +99,9 @@ class Machine:
 
 
 def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = False) -> Machine:
-    """Look at this machine, which takes no longer than nvidia-smi does; torch is looked at apart.
+    """Read the facts of this machine without torch; it takes as long as nvidia-smi.
 
-    `brief`: without GPUs and what the machine's own name means, which a name server that is gone delays for long.
+    `brief`: without GPUs and without resolving the machine's own name, which a dead name server delays.
     """
     host = socket.gethostname()
     try:
@@ -131,9 +131,10 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
 def read_host(
     root: Path, environ: Mapping[str, str], *, executable: str, data_dir: Path | None, with_driver: bool
 ) -> Machine:
-    """Look at a host for a run that outlives the SSH session, without importing torch.
+    """Read the facts of a host for a run that outlives the SSH session, without importing torch.
 
-    `root`: our directory there; `environ`: that of the ranks' Python `executable`, with this package on its path.
+    `root`: the directory of clusterddp there; `environ`: that of the ranks' Python `executable`, with this package on
+    its path.
     """
     torch = ask_torch(executable, environ, root)
     return dataclasses.replace(
@@ -145,7 +146,7 @@ def read_host(
 
 
 def read_directory(path: Path) -> Directory:
-    """Write a file into a directory, or into the nearest one that exists above it, and look at what it lies on."""
+    """Read the facts of a directory, or of its nearest parent that exists, by writing a file there."""
     path = path.absolute()
     existing = path
     while not existing.exists():
@@ -174,7 +175,7 @@ def read_directory(path: Path) -> Directory:
 
 
 def read_data(path: Path) -> Data:
-    """Look whether something can be read in a directory."""
+    """Check whether a directory has entries and can be read."""
     state: DataState = "there"
     try:
         with os.scandir(path) as entries:

@@ -1,6 +1,6 @@
-"""The memory and the processor time that the control groups allow this process, what is free, what the kernel killed.
+"""The limits of memory and CPU time by control groups, the free memory, and the kernel's kills for lack of memory.
 
-Control groups limit a process together with all groups above its own.
+The limits of a group and of all its parents apply to a process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _VMSTAT = Path("/proc/vmstat")
 _NO_LIMIT = 2**60
-"""Of version 1, which writes a large number for it."""
+"""Version 1 writes a large number for no limit."""
 _NAMES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Of a group, in version 2 and version 1: its limit, and what it has charged."""
+"""Files of a group, in version 2 and version 1: its limit and its usage."""
 _JOB = re.compile(r"job_\d+")
 """The name of the group in which Slurm keeps a job's processes on a node."""
 
@@ -38,20 +38,20 @@ def read_cpu_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> float | N
 
 
 def read_memory_limit(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
-    """Return how many bytes this process and those beside it may use; None: no limit."""
+    """Return how many bytes the processes of this group may use; None: no limit."""
     texts = [*_read_all("memory", "memory.max", own, root), *_read_all("memory", "memory.limit_in_bytes", own, root)]
     return min((int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT), default=None)
 
 
 def free_bytes(meminfo: Path = _MEMINFO, own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> int | None:
-    """Return how many bytes may be allocated before something has to be killed or swapped; None: not known."""
+    """Return how many bytes can be allocated before the kernel swaps or kills; None: unknown."""
     free = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free.append(int(lines["MemAvailable"].split()[0]) * 1024)
     for group in _groups("memory", own, root):
         for limit, usage in _NAMES:
-            # A group without a limit says "max", or nothing.
+            # The file of a group without a limit has "max", or is missing.
             with contextlib.suppress(OSError, ValueError):
                 most = int((group / limit).read_text())
                 free.append(most - int((group / usage).read_text()) + _reclaimable(group))
@@ -59,9 +59,9 @@ def free_bytes(meminfo: Path = _MEMINFO, own: Path = OWN_GROUPS, root: Path = RO
 
 
 def count_oom_kills(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP, vmstat: Path = _VMSTAT) -> int | None:
-    """Count the killed processes of this Slurm job here, where its memory has a group; else the host's.
+    """Count the processes killed for lack of memory: of this Slurm job if it has a memory group, else of the host.
 
-    None: the kernel does not say.
+    None: the kernel has no count.
     """
     job = _job_group(own, root)
     if job is None:
@@ -73,7 +73,7 @@ def count_oom_kills(own: Path = OWN_GROUPS, root: Path = ROOT_GROUP, vmstat: Pat
 
 
 def explain_oom_kill(before: int | None, own: Path = OWN_GROUPS, root: Path = ROOT_GROUP) -> str | None:
-    """Return that the kernel has killed a process for lack of memory since `before` was counted; None: it has not."""
+    """Return a sentence if the kernel has killed a process for lack of memory since the count `before`, else None."""
     if (count_oom_kills(own, root) or 0) <= (before or 0):
         return None
     limit = read_memory_limit(own, root)
@@ -86,7 +86,7 @@ def explain_oom_kill(before: int | None, own: Path = OWN_GROUPS, root: Path = RO
 
 
 def _read_all(controller: str, name: str, own: Path, root: Path) -> Iterator[str]:
-    """Read a setting of this process's group, and of those above it."""
+    """Read a setting of this process's group and of its parents."""
     for group in _groups(controller, own, root):
         with contextlib.suppress(OSError):
             yield (group / name).read_text().strip()
@@ -108,7 +108,7 @@ def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Return how much of what is charged to a group are pages of files, which the kernel drops when it needs room."""
+    """Return how many bytes of a group's usage are file pages, which the kernel drops when it needs memory."""
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(lines.get(f"total_{name}", lines.get(name, "0"))) for name in ("inactive_file", "active_file"))

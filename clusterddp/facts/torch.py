@@ -1,4 +1,4 @@
-"""The torch of a Python: what its files say, which is quick, and what comes of importing it, which is certain."""
+"""The torch of a Python: read from its files, which is quick, or by importing it, which is certain."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from clusterddp.wire import build, read_object
 
 INSTALL_CUDA = "install torch with CUDA: https://pytorch.org/get-started/locally"
 UNKNOWN_VERSION = "of unknown version"
-"""Of a torch whose files do not say what they are."""
+"""For a torch whose files have no version."""
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA -> NVIDIA's oldest driver for it. Source: CUDA Toolkit release notes, minor version compatibility."""
 _INDEX = "https://download.pytorch.org/whl"
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _IMPORT_TIMEOUT_S = 40.0
 _START_TIMEOUT_S = 20.0
-"""For a Python on a slow file server that was not started today."""
+"""For a Python on a slow file server without a cache."""
 _IMPORT = """\
 import json
 found = {}
@@ -50,39 +50,39 @@ if "error" not in found:
         found["torchvision_error"] = f"{type(error).__name__}: {error}"
 print("FOUND" + json.dumps(found))
 """
-"""Runs in an interpreter of its own: an import that crashes, or takes a minute, ends only that."""
+"""Runs in a process of its own: an import may crash or hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torch:
-    """A torch, and torchvision beside it, as one Python has them; None: not installed, or not known."""
+    """The torch and torchvision of one Python; None: not installed, or not known."""
 
     executable: str = sys.executable
     """The Python."""
     version: str | None = None
     cuda: str | None = None
-    """What torch was built for."""
+    """The CUDA that torch was built for."""
     hip: str | None = None
-    """The same on GPUs of AMD."""
+    """The ROCm that torch was built for."""
     nccl: str | None = None
     gpus: int | None = None
     """How many torch finds; None: it was not imported."""
     error: str | None = None
     """Why the import fails."""
     python_error: str | None = None
-    """Why the Python could not be asked at all."""
+    """Why the Python could not run at all."""
     torchvision: str | None = None
     torchvision_error: str | None = None
     compile_obstacle: str | None = None
     """What torch.compile lacks here for GPUs."""
     driver: str | None = None
-    """NVIDIA's; None: there is none, or it was not asked for."""
+    """NVIDIA's; None: there is none, or it was not read."""
     pip: bool = True
     """This Python has pip."""
 
     @property
     def for_cpu(self) -> bool:
-        """It was built for the CPU alone."""
+        """It was built for the CPU only."""
         return self.version not in (None, UNKNOWN_VERSION) and not self.cuda and not self.hip
 
 
@@ -98,14 +98,14 @@ def import_torch() -> Torch:
 
 
 def ask_torch(executable: str, environ: Mapping[str, str], working_dir: Path) -> Torch:
-    """Ask a Python, started with this environment, what its files say; `environ` leads it to this package."""
+    """Read the torch of another Python from its files; `environ` has this package on its path."""
     argv = [executable, "-m", "clusterddp.facts.torch"]
     found, error = _ask_python("its start", argv, timeout_s=_START_TIMEOUT_S, environ=environ, cwd=working_dir)
     return Torch(executable=executable, python_error=error) if found is None else build(Torch, found)
 
 
 def read_torch() -> Torch:
-    """Look at the files of what this very process could import."""
+    """Read the torch that this process could import, from its files."""
     place = find_package("torch")
     values = read_torch_values(place)
     return Torch(
@@ -120,7 +120,7 @@ def read_torch() -> Torch:
 
 
 def explain_old_driver(cuda: str, driver: str) -> tuple[str, str] | None:
-    """Say that a driver is too old for the CUDA that a torch was built for, and what mends it; None when it is not."""
+    """Return why a driver is too old for the CUDA that a torch was built for, and the fix; None when it is not."""
     wants, has = cuda.partition(".")[0], driver.partition(".")[0]
     if not (wants.isdigit() and has.isdigit()) or int(has) >= _MIN_DRIVER.get(int(wants), 0):
         return None
@@ -133,9 +133,9 @@ def explain_old_driver(cuda: str, driver: str) -> tuple[str, str] | None:
 
 
 def install_command(torch: Torch, version: str | None) -> str:
-    """Return the command that installs this version of torch (`2.10.0+cu128`; None: any) for that very Python.
+    """Return the command that installs this version of torch (`2.10.0+cu128`; None: any) for the same Python.
 
-    Of a release that is there in another build, pip installs nothing without --force-reinstall.
+    pip replaces another build of the same release only with --force-reinstall.
     """
     python = shlex.quote(torch.executable)
     installer = f"{python} -m pip install" if torch.pip else f"uv pip install --python {python}"
@@ -144,13 +144,13 @@ def install_command(torch: Torch, version: str | None) -> str:
         installer += " --force-reinstall" if torch.pip else " --reinstall"
     if not re.fullmatch(r"[0-9.]+(?:(?:a|b|rc|\.dev|\.post)[0-9]+)*", release):
         return f"{installer} torch"
-    # The index has builds of each version under the name of what they were built for.
+    # The index has a folder for each kind of build.
     has_index = re.fullmatch(r"cu[0-9]+|cpu|rocm[0-9.]+|xpu", built_for)
     return f"{installer} torch=={release}" + (f" --index-url {_INDEX}/{built_for}" if has_index else "")
 
 
 def find_compile_obstacle(environ: Mapping[str, str]) -> str | None:
-    """Say what torch.compile lacks here to build kernels for GPUs; None when it has what it looks for.
+    """Return what torch.compile lacks here to build kernels for GPUs; None: nothing.
 
     Triton compiles a piece of C against Python.h. Source: `_build` in triton/runtime/build.py.
     """
@@ -193,7 +193,7 @@ def _ask_python(
 
 
 def _installed_version(name: str) -> str | None:
-    import importlib.metadata  # takes longer than all else here, which every host imports
+    import importlib.metadata  # slow, and every host imports this module
 
     try:
         return importlib.metadata.version(name)

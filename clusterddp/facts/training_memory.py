@@ -1,7 +1,7 @@
-"""How much memory ranks of the built-in trainer take on a CPU: measured once, scaled by what a spec changes.
+"""The memory of the built-in trainer's ranks on a CPU: measured once, scaled by the values of a spec.
 
-Measured with torch 2.13 on 2 cores of AMD EPYC, memory given back after each step: what a step of 16 and of 128 images
-takes, and an evaluation of a batch (`benchmarks/training_memory.py`).
+Measured with torch 2.13 on 2 cores of AMD EPYC, memory returned to the system after each step: steps of 16 and of 128
+images, and the evaluation of a batch (`benchmarks/training_memory.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from clusterddp.system.units import format_bytes
 
 _MB = 1_000_000
 _PROCESS = 60 * _MB
-"""What a rank that was forked does not share with the others: Python and torch, oneDNN's kernels, gloo's threads."""
+"""The part of Python and torch, oneDNN's kernels and gloo's threads that a forked rank does not share."""
 _EVALUATED_PIXELS = 250 * 32 * 32
 """Of a batch of the evaluation (train/evaluate.py)."""
 _MARGIN = 1.15
@@ -26,14 +26,14 @@ class TrainingMemory:
     """Bytes of one rank."""
 
     resident: int
-    """What it keeps between steps: its own part of Python and torch, weights, gradients and the optimizer's state."""
+    """Kept between steps: its own part of Python and torch, weights, gradients and the optimizer's state."""
     step: int
-    """What the passes over a micro-batch take besides, and give back; or an evaluation, where that takes more."""
+    """Allocated for the passes over a micro-batch, and freed; or for an evaluation, if that needs more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
-    """Of a model in fp32; bf16 takes `bf16_share` of what is there for each pixel."""
+    """The values of a model in fp32; bf16 needs `bf16_share` of the bytes for each pixel."""
 
     values: float
     """Parameters."""
@@ -51,7 +51,7 @@ _LARGE_STEM_FROM = 65  # pixels a side (train/models/resnet.py)
 
 
 def training_memory(train: Mapping[str, Any], *, image_size: int) -> TrainingMemory | None:
-    """Return what a rank takes with these values of a spec's `train` section; None for a model that was not measured.
+    """Return the memory of a rank with these values of a spec's `train` section; None: the model was not measured.
 
     `image_size`: pixels of a side of the images that the model sees.
     """
@@ -66,16 +66,16 @@ def training_memory(train: Mapping[str, Any], *, image_size: int) -> TrainingMem
     elif train["model"] == "fastnet":
         values, per_pixel, per_evaluated = values * width**2, per_pixel * width, per_evaluated * width
     share = measured.bf16_share if train["precision"] == "bf16" else 1.0
-    # Weights, their gradients in the buckets that are sent, and momentum; a second state, a mean, errors that are kept.
+    # Weights, their gradients in buckets, and momentum; Adam's second state, the running mean, kept errors.
     copies = 3 + (train["optimizer"] == "adam") + (train["ema"] > 0) + (not train["comm"].startswith(("exact", "bf16")))
-    gradients = 4 * values  # of a pass, before they are in their buckets
+    gradients = 4 * values  # of a pass, before they are copied to buckets
     step = gradients + share * per_pixel * train["batch_size"] * image_size**2
     evaluation = share * per_evaluated * max(_EVALUATED_PIXELS, image_size**2)
     return TrainingMemory(resident=int(_PROCESS + 4 * copies * values), step=int(max(step, evaluation)))
 
 
 def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory | None, free: int) -> int:
-    """Return how many of a host's `num_ranks`, of `threads` each, compute at a time; `num_ranks`: all of them.
+    """Return how many of a host's `num_ranks`, of `threads` each, compute at a time.
 
     `free`: bytes of memory; 0: not known.
     Raises: ClusterddpError: there is not enough for one.
@@ -97,7 +97,7 @@ def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory
 
 
 def split_batch(train: Mapping[str, Any], *, image_size: int, num_ranks: int, free: int) -> int:
-    """Return in how many micro-batches a rank has to take its batch for a step of one rank at a time to fit: 1, 2, 4...
+    """Return the number of micro-batches (1, 2, 4 ...) with which a step of one rank at a time fits into memory.
 
     Raises: ClusterddpError: no number is enough.
     """

@@ -13,8 +13,8 @@ from clusterddp.importing.files import set_hosts
 from clusterddp.importing.findings import Findings, set_variable
 from clusterddp.importing.job import SIZES, GivenOptions, read_sbatch_lines, read_sizes, set_sizes
 from clusterddp.importing.launch_line import read_launch_line
+from clusterddp.importing.launch_options import count_ranks, translate_levels
 from clusterddp.importing.shell import Statement, Word, split_statements
-from clusterddp.importing.starters import carry_levels, count_ranks
 from clusterddp.importing.values import Text, Variables, as_argument, as_written, split_assignment
 from clusterddp.spec.slurm_options import OWNED
 
@@ -27,7 +27,7 @@ _BLOCKS = frozenset({"if", "for", "while", "until", "case", "select", "{"})
 _KEYWORDS = _BLOCKS | {"then", "elif", "else", "do", "function", "!"}
 _ENDS = frozenset({"fi", "done", "esac", "}"})
 _MARKS = _ENDS | {"then", "else", "do", "{"}
-"""Words that only divide what other words begin."""
+"""Keywords within a block that other keywords begin."""
 _MAX_PLACES = 10
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -40,13 +40,13 @@ class Candidate:
     command: Command
     exports: Mapping[str, tuple[Text, int]]
     inside: str
-    """The keyword that it stands behind, if any."""
+    """The keyword of the block that it is in, if any."""
 
 
 def read_batch_script(text: str, findings: Findings, *, line: int | None = None, place: Path = Path()) -> None:
     """Read a batch script into `findings`; nothing of it is executed.
 
-    `line`: where the command that trains stands, when there are several. `place`: where it looks for hostfiles.
+    `line`: that of the command that trains, when there are several. `place`: the directory of hostfiles.
     Raises: UsageError: no command that trains is found, or more than one.
     """
     job = read_sbatch_lines(text, findings)
@@ -63,21 +63,21 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None,
         set_variable(name, Text(value.text, ("SLURM_CPUS_PER_TASK",)) if known else value, findings, at)
     for name, value in chosen.command.env.items():
         set_variable(name, value, findings, chosen.statement.line)
-    _carry_options(given, findings)
+    _translate_options(given, findings)
     ranks = count_ranks(chosen.command, sizes, launch)
     for doubt in ranks.doubts:
         findings.lose(chosen.statement.text, doubt, chosen.statement.line)
     set_sizes(given, sizes, ranks.per_node, findings)
     if launch.hosts and not job:
         set_hosts(launch.hosts_to_write(ranks.per_node), findings)
-    carry_levels(chosen.command, findings, chosen.statement.line, settled=launch.settled)
-    _carry_entry(chosen, findings)
+    translate_levels(chosen.command, findings, chosen.statement.line, settled=launch.settled)
+    _translate_entry(chosen, findings)
     for raw, default in variables.defaults.items():
         findings.lose(raw, f'the default is taken: "{default}"')
 
 
 class _Reader:
-    """Goes through the statements in their order."""
+    """Reads the statements in their order."""
 
     def __init__(self, findings: Findings, variables: Variables) -> None:
         self._findings = findings
@@ -88,12 +88,12 @@ class _Reader:
         self._depth = 0
 
     def read(self, statements: Sequence[Statement]) -> list[Candidate]:
-        """Take every statement in; return the commands that may train."""
+        """Read every statement; return the commands that may be the one that trains."""
         for statement in statements:
             self._read(statement)
         for name, statement in self._assigned.items():
             if name not in self._variables.used and name not in self._exports:
-                self._findings.lose(statement.text, "a variable that nothing carried makes use of", statement.line)
+                self._findings.lose(statement.text, "a variable that nothing in the spec uses", statement.line)
         return self._candidates
 
     def _read(self, statement: Statement) -> None:
@@ -117,7 +117,7 @@ class _Reader:
             why = "in the shell that submits: ranks get its environment"
             self._findings.lose(statement.text, why, statement.line, fate="before")
         elif head in _DIRECTORIES:
-            why = "submit from there: the ranks work where you submit"
+            why = "submit from there: ranks run in the directory that you submit from"
             self._findings.lose(statement.text, why, statement.line, fate="before")
         else:
             self._consider(words, statement, inside)
@@ -164,7 +164,7 @@ class _Reader:
         command = read_command([text for word in rest for text in self._variables.resolve(word)], self._variables)
         command.env = own | command.env
         if not command.levels and not command.python:
-            self._findings.lose(statement.text, "a command beside the one that trains", statement.line)
+            self._findings.lose(statement.text, "a command other than the one that trains", statement.line)
             return
         self._variables.spend(len(self._exports))
         exports = dict(self._exports)
@@ -207,12 +207,12 @@ def _name(given: GivenOptions, findings: Findings) -> None:
 
 
 def spec_name(text: str) -> str:
-    """Make a name that a spec takes of any text."""
+    """Make a valid name of a spec from any text."""
     return _NAME.sub("_", text).lstrip("._-")[:64].rstrip("._-") or "imported"
 
 
-def _carry_options(given: GivenOptions, findings: Findings) -> None:
-    """Carry the options of sbatch that are no sizes; clusterddp's own are listed."""
+def _translate_options(given: GivenOptions, findings: Findings) -> None:
+    """Translate the options of sbatch other than sizes; those that clusterddp sets are listed."""
     for name, entry in given.items():
         option = entry.option
         value = option.value.text if option.value else None
@@ -223,7 +223,7 @@ def _carry_options(given: GivenOptions, findings: Findings) -> None:
         elif name == "mem" and value and (match := re.fullmatch(r"([0-9]{1,7})G[Bb]?", value)) and int(match[1]):
             findings.set("resources.memory_gb", int(match[1]))
         elif name == "export" and value:
-            _carry_export(value, findings, entry.line)
+            _translate_export(value, findings, entry.line)
         elif name.startswith("container_") and value and name in {"container_image", "container_mounts"}:
             section = findings.values.setdefault("container", {})
             section |= {"image": value} if name == "container_image" else {"mounts": value.split(",")}
@@ -235,17 +235,17 @@ def _carry_options(given: GivenOptions, findings: Findings) -> None:
             findings.set(f"slurm.{name}", True if value is None else value)
 
 
-def _carry_export(value: str, findings: Findings, line: int) -> None:
+def _translate_export(value: str, findings: Findings, line: int) -> None:
     for part in value.split(","):
         name, equals, content = part.partition("=")
         if equals:
             set_variable(name, Text(content), findings, line)
         else:
-            why = "env and secrets name what ranks get; of the shell that submits known kinds of variables go along"
+            why = "ranks get the variables of env and secrets, and those of known kinds of the shell that submits"
             findings.lose(f"#SBATCH --export={part}", why, line, fate="ours" if part == "ALL" else "lost")
 
 
-def _carry_entry(chosen: Candidate, findings: Findings) -> None:
+def _translate_entry(chosen: Candidate, findings: Findings) -> None:
     command, line = chosen.command, chosen.statement.line
     args = [as_argument(arg.text) for arg in command.args]
     if command.kind == "command":
@@ -256,15 +256,15 @@ def _carry_entry(chosen: Candidate, findings: Findings) -> None:
             findings.set("entry.args", args)
     for text in (command.target, *command.args):
         for unknown in dict.fromkeys(text.unknown):
-            why = f"only the shell of the job knows what {unknown} comes to; it is passed on as it stands: replace it"
+            why = f"only the shell of the job knows the value of {unknown}; it is in the spec as written: replace it"
             findings.lose(as_written(text.text), why, line)
-    for words, why in command.asides:
-        findings.lose(as_written(words), why, line)
+    for aside, why in command.asides:
+        findings.lose(as_written(aside), why, line)
     for redirection in chosen.statement.redirections:
-        findings.lose(redirection, "clusterddp logs RUN shows what ranks print", line, fate="ours")
+        findings.lose(redirection, "clusterddp logs RUN shows the output of ranks", line, fate="ours")
     if chosen.inside:
-        why = f"stands behind {chosen.inside!r} in the script: the spec runs it once, and in any case"
+        why = f"is in a block of {chosen.inside!r} in the script: the spec runs it once, without conditions"
         findings.lose(chosen.statement.text, why, line)
     if chosen.statement.ended_by not in {"\n", ";", ")"}:
-        why = "what comes behind it in the script is not carried"
+        why = "what follows it in the script is not imported"
         findings.lose(f"{chosen.statement.text} {chosen.statement.ended_by}", why, line)

@@ -1,4 +1,4 @@
-"""The command that trains, taken apart: the programs that start it, one around the other, and what a rank runs."""
+"""Parse the command that trains: the nested launch programs (srun, torchrun ...), and what a rank runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from clusterddp.importing.options import (
 from clusterddp.importing.shell import split_statements
 from clusterddp.importing.values import Text, Variables, fixed_number
 
-Starter = Literal["srun", "mpirun", "horovodrun", "torchrun", "launch", "accelerate", "deepspeed"]
-_BY_NAME: dict[str, tuple[Starter, OptionTable]] = {
+LaunchProgram = Literal["srun", "mpirun", "horovodrun", "torchrun", "launch", "accelerate", "deepspeed"]
+_BY_NAME: dict[str, tuple[LaunchProgram, OptionTable]] = {
     "srun": ("srun", SRUN),
     "mpirun": ("mpirun", MPIRUN),
     "mpiexec": ("mpirun", MPIRUN),
@@ -33,24 +33,24 @@ _BY_NAME: dict[str, tuple[Starter, OptionTable]] = {
     "torchrun": ("torchrun", TORCHRUN),
     "deepspeed": ("deepspeed", DEEPSPEED),
 }
-_BY_MODULE: dict[str, tuple[Starter, OptionTable]] = {
+_BY_MODULE: dict[str, tuple[LaunchProgram, OptionTable]] = {
     "torch.distributed.run": ("torchrun", TORCHRUN),
     "torch.distributed.launch": ("launch", TORCHRUN),
     "accelerate.commands.launch": ("accelerate", ACCELERATE),
     "deepspeed.launcher.runner": ("deepspeed", DEEPSPEED),
 }
 _PREFIXES = frozenset({"exec", "nohup", "time", "command", "stdbuf", "setsid", "ionice", "nice", "numactl", "taskset"})
-"""Commands that run the one behind them; their own options are not carried."""
+"""Commands that run the one after them; their own options are dropped."""
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
-STARTS_RANKS: frozenset[Starter] = frozenset({"torchrun", "launch", "accelerate", "deepspeed"})
-"""Those that start the ranks of a node themselves."""
+STARTS_RANKS: frozenset[LaunchProgram] = frozenset({"torchrun", "launch", "accelerate", "deepspeed"})
+"""The launch programs that start the ranks of a node themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """One program that starts others, and its options."""
+    """A launch program and its options."""
 
-    starter: Starter
+    program: LaunchProgram
     options: tuple[Option, ...]
 
     def value(self, name: str) -> Text | None:
@@ -58,14 +58,14 @@ class Level:
         return next((option.value for option in reversed(self.options) if option.name == name), None)
 
     def number(self, *names: str) -> int | None:
-        """Return the first count from 1 that these options give for all ranks alike."""
+        """Return the first of these options that is a fixed number from 1."""
         values = [self.value(name) for name in names]
         return next((number for value in values if value and (number := fixed_number(value))), None)
 
 
 @dataclass(slots=True)
 class Command:
-    """What a line of a script starts."""
+    """The command of a line of a script."""
 
     levels: list[Level] = field(default_factory=list)
     """From the outermost inwards."""
@@ -76,19 +76,19 @@ class Command:
     env: dict[str, Text] = field(default_factory=dict)
     """Variables that the command line itself sets."""
     asides: list[tuple[str, str]] = field(default_factory=list)
-    """Parts that are not carried: as written, and why."""
+    """Parts that are not imported: as written, and the reason."""
 
     @property
     def python(self) -> bool:
         return self.kind != "command"
 
     @property
-    def starters(self) -> tuple[Starter, ...]:
-        return tuple(level.starter for level in self.levels)
+    def programs(self) -> tuple[LaunchProgram, ...]:
+        return tuple(level.program for level in self.levels)
 
 
 def read_command(words: Sequence[Text], variables: Variables, depth: int = 0) -> Command:
-    """Take a command line apart, as far as it consists of programs that are known here."""
+    """Parse a command line, as far as its programs are known here."""
     command = Command()
     rest = list(words)
     while rest and (step := _step_of(rest[0], depth)) is not None:
@@ -106,10 +106,11 @@ _Step = Callable[[Command, list[Text], Variables], list[Text]]
 
 
 def _step_of(word: Text, depth: int) -> _Step | None:
-    """Return what takes the program with this name off the head of a command line."""
+    """Return the function that parses the first program of a command line; None: it is the program of the ranks."""
     name = word.text.rpartition("/")[2]
     steps: dict[str, _Step] = {"env": _take_env, "accelerate": _take_accelerate}
-    step = steps.get(name) or (_take_starter if name in _BY_NAME else _take_prefix if name in _PREFIXES else None)
+    steps |= dict.fromkeys(_BY_NAME, _take_launch_program) | dict.fromkeys(_PREFIXES, _take_prefix)
+    step = steps.get(name)
     if step is None and name.rstrip("0123456789.") == "python":
         return _take_python
     if step is None and name in {"apptainer", "singularity"}:
@@ -119,15 +120,15 @@ def _step_of(word: Text, depth: int) -> _Step | None:
     return step
 
 
-def _take_starter(command: Command, rest: list[Text], variables: Variables) -> list[Text]:
+def _take_launch_program(command: Command, rest: list[Text], variables: Variables) -> list[Text]:
     return _take_level(command, _BY_NAME[rest[0].text.rpartition("/")[2]], rest[1:])
 
 
-def _take_level(command: Command, known: tuple[Starter, OptionTable], given: list[Text]) -> list[Text]:
-    starter, table = known
+def _take_level(command: Command, known: tuple[LaunchProgram, OptionTable], given: list[Text]) -> list[Text]:
+    program, table = known
     options, rest = take_options(given, table)
-    command.levels.append(Level(starter=starter, options=tuple(options)))
-    if starter not in STARTS_RANKS:
+    command.levels.append(Level(program=program, options=tuple(options)))
+    if program not in STARTS_RANKS:
         return rest
     flags = {option.name for option in options}
     if not rest or "no_python" in flags:
@@ -149,7 +150,7 @@ def _take_python(command: Command, rest: list[Text], variables: Variables) -> li
     options, behind = take_options(given, PYTHON)
     for option in options:
         if option.name == "u":
-            command.asides.append(("python -u", "ranks never hold back what they print"))
+            command.asides.append(("python -u", "the output of ranks is always unbuffered"))
         elif option.name not in {"module", "c"}:
             command.asides.append((f"python {option.text}", "an option of Python; ranks are started without it"))
     ends = options[-1].name if options else ""
@@ -168,7 +169,7 @@ def _take_python(command: Command, rest: list[Text], variables: Variables) -> li
 
 
 def _take_env(command: Command, rest: list[Text], variables: Variables) -> list[Text]:
-    """Take `env A=b`; its options are passed over."""
+    """Parse `env A=b`; its options are dropped."""
     rest = rest[1:]
     while rest and (rest[0].text.startswith("-") or "=" in rest[0].text):
         word = rest.pop(0)
@@ -190,7 +191,7 @@ def _take_prefix(command: Command, rest: list[Text], variables: Variables) -> li
 
 
 def _take_apptainer(command: Command, rest: list[Text], variables: Variables) -> list[Text]:
-    """Take `apptainer exec [options] IMAGE`; its image becomes the container of the spec."""
+    """Parse `apptainer exec [options] IMAGE`; its image becomes the container of the spec."""
     program, rest = rest[0].text, rest[1:]
     if not rest or rest[0].text not in {"exec", "run"}:
         command.target, command.args = Text(program), rest
@@ -205,12 +206,12 @@ def _take_apptainer(command: Command, rest: list[Text], variables: Variables) ->
         given.append(Option(name=f"apptainer_{word}", value=text, text=f"{name} {text.text if text else ''}".strip()))
     if rest:
         given.append(Option(name="apptainer_image", value=rest[0], text=rest[0].text))
-    command.levels.append(Level(starter="srun", options=tuple(given)))
+    command.levels.append(Level(program="srun", options=tuple(given)))
     return rest[1:]
 
 
 def _take_shell(command: Command, rest: list[Text], variables: Variables, depth: int) -> list[Text]:
-    """Take `bash -c "..."` apart when its text is one command; a script of the shell is a command like any other."""
+    """Parse `bash -c "..."`; a script file of the shell is a command like any other."""
     flags = "".join(word.text for word in rest[1:-1])
     if len(rest) < 3 or not rest[1].text.startswith("-") or not flags.endswith("c"):
         command.target, command.args = rest[0], rest[1:]
@@ -233,5 +234,5 @@ def _take_shell(command: Command, rest: list[Text], variables: Variables, depth:
     command.env |= inner.env
     command.asides += inner.asides
     for redirection in last.redirections:
-        command.asides.append((redirection, "clusterddp logs RUN shows what ranks print"))
+        command.asides.append((redirection, "clusterddp logs RUN shows the output of ranks"))
     return []

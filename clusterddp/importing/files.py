@@ -42,9 +42,9 @@ _USUAL: dict[str, object] = {
     "tpu_use_sudo": False,
     "tpu_env": [],
 }
-"""What `accelerate config` writes where nothing was chosen."""
+"""Values that `accelerate config` writes by default."""
 _MOST_NAMED = 64
-"""So many machines are written one by one, to be replaced by their names; more as a set."""
+"""Up to so many machines are written one by one, to be replaced by their names; more as a set."""
 _GLUON_SCRIPT = "train_ddp_pytorch.py"
 _GLUON_FINDS = ("WORLD_RANK", "GPU_WORLD_RANK", "GPU")
 
@@ -71,7 +71,7 @@ def list_hosts(node: tree.Node | None) -> list[Host]:
 
 
 def set_hosts(hosts: Iterable[Host], findings: Findings) -> None:
-    """Make the hosts those of a run over SSH."""
+    """Write the hosts into the spec, for launcher ssh."""
     findings.set("launcher", "ssh")
     findings.set("ssh.hosts", [host if slots is None else {"host": host, "gpus": slots} for host, slots in hosts])
 
@@ -128,12 +128,12 @@ def _set_accelerate_sizes(config: Section, nodes: int, findings: Findings) -> No
     per_node = max(1, total // nodes)
     findings.set("resources.procs_per_node" if on_cpu else "resources.gpus_per_node", per_node)
     if total % nodes:
-        config.lose("num_processes", total, f"does not go into {nodes} machines: {per_node} on each")
+        config.lose("num_processes", total, f"does not divide by {nodes} machines: {per_node} on each")
     if on_cpu:
         findings.set("device", "cpu")
         findings.set("env.ACCELERATE_USE_CPU", "true")
     if kind not in _PLAIN:
-        config.lose("distributed_type", kind, "a spec starts DDP ranks; the script has to set this up by itself")
+        config.lose("distributed_type", kind, "a spec starts DDP ranks; the script has to set this up itself")
 
 
 def _set_accelerate_hosts(config: Section, nodes: int, findings: Findings) -> None:
@@ -158,9 +158,9 @@ def _set_accelerate_variables(config: Section, findings: Findings) -> None:
 
 
 def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
-    """Read a configuration of GluonCV's into `findings`.
+    """Read a configuration of GluonCV into `findings`.
 
-    Raises: UsageError: machines and their number do not agree, or there is no address to meet at.
+    Raises: UsageError: machines and their number contradict each other, or the addresses do.
     """
     config = Section(data.get(GLUON_SECTION) or {}, findings, GLUON_SECTION)
     hosts = [str(host) for host in config.take_list("WOLRD_URLS") or config.take_list("WORLD_URLS")]
@@ -187,7 +187,7 @@ def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
     backend = str(config.take("DIST_BACKEND") or "nccl").lower()
     findings.set("network.backend", backend)
     if not config.take("AUTO_RANK_MATCH", default=True):
-        config.lose("AUTO_RANK_MATCH", False, "the order of the hosts decides: node 0 is the first", fate="ours")
+        config.lose("AUTO_RANK_MATCH", False, "ranks follow the order of the hosts: node 0 is the first", fate="ours")
     if config.take("DISTRIBUTED", default=True) is False:
         config.lose("DISTRIBUTED", False, "a run of clusterddp is distributed; one rank: resources.procs_per_node: 1")
     for name in _GLUON_FINDS:
@@ -198,7 +198,7 @@ def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
 
 
 def _set_gluon_entry(data: dict[str, Any], findings: Findings) -> None:
-    """The program stays GluonCV's own: it reads the rest of the file, and starts a rank for each GPU itself."""
+    """Keep GluonCV's own program, which reads the rest of the file and starts a rank for each GPU itself."""
     findings.set("entry.script", _GLUON_SCRIPT)
     findings.set("entry.args", ["--config-file", findings.source])
     findings.set("entry.owns_ranks", True)
@@ -215,7 +215,7 @@ def _set_gluon_gpus(config: Section, machines: int, findings: Findings) -> None:
         return
     each, rest = divmod(total, machines)
     if rest or not each:
-        config.lose("GPU_WORLD_SIZE", total, f"does not go into {machines} machines; gpus of a host says how many")
+        config.lose("GPU_WORLD_SIZE", total, f"does not divide by {machines} machines; set gpus of each host")
         return
     findings.set("resources.gpus_per_node", each)
 
@@ -226,7 +226,7 @@ def _address(url: str) -> tuple[str, int | None]:
 
 
 class Section:
-    """Keys and values that are taken one by one; `lose_rest` lists those that are left."""
+    """Keys and values that are read one by one; `lose_rest` lists those that are left."""
 
     def __init__(self, values: object, findings: Findings, name: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -258,7 +258,7 @@ class Section:
         raise UsageError(f"{self._findings.source}: {self._prefix}{key} is {value!r}, expected a list")
 
     def lose(self, key: str, value: object, why: str, *, fate: Fate = "lost") -> None:
-        """List a value that is not carried, and why."""
+        """List a value that is not imported, and why."""
         shown = "..." if is_secret(key, str(value)) else value
         self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
 

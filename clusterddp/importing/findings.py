@@ -1,4 +1,4 @@
-"""What was found in a file: the values of the spec that it becomes, and everything else, each with its line and why."""
+"""The result of reading a file: values for the spec, and a list of what it cannot express, with line and reason."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from clusterddp.planning.environment import is_secret
 from clusterddp.spec.scalars import RANK_VARIABLES
 
 Fate = Literal["lost", "before", "ours"]
-"""lost: the spec does not carry it; before: it has to be done before a submit; ours: clusterddp does it by itself."""
+"""lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""
 
 _SET_ANYWAY = {
     "OMP_NUM_THREADS": "resources.cpus_per_task sets it",
     "PYTHONUNBUFFERED": "it is always set",
 }
-_TRAVELS = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
+_PASSED_ON = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """Something that stands in the file and not in the spec."""
+    """A part of the file that is not in the spec."""
 
     fate: Fate
     text: str
-    """As it is written; the value of a secret is not."""
+    """As it is written, without the value of a secret."""
     why: str
     source: str
     line: int | None = None
@@ -35,10 +35,10 @@ class Left:
 
 @dataclass(slots=True)
 class Findings:
-    """The spec that is being put together, and what is left of the file."""
+    """The spec as far as it is read, and what is not imported of the file."""
 
     source: str
-    """What messages name the file."""
+    """The name of the file in messages."""
     values: dict[str, Any] = field(default_factory=dict)
     """As in a spec: sections are mappings."""
     left: list[Left] = field(default_factory=list)
@@ -52,27 +52,27 @@ class Findings:
             self.values[section] = value
 
     def lose(self, text: str, why: str, line: int | None = None, *, fate: Fate = "lost") -> None:
-        """List what of the file the spec does not carry."""
+        """List a part of the file that the spec cannot express."""
         self.left.append(Left(fate=fate, text=_SECRET_VALUE.sub(_masked, text), why=why, source=self.source, line=line))
 
 
 def set_variable(name: str, value: Text, findings: Findings, line: int | None) -> None:
-    """Put a variable into the spec's env, or list why not; the value of a secret is repeated nowhere."""
+    """Put a variable into the spec's env, or list why not; the value of a secret is never written."""
     text = f"export {name}={as_written(value.text)}"
     if is_secret(name, value.text):
         text = f"export {name}=..."
         secrets = findings.values.setdefault("secrets", [])
         if name not in secrets and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             secrets.append(name)
-        findings.lose(text, f"a secret: its value is not stored, export {name} where you submit", line, fate="before")
+        findings.lose(text, f"a secret: its value is not stored; export {name} where you submit", line, fate="before")
     elif name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
         findings.lose(text, "clusterddp sets it for each rank", line, fate="ours")
     elif name in _SET_ANYWAY and (not is_fixed(value) or name != "OMP_NUM_THREADS"):
         findings.lose(text, _SET_ANYWAY[name], line, fate="ours")
     elif is_fixed(value):
         findings.values.setdefault("env", {})[name] = value.text
-    elif _TRAVELS.fullmatch(name):
-        findings.lose(text, "in the shell that submits: this variable goes along", line, fate="before")
+    elif _PASSED_ON.fullmatch(name):
+        findings.lose(text, "in the shell that submits: this variable is passed on", line, fate="before")
     else:
         unknown = ", ".join(dict.fromkeys(value.unknown)) or "the rank"
         findings.lose(text, f"only the shell of the job knows {unknown}; env takes fixed values", line)

@@ -29,12 +29,12 @@ _OTHER_MARKS = ("#PBS", "#BSUB", "#$ ", "#COBALT", "#FLUX:")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """An option of the job, and the line that it stands in."""
+    """An option of the job, and its line."""
 
     option: Option
     line: int
     of: str = "#SBATCH"
-    """What it is given to: the job, or the program of the line that starts the ranks."""
+    """Where it is given: to the job, or to a launch program."""
 
     @property
     def text(self) -> str:
@@ -42,7 +42,7 @@ class Given:
 
 
 class GivenOptions(dict[str, Given]):
-    """The options of a job by name, with what their values come to."""
+    """The options of a job by name, and their values as numbers."""
 
     def value(self, name: str) -> str:
         """Return the text of a value; empty where the option is not given, or has none."""
@@ -62,7 +62,7 @@ class GivenOptions(dict[str, Given]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What the job has, as far as its options say it."""
+    """The size of the job, as far as its options have it."""
 
     nodes: int
     tasks_per_node: int
@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def as_variables(self) -> dict[str, str]:
-        """Return the variables that Slurm would set from it."""
+        """Return the variables that Slurm would set for it."""
         facts: dict[str, int | None] = {
             "SLURM_NNODES": self.nodes,
             "SLURM_JOB_NUM_NODES": self.nodes,
@@ -87,9 +87,9 @@ class Sizes:
 
 
 def read_sbatch_lines(text: str, findings: Findings) -> GivenOptions:
-    """Read the options of a batch script: name -> the last one given, as it is the one in force.
+    """Read the options of a batch script: name -> the last one given, which is the valid one.
 
-    sbatch stops looking at the first line that is a command.
+    sbatch ignores those after the first command.
     """
     given = GivenOptions()
     in_force = True
@@ -101,11 +101,11 @@ def read_sbatch_lines(text: str, findings: Findings) -> GivenOptions:
             in_force = in_force and (not line.strip() or line.lstrip().startswith("#"))
             continue
         if not in_force:
-            findings.lose(line, "sbatch ignores it: it stands behind the first command of the script", number)
+            findings.lose(line, "sbatch ignores it: it is after the first command of the script", number)
             continue
         options, rest = take_options(list(_split_line(line.removeprefix(_MARK))), SBATCH)
         for word in rest:
-            findings.lose(f"{_MARK} ... {word.text}", "no option of sbatch", number)
+            findings.lose(f"{_MARK} ... {word.text}", "not an option of sbatch", number)
         for option in options:
             if option.name in given:
                 earlier = given[option.name]
@@ -115,7 +115,7 @@ def read_sbatch_lines(text: str, findings: Findings) -> GivenOptions:
 
 
 def read_sizes(given: GivenOptions, findings: Findings) -> Sizes:
-    """Work out what the job has; what is unknown, or goes unused, is listed."""
+    """Compute the size of the job; options that are unknown or unused are listed."""
     _refuse_odd_numbers(given, findings)
     tasks = given.number("ntasks_per_node") or given.number("tasks_per_node")
     total = given.number("ntasks")
@@ -123,7 +123,7 @@ def read_sizes(given: GivenOptions, findings: Findings) -> Sizes:
     if nodes is None:
         nodes = math.ceil(total / tasks) if total and tasks else 1
         if total and total > 1 and not tasks:
-            _say(
+            _lose(
                 given, "ntasks", "without --nodes Slurm chooses how many; the spec has one (resources.nodes)", findings
             )
     gpus = _gpus_per_node(given, nodes)
@@ -131,9 +131,9 @@ def read_sizes(given: GivenOptions, findings: Findings) -> Sizes:
     if tasks is None:
         tasks = math.ceil(total / nodes) if total else per_gpu * gpus if per_gpu and gpus else 1
     if per_gpu and per_gpu * (gpus or 0) != tasks:
-        _say(given, "ntasks_per_gpu", f"there are {tasks} tasks on each node", findings)
+        _lose(given, "ntasks_per_gpu", f"there are {tasks} tasks on each node", findings)
     if total and total != nodes * tasks:
-        _say(given, "ntasks", f"every node has the same number of ranks: {nodes} x {tasks}", findings)
+        _lose(given, "ntasks", f"every node has the same number of ranks: {nodes} x {tasks}", findings)
     per_task = given.count("gpus_per_task")
     if gpus is None and per_task is not None:
         gpus = per_task * tasks
@@ -149,7 +149,7 @@ def set_sizes(given: GivenOptions, sizes: Sizes, ranks_per_node: int, findings: 
     if sizes.gpus_per_node is not None and (fits or sizes.gpus_per_node == 0):
         findings.set("resources.gpus_per_node", sizes.gpus_per_node)
     elif sizes.gpus_per_node is not None:
-        why = f"{ranks_per_node} ranks on a node share {sizes.gpus_per_node} GPUs: none is a rank's own"
+        why = f"{ranks_per_node} ranks on a node share {sizes.gpus_per_node} GPUs, and a spec has one GPU for each rank"
         entry = next(given[name] for name in _GPU_OPTIONS if name in given)
         findings.lose(entry.option.text, why, entry.line)
     if ranks_per_node != (sizes.gpus_per_node or 1):
@@ -173,13 +173,13 @@ def _set_cores(given: GivenOptions, sizes: Sizes, ranks_per_node: int, findings:
 def _set_gpu_options(
     given: GivenOptions, sizes: Sizes, ranks_per_node: int, findings: Findings, *, counted: bool
 ) -> None:
-    """Keep the way in which the job asks for GPUs, but where the number of tasks changes its meaning."""
+    """Keep the options by which the job requests GPUs, unless the number of tasks changes their meaning."""
     for name in _GPU_OPTIONS:
         value = given.value(name)
         if not value:
             continue
         if name == "gpus_per_node" and value.isdigit() and counted:
-            continue  # resources.gpus_per_node asks Slurm in the same words
+            continue  # resources.gpus_per_node requests the same
         if name == "gpus_per_task" and ranks_per_node != sizes.tasks_per_node:
             kind, colon, _ = value.rpartition(":")
             if colon or not counted:
@@ -191,21 +191,21 @@ def _set_gpu_options(
 def _cores(given: GivenOptions, gpus: int | None, tasks: int, findings: Findings) -> int | None:
     cores, per_gpu = given.number("cpus_per_task"), given.number("cpus_per_gpu")
     if per_gpu and (cores is not None or not gpus):
-        why = "--cpus-per-task sets it, too" if cores is not None else "the script does not say how many GPUs there are"
-        _say(given, "cpus_per_gpu", why, findings)
+        why = "--cpus-per-task sets it, too" if cores is not None else "the script does not have the number of GPUs"
+        _lose(given, "cpus_per_gpu", why, findings)
     return max(1, per_gpu * gpus // tasks) if cores is None and per_gpu and gpus else cores
 
 
 def _refuse_odd_numbers(given: GivenOptions, findings: Findings) -> None:
-    """List the sizes that are no number from 1."""
+    """List sizes that are not a number from 1."""
     for name in _NUMBERS:
         if name in given and not re.fullmatch("0*[1-9][0-9]{0,5}", given.value(name)):
-            _say(given, name, "expected a number from 1", findings)
+            _lose(given, name, "expected a number from 1", findings)
     if "gres" in given and not given.value("gres"):
-        _say(given, "gres", "has no value", findings)
+        _lose(given, "gres", "has no value", findings)
 
 
-def _say(given: GivenOptions, name: str, why: str, findings: Findings) -> None:
+def _lose(given: GivenOptions, name: str, why: str, findings: Findings) -> None:
     findings.lose(given[name].text, why, given[name].line)
 
 
@@ -216,12 +216,12 @@ def _nodes(given: GivenOptions, findings: Findings) -> int | None:
     number = re.fullmatch("0*([1-9][0-9]{0,5})(-.*)?", value)
     if number is None or number[2]:
         why = "a spec has one number of nodes" + (": the smallest is taken" if number else ", from 1: 1 is taken")
-        _say(given, "nodes", why, findings)
+        _lose(given, "nodes", why, findings)
     return int(number[1]) if number else 1
 
 
 def _count_named(given: GivenOptions) -> int | None:
-    """Count the hosts of --nodelist, all of which a job gets that does not say how many nodes it wants."""
+    """Count the hosts of --nodelist: a job without --nodes gets all of them."""
     try:
         return count(given.value("nodelist"), limit=MAX_HOSTS) or None
     except ClusterddpError:  # the path of a file with the hosts

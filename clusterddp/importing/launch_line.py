@@ -1,4 +1,4 @@
-"""The size that the line which starts the ranks asks for: its nodes, its ranks on each, the hosts that it names."""
+"""The size in the line that starts the ranks: its nodes, the ranks on each, the hosts that it names."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _RIVALS = (
     frozenset({"cpus_per_task", "cpus_per_gpu"}),
     GPU_SIZES,
 )
-"""Options of which one decides: where the job has one of them, srun's do not change its size."""
+"""Groups of options that exclude each other: where the job has one of a group, srun's are ignored."""
 _OF_THE_JOB = (KNOWN - OWNED.keys() - SRUN_OPTIONS) | SIZES | {"time"}
-"""What srun asks Slurm for where no job is around it."""
+"""Options by which srun requests a job when it runs outside of one."""
 _NODES = {"srun": "nodes", "torchrun": "nnodes", "launch": "nnodes", "accelerate": "num_machines",
           "deepspeed": "num_nodes"}  # fmt: skip
 _PER_NODE = ("npernode", "ppn", "ntasks_per_node")
@@ -37,25 +37,25 @@ _HOSTFILES = ("hostfile", "machinefile", "f")
 
 @dataclass(slots=True)
 class LaunchLine:
-    """What the options of the starting programs say of the size; the job's own options are the rest."""
+    """The size by the options of the launch programs, and by the job's options where they have none."""
 
     given: GivenOptions
-    """The job's options, with those that the line adds or puts in their place."""
+    """The job's options, with those that the line adds or replaces."""
     settled: set[str] = field(default_factory=set)
-    """Names of options that `given`, `hosts` or the number of ranks follows."""
+    """Names of options that `given`, `hosts` or the number of ranks contains."""
     hosts: tuple[Host, ...] = ()
     """The hosts that the ranks are started on, where the line names them, with the ranks of each."""
 
     def hosts_to_write(self, ranks_per_node: int) -> tuple[Host, ...]:
-        """Return the hosts; only where they have different numbers of ranks does each name its own."""
+        """Return the hosts, with the number of ranks of each where the numbers differ."""
         alike = len({slots for _, slots in self.hosts}) == 1
         return tuple((host, None if alike else slots or ranks_per_node) for host, slots in self.hosts)
 
 
 def read_launch_line(command: Command, job: GivenOptions, findings: Findings, line: int, place: Path) -> LaunchLine:
-    """Read what a command line says of nodes, tasks and hosts; where the job says something else, that is listed.
+    """Read the nodes, tasks and hosts of a command line; options of the job that contradict it are listed.
 
-    `place`: the directory in which hostfiles are looked for.
+    `place`: the directory of hostfiles.
     """
     reader = _Reader(job, findings, line, place)
     for level in command.levels:
@@ -74,7 +74,7 @@ def ranks_of_mapping(value: Text) -> int | None:
 
 
 class _Reader:
-    """Goes through the starting programs of one line, from the outermost inwards; the innermost decides."""
+    """Reads the launch programs of one line, from the outermost inwards; the innermost decides."""
 
     def __init__(self, job: GivenOptions, findings: Findings, line: int, place: Path) -> None:
         self.found = LaunchLine(given=GivenOptions(job))
@@ -84,22 +84,22 @@ class _Reader:
         self._place = place
 
     def read(self, level: Level) -> None:
-        """Take in the options of one program whose values are known here."""
+        """Read the options of one program whose values are known here."""
         fixed = {option.name: option for option in level.options if option.value is None or is_fixed(option.value)}
-        if level.starter == "srun":
+        if level.program == "srun":
             self._read_srun(fixed)
-        elif level.starter in {"mpirun", "horovodrun"}:
+        elif level.program in {"mpirun", "horovodrun"}:
             self._read_mpirun(level, fixed)
         else:
             self._read_agent(level, fixed)
 
     def list_unknown_nodes(self, levels: Iterable[Level]) -> None:
-        """List a number of nodes that only the shell of the job knows, where the job's options do not say it."""
+        """List a number of nodes that only the shell of the job knows, where the job's options have none."""
         for level in levels:
             for option in level.options:
-                if option.name == _NODES.get(level.starter) and "nodes" not in self.found.given:
-                    text = f"{level.starter} {as_written(option.text)}"
-                    self._findings.lose(text, "the script does not say how many nodes that is", self._line)
+                if option.name == _NODES.get(level.program) and "nodes" not in self.found.given:
+                    text = f"{level.program} {as_written(option.text)}"
+                    self._findings.lose(text, "the script does not have the number of nodes", self._line)
 
     def _read_srun(self, fixed: Mapping[str, Option]) -> None:
         for name, option in fixed.items():
@@ -123,42 +123,42 @@ class _Reader:
             option, hosts = named
             found.hosts = _place_ranks(hosts, total, per_node, by_node=by_node)
             found.settled |= fixed.keys() & {"map_by", "bynode"} if by_node else set()
-            self._set_nodes(level.starter, option, str(len(found.hosts)))
+            self._set_nodes(level.program, option, str(len(found.hosts)))
         elif total and per_node and "nodes" not in found.given:
             option = next(fixed[name] for name in _TOTALS if name in fixed)
-            self._set_nodes(level.starter, option, str(-(-total // per_node)))
+            self._set_nodes(level.program, option, str(-(-total // per_node)))
 
     def _read_agent(self, level: Level, fixed: Mapping[str, Option]) -> None:
         """Read torchrun's, accelerate's and DeepSpeed's options."""
-        found, option = self.found, fixed.get(_NODES[level.starter])
-        named = self._find_hosts(level, fixed) if level.starter == "deepspeed" else None
+        found, option = self.found, fixed.get(_NODES[level.program])
+        named = self._find_hosts(level, fixed) if level.program == "deepspeed" else None
         if named:
             found.hosts = tuple(named[1][: _number(option) or len(named[1])])
-            self._set_nodes(level.starter, named[0], str(len(found.hosts)))
+            self._set_nodes(level.program, named[0], str(len(found.hosts)))
             found.settled.add("num_nodes")
         elif option and option.value:
-            self._set_nodes(level.starter, option, option.value.text)
+            self._set_nodes(level.program, option, option.value.text)
         threads = fixed.get("num_cpu_threads_per_process")
         if threads and _number(threads) and not {"cpus_per_task", "cpus_per_gpu"} & found.given.keys():
             cores = Option(name="cpus_per_task", value=threads.value, text=threads.text)
-            found.given["cpus_per_task"] = Given(option=cores, line=self._line, of=level.starter)
+            found.given["cpus_per_task"] = Given(option=cores, line=self._line, of=level.program)
             found.settled.add(threads.name)
 
-    def _set_nodes(self, starter: str, option: Option, value: str) -> None:
-        """Take a number of nodes; of a range, `2-4` or `2:4`, the smallest."""
+    def _set_nodes(self, program: str, option: Option, value: str) -> None:
+        """Set the number of nodes; of a range, `2-4` or `2:4`, the smallest."""
         match = re.fullmatch("0*([1-9][0-9]{0,5})([-:].*)?", value)
         if match is None:
             return
         number, found = int(match[1]), self.found
         if match[2]:
             why = f"a spec has one number of nodes: {number}"
-            self._findings.lose(f"{starter} {option.text}", why, self._line)
+            self._findings.lose(f"{program} {option.text}", why, self._line)
         before = found.given.get("nodes")
         if before is not None and before.option.value and fixed_number(before.option.value) != number:
-            why = f"{starter} {option.text} (line {self._line}) starts ranks on {number}: the spec has {number}"
+            why = f"{program} {option.text} (line {self._line}) starts ranks on {number}: the spec has {number}"
             self._findings.lose(before.text, why, before.line)
         nodes = Option(name="nodes", value=Text(str(number)), text=option.text)
-        found.given["nodes"] = Given(option=nodes, line=self._line, of=starter)
+        found.given["nodes"] = Given(option=nodes, line=self._line, of=program)
         found.settled.add(option.name)
 
     def _find_hosts(self, level: Level, fixed: Mapping[str, Option]) -> tuple[Option, list[Host]] | None:
@@ -172,7 +172,7 @@ class _Reader:
                 hosts = _included(value) if name == "include" else self._read_hosts(name, value)
             except ClusterddpError:
                 why = "its hosts cannot be read: name them in ssh.hosts, and how many in resources.nodes"
-                self._findings.lose(f"{level.starter} {option.text}", why, self._line)
+                self._findings.lose(f"{level.program} {option.text}", why, self._line)
                 continue
             return option, hosts
         return None
@@ -199,7 +199,7 @@ def _merged(entries: Iterable[Host]) -> list[Host]:
 
 
 def _place_ranks(hosts: list[Host], total: int | None, per_node: int | None, *, by_node: bool) -> tuple[Host, ...]:
-    """Lay so many ranks on hosts: each host's slots are filled in their order, or one on each host by turns."""
+    """Distribute ranks over hosts: fill the slots of each host in order, or one on each host in turn."""
     if per_node:
         needed = -(-total // per_node) if total else len(hosts)
         return tuple((host, per_node) for host, _ in hosts[:needed])

@@ -25,8 +25,8 @@ _WORKERS = """\
 def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: str | None) -> str:
     """Write the manifest of a run of the spec with this text: one pod for each node.
 
-    `claim`: the volume claim that the runs lie on; None: they are gone with the pods.
-    Raises: UsageError: the spec asks for what pods do not have.
+    `claim`: the volume claim for the runs; None: they are removed with the pods.
+    Raises: UsageError: the spec is a sweep.
     """
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; a manifest is about one", hint="~sweep drops the section")
@@ -61,7 +61,7 @@ def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: 
 
 
 def _env(job: JobSpec) -> str:
-    """Hand secrets on by name: a Secret of the cluster's has their values. The spec's env is in the spec."""
+    """Write the secrets by name: a Secret of the cluster has their values. The spec's env is in the spec."""
     lines = []
     for name in job.secrets:
         key = f"{{name: {_object_name(job.name)}, key: {name}}}"
@@ -70,5 +70,5 @@ def _env(job: JobSpec) -> str:
 
 
 def _object_name(name: str) -> str:
-    """Make a name that Kubernetes takes for an object; it adds to it, and takes 63 characters."""
+    """Make a valid name of a Kubernetes object; Kubernetes appends to it, up to 63 characters."""
     return re.sub("[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].strip("-") or "job"

@@ -1,4 +1,4 @@
-"""Options of other launchers' commands: which take a value, how they are told from the command behind them.
+"""The options of other launchers' commands: which take a value, and where the command after them begins.
 
 Source: sbatch(1) and srun(1) of Slurm 20.11 to 25.05, pyxis 0.20, torch/distributed/run.py of PyTorch 2.13,
 accelerate 1.x, DeepSpeed 0.18, mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH 4.
@@ -16,7 +16,7 @@ from clusterddp.spec.slurm_options import FLAGS, KNOWN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionTable:
-    """What a command's options look like; names are written with `_`."""
+    """The options of a command; names are written with `_`."""
 
     shorts: Mapping[str, str]
     """One letter -> the long name."""
@@ -25,7 +25,7 @@ class OptionTable:
     optional: frozenset[str] = frozenset()
     """Options whose value, if there is one, is written to them: `--exclusive=user`."""
     values: frozenset[str] = frozenset()
-    """Options with a value, as far as they have to be known for the beginnings of their names."""
+    """Options with a value; needed to recognise abbreviated names."""
     single_dash: bool = False
     """Long options may have one dash, as with mpirun."""
     counts: Mapping[str, int] | None = None
@@ -202,7 +202,7 @@ def _short(word: Text, rest: deque[Text], table: OptionTable) -> list[Option]:
 
 
 def _whole_name(name: str, table: OptionTable) -> str:
-    """Return the option that a beginning of a name means, if it means one."""
+    """Complete an abbreviated name, if only one option begins with it."""
     known = table.flags | table.optional | table.values | set(table.counts or {})
     if name in known:
         return name
@@ -212,7 +212,7 @@ def _whole_name(name: str, table: OptionTable) -> str:
 
 
 def _value_follows(name: str, rest: deque[Text], table: OptionTable) -> bool:
-    """Return whether the next word is the value of this option; of an unknown option that is a guess."""
+    """Return whether the next word is the value of this option; for an unknown option it is a guess."""
     if not rest:
         return False
     if name in table.values or name in (table.counts or {}):
@@ -223,7 +223,7 @@ def _value_follows(name: str, rest: deque[Text], table: OptionTable) -> bool:
 
 
 def is_program(name: str) -> bool:
-    """Return whether a word is the name of a program that starts others, or Python."""
+    """Return whether a word is the name of a launch program, or Python."""
     base = name.rstrip("0123456789.")
     return base in {"python", "torchrun", "accelerate", "deepspeed", "bash", "sh", "mpirun", "mpiexec", "srun", "env",
                     "apptainer", "singularity", "horovodrun", "numactl", "nsys", "time"}  # fmt: skip

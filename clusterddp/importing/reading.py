@@ -1,4 +1,4 @@
-"""From files of other launchers to one spec: which file it is, its reading, and the YAML with what is not carried."""
+"""Read files of other launchers and write one spec: recognise each file, read it, write the YAML with its comments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_SHOWN = 160
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What an import gives."""
+    """The result of an import."""
 
     text: str
     """The spec, its comments included."""
@@ -52,9 +52,9 @@ class Imported:
 
 
 def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int | None = None) -> Imported:
-    """Read files of other launchers and write the spec that they come to; nothing in them is executed.
+    """Read files of other launchers and write a spec; nothing in them is executed.
 
-    `kind`: their kind, where their content does not show it. `line`: where the command of a batch script stands.
+    `kind`: their kind, where their content does not show it. `line`: that of the command of a batch script.
     Raises: UsageError, SpecError: a file is none of these, or cannot become a spec.
     """
     merged = Findings(source=", ".join(path.name for path in paths))
@@ -62,7 +62,9 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int |
         findings = _read(path, kind, line)
         twice = [key for key in findings.values if key in merged.values and key not in {"name", "env", "secrets"}]
         if twice:
-            raise UsageError(f"{path}: sets {', '.join(twice)}, and so does a file before it", hint="import each alone")
+            raise UsageError(
+                f"{path}: sets {', '.join(twice)}, and so does a file before it", hint="import each separately"
+            )
         for key, value in findings.values.items():
             _merge(merged.values, key, value)
         merged.left += findings.left
@@ -75,7 +77,7 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int |
 
 
 def spell(left: Left) -> str:
-    """Write in one line what is left of the file, and why."""
+    """Write one line for a part that is not imported, with the reason."""
     text = " ".join(left.text.split())
     text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
     place = f"{left.source}:{left.line}: " if left.line is not None else ""
@@ -103,7 +105,10 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
 
 
 def _kind_of(path: Path, text: str) -> Kind:
-    """Return the kind of a file by its marks, never by a guess."""
+    """Return the kind of a file by its marks; never guess.
+
+    Raises: UsageError: it has none of them.
+    """
     if re.search(r"^#SBATCH\b", text, re.MULTILINE):
         return "slurm"
     if path.name == ".deepspeed_env":
@@ -134,9 +139,9 @@ def _merge(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _write_spec(findings: Findings) -> Imported:
-    """Write the spec; what a spec does not take is said with the reason.
+    """Write the spec; values that a spec refuses are listed with the reason.
 
-    Raises: SpecError: what remains is no spec.
+    Raises: SpecError: the rest is not a valid spec.
     """
     values, left = copy.deepcopy(findings.values), list(findings.left)
     order = ["name", "launcher", "device", "resources", "slurm", "ssh", "network", "container", "env", "secrets",
@@ -153,7 +158,7 @@ def _write_spec(findings: Findings) -> Imported:
 
 
 def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSpec:
-    """Read the spec as a submit would; what it refuses is taken out and listed, until it reads."""
+    """Load the spec as a submit would; remove and list the values that it refuses, until it loads."""
     while True:
         try:
             return load_spec(spec_yaml(values), environ={})
@@ -170,12 +175,12 @@ def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSp
 
 
 def _place_in_list(key: str) -> tuple[int, ...]:
-    """Order keys so that, taken from the last, no entry of a list moves before it is taken."""
+    """Order keys so that removing them from the last on moves no entry of a list before its removal."""
     return tuple(int(part) for part in key.split(".") if part.isascii() and part.isdigit())
 
 
 def _take(values: Any, path: list[str]) -> tuple[Any] | None:
-    """Take the value at a path out; None when nothing is there, or the spec could not do without it."""
+    """Remove the value at a path; None when there is none, or the spec needs it."""
     if path in (["name"], ["entry"], ["entry", "script"], ["entry", "module"], ["entry", "command"], ["ssh", "hosts"]):
         return None
     for part in path[:-1]:

@@ -1,4 +1,4 @@
-"""Shell text as words: read, never executed; whatever a shell would compute stays as it is written, marked as such."""
+"""Parse shell text into words without executing it; what a shell would compute is kept as written, and marked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _REDIRECTS = re.compile(r"[<>]|&>|0<|[123]>")
 _REDIRECTION = re.compile(r"[^<>]*[<>&|-]*")
 _EXPANSION = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|[-@*#?$!0-9])")
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[@*]\])?(?::-([^$`\\'\"]*))?")
-"""What `${...}` holds where its value can be followed: a name, all items of an array, a default."""
+"""The forms of `${...}` that are understood: a name, all items of an array, a default."""
 _MAX_DEPTH = 50
-"""Quotes, `$(...)` and arrays are followed to this depth; what is deeper counts as never closed."""
+"""Quotes, `$(...)` and arrays are parsed to this depth; deeper ones count as never closed."""
 _ESCAPED_IN_QUOTES = frozenset('$`"\\\n')
 
 
@@ -29,7 +29,7 @@ Kind = Literal["text", "variable", "opaque"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a word: text, a variable's value, or what only a shell could compute."""
+    """A part of a word: text, a variable, or what only a shell could compute."""
 
     kind: Kind
     text: str
@@ -51,7 +51,7 @@ class Word:
 
     @property
     def plain(self) -> str | None:
-        """Its text, where a shell would put nothing else in its place."""
+        """Its text, if a shell would not change it; else None."""
         if any(piece.kind != "text" for piece in self.pieces) or self.items is not None:
             return None
         return "".join(piece.text for piece in self.pieces)
@@ -74,7 +74,7 @@ class Statement:
 
 
 def split_statements(text: str) -> list[Statement]:
-    """Split shell text into its statements, comments left out; any text is taken."""
+    """Split shell text into its statements, without comments; any text is accepted."""
     return [each for each in _Scanner(text).statements() if each.words or each.redirections]
 
 
@@ -122,7 +122,7 @@ class _Scanner:
         )
 
     def _line_of(self, at: int) -> int:
-        """Return the line of a character, which none that is asked for later precedes."""
+        """Return the line of a character; calls go forward in the text."""
         self._line += self._text.count("\n", self._counted, at)
         self._counted = at
         return self._line
@@ -150,13 +150,13 @@ class _Scanner:
         self._heredocs.clear()
 
     def _take(self, pattern: re.Pattern[str]) -> str:
-        """Go behind what a pattern matches here, and return it."""
+        """Consume what a pattern matches here, and return it."""
         match = pattern.match(self._text, self._at)
         self._at = match.end() if match else self._at
         return match[0] if match else ""
 
     def _take_to(self, mark: str) -> None:
-        """Go behind the next such mark but the one here; where there is none, all the rest is taken."""
+        """Consume up to the next such mark after this one, or the rest where there is none."""
         end = self._text.find(mark, self._at + 1)
         self._broken |= end < 0
         self._at = len(self._text) if end < 0 else end + 1
@@ -164,7 +164,7 @@ class _Scanner:
     def _piece(
         self, kind: Kind, begin: int, *, quoted: bool, text: str | None = None, default: str | None = None
     ) -> Piece:
-        """Return what was read since `begin` as a piece; `text`: what it stands for, where that is another text."""
+        """Return what was read since `begin` as a piece; `text`: its meaning, where that differs."""
         raw = self._text[begin : self._at]
         return Piece(kind=kind, text=raw if text is None else text, raw=raw, quoted=quoted, default=default)
 
@@ -280,7 +280,7 @@ class _Scanner:
         return self._piece("variable", begin, quoted=quoted, text=text, default=named[3])
 
     def _opaque_bracket(self, begin: int) -> None:
-        """Go behind the bracket that opens at `begin`; quotes in it may hold other brackets."""
+        """Consume the bracket that opens at `begin`; quotes in it may have other brackets."""
         depth, self._at = 0, begin
         self._depth += 1
         while self._at < len(self._text) and self._depth <= _MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""The values of a script's words, as far as the script itself sets them; the rest stays as it is written."""
+"""The values of a script's words, as far as the script itself sets them; the rest is kept as written."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PLACEHOLDERS = {
 }  # fmt: skip
 """Variables that locate a rank -> the placeholder for them in the arguments of an entry."""
 _MARK = "\0"
-"""Around the name of a placeholder in a text; no file that is read has it."""
+"""Around the name of a placeholder in a text; no accepted file has this character."""
 MAX_EXPANSION = 5_000_000
-"""So many characters all values of a script's variables may come to; `v1=$v0$v0...` makes any number of a few lines."""
+"""Most characters of all values of a script's variables: `v1=$v0$v0...` makes any number from a few lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, and which parts of it only a shell could compute; those stand in it as they are written."""
+    """A text, and the parts of it that only a shell could compute, which are in it as written."""
 
     text: str
     unknown: tuple[str, ...] = ()
@@ -34,31 +34,31 @@ class Text:
 
 @dataclass(slots=True)
 class Variables:
-    """The variables of a script, as far as a reader can follow them."""
+    """The variables of a script, as far as they can be evaluated without a shell."""
 
     given: Mapping[str, str] = field(default_factory=dict)
-    """What Slurm would set, where the options of the job decide it."""
+    """Variables that Slurm would set, by the options of the job."""
     values: dict[str, tuple[Text, ...]] = field(default_factory=dict)
-    """What the script has set; an array has several values, or none."""
+    """Variables that the script has set; an array has several values, or none."""
     used: set[str] = field(default_factory=set)
     defaults: dict[str, str] = field(default_factory=dict)
-    """Where `${NAME:-default}` was met and the script does not set NAME: as it is written -> the default."""
+    """Each `${NAME:-default}` whose NAME the script does not set: as written -> the default."""
     _spent: int = 0
 
     def spend(self, characters: int) -> None:
-        """Count what the script's variables come to.
+        """Count characters of the script's variables.
 
-        Raises: UsageError: it is more than any script that a person has written needs.
+        Raises: UsageError: there are too many.
         """
         self._spent += characters
         if self._spent > MAX_EXPANSION:
             raise UsageError(
-                f"the values of the script's variables come to more than {MAX_EXPANSION:,} characters",
-                hint="a variable that is made of itself, again and again, is no setting: write the spec by hand",
+                f"the values of the script's variables have more than {MAX_EXPANSION:,} characters",
+                hint="a variable that repeats itself again and again is no setting: write the spec by hand",
             )
 
     def assign(self, word: Word) -> tuple[str, Text] | None:
-        """Take in `NAME=value`; return the name and the value, or None when the word is no assignment."""
+        """Carry out `NAME=value`; return the name and the value, or None when the word is no assignment."""
         split = split_assignment(word)
         if split is None:
             return None
@@ -76,7 +76,7 @@ class Variables:
         return _concatenated([_concatenated(self._values(piece), " ") for piece in word.pieces])
 
     def resolve(self, word: Word) -> Iterator[Text]:
-        """Return the texts that a word of a command becomes: a value outside of quotes is split at its blanks."""
+        """Return the texts of a word of a command: a value outside of quotes is split at its blanks."""
         if word.items is not None:
             return iter([Text(word.raw, (word.raw,))])
         texts: list[list[Text]] = []
@@ -88,7 +88,7 @@ class Variables:
         return map(_concatenated, texts)
 
     def _parts(self, piece: Piece) -> list[Text]:
-        """Return what stands in place of a piece, one text for each word that begins in it."""
+        """Return the value of a piece, one text for each word that begins in it."""
         values = self._values(piece)
         if piece.kind == "variable" and not piece.quoted:
             return [part for value in values for part in _split(value)]
@@ -123,7 +123,7 @@ def as_argument(text: str) -> str:
 
 
 def as_written(text: str) -> str:
-    """Return a text for people to read: what stands for a placeholder as the placeholder."""
+    """Return a text for people, with placeholders as `{name}`."""
     return re.sub(f"{_MARK}([a-z_]+){_MARK}", r"{\1}", text)
 
 
@@ -162,7 +162,7 @@ def _concatenated(texts: Iterable[Text], between: str = "") -> Text:
 
 
 def _split(value: Text) -> list[Text]:
-    """Split at blanks, but not within what only a shell could compute; those parts stand in the text in their order."""
+    """Split at blanks, but not within parts that only a shell could compute, which are in the text in their order."""
     words: list[tuple[list[str], list[str]]] = []
     at, joins = 0, False
     for unknown in (*value.unknown, ""):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Report, Started, no_report
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -37,8 +37,8 @@ class Launcher(Protocol):
         Raises: PreflightError.
         """
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Start an attempt whose directory is ready; `tell` receives progress messages of slow steps.
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+        """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
 
         Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
         started.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.attempts import Report, Started, no_report
+from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
@@ -40,7 +40,7 @@ class ExternalLauncher:
     def check(self, plan: Plan) -> None:
         """Refuse nothing: planning has checked everything already."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
         """Refuse: only the launcher that started the run can start it again."""
         raise _not_ours(run.name)
 
@@ -85,14 +85,14 @@ class ExternalLauncher:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         if not find_processes(f"{record.token}."):
             return False
-        sweep(f"{record.token}.", timeout_s=max(1.0, timeout_s))
+        end_processes(f"{record.token}.", timeout_s=max(1.0, timeout_s))
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
         """Kill leftover processes of a run on this host; return their number."""
         strays = find_processes(f"{record.token}.")
         if strays:
-            sweep(f"{record.token}.", timeout_s=5.0)
+            end_processes(f"{record.token}.", timeout_s=5.0)
         return len(strays)
 
     def read_state(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.local.launcher import LocalLauncher
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Report, Started, no_report
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -19,7 +19,7 @@ _HINT = "run clusterddp join SPEC --resume {run} on each of them"
 class JoinLauncher(LocalLauncher):
     """Starts no run; ends joined runs on this machine as local runs."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
         """Refuse: the user runs the join command on every machine."""
         raise UsageError(f"{run.name}: several machines joined this run", hint=_HINT.format(run=run.name))
 

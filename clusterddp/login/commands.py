@@ -1,4 +1,4 @@
-"""Commands on a login node: what goes there first, and then the command itself, with its streams and its exit code."""
+"""Commands on a login node: upload the spec and the code, then run the command with its streams and exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.login.node import AT_LOGIN
@@ -17,7 +17,8 @@ from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
 from clusterddp.run.git import describe_commit
 from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.ssh.command import Write, open_command
-from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import open_sessions
 from clusterddp.system.file_set import choose_files
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.ssh_section import Login
 
 SPEC, _CONFIG = "spec.yaml", "config.yaml"
-"""Names of the files that go along with a command."""
+"""Names of the files that are uploaded with a command."""
 NEEDS = (
     "click>=8.1.7,<9",
     "platformdirs>=4.0,<5",
@@ -36,62 +37,62 @@ NEEDS = (
     "rich>=13.0,<16",
     "submitit>=1.5.3,<1.6",
 )
-"""What the command imports there: what clusterddp itself requires, but for what reaches further hosts."""
+"""What the command imports there: the requirements of clusterddp without paramiko."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """The code that a submit takes along."""
+    """The code that is uploaded with a submit."""
 
     snapshot: SnapshotPlan | None
     at: str
-    """Where it goes in the tree on the login node."""
+    """Its place in the tree on the login node."""
     within: str
-    """Where in that tree the command runs: what is the working directory here."""
+    """The working directory of the command, in that tree."""
     working_dir: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A word of a command that names one of the files that go with it."""
+class SentFile:
+    """An argument that names one of the uploaded files."""
 
     name: str
 
 
-Word = str | Sent
+Argument = str | SentFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Errand:
-    """A command that is to run on a login node."""
+class LoginCommand:
+    """A command for a login node."""
 
-    arguments: Sequence[Word]
-    variables: Mapping[str, Word] = field(default_factory=dict)
+    arguments: Sequence[Argument]
+    variables: Mapping[str, Argument] = field(default_factory=dict)
     code: Code | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     discard: bool = False
-    """Nothing of it is needed afterwards."""
+    """Remove its files when it has ended."""
 
 
-def errand_with_code(
+def plan_command(
     resolved: ResolvedSpec,
-    arguments: Sequence[Word],
-    variables: Mapping[str, Word],
+    arguments: Sequence[Argument],
+    variables: Mapping[str, Argument],
     *,
     runs_dir: Path,
     environ: Mapping[str, str],
     discard: bool,
-) -> Errand:
-    """Make the errand of a command that has read a spec here: the spec, the configuration and the code go along.
+) -> LoginCommand:
+    """Plan a command that has read a spec here: the spec, the configuration and the code are uploaded with it.
 
-    Raises: UsageError: the spec names paths that mean nothing there.
+    Raises: UsageError: the spec names paths that are not valid there.
     """
     from clusterddp.spec.profiles import config_path
 
     config = config_path(environ)
-    return Errand(
+    return LoginCommand(
         arguments=arguments,
-        variables={**variables, "CLUSTERDDP_CONFIG": Sent(_CONFIG)},
+        variables={**variables, "CLUSTERDDP_CONFIG": SentFile(_CONFIG)},
         code=plan_code(resolved.job, working_dir=Path.cwd(), runs_dir=runs_dir.absolute(), environ=environ),
         files={SPEC: resolved.text, _CONFIG: config.read_text() if config else ""},
         discard=discard,
@@ -101,7 +102,7 @@ def errand_with_code(
 def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]) -> Code:
     """Choose the code that a job needs on the login node.
 
-    Raises: UsageError: the spec names paths that mean nothing there.
+    Raises: UsageError: the spec names paths that are not valid there.
     """
     here = working_dir.resolve()
     _refuse_local_paths(job, here)
@@ -123,14 +124,14 @@ def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mappi
 
 def run_at_login(
     login: Login,
-    errand: Errand,
+    login_command: LoginCommand,
     *,
     environ: Mapping[str, str],
     write_out: Write,
     write_err: Write,
     watch: Watch | None = None,
 ) -> int | None:
-    """Run a command on a login node; return its exit code, None: the connection broke, and the command goes on alone.
+    """Run a command on a login node; return its exit code, None: the connection broke, and the command goes on.
 
     Raises: SshError: the host is not reached. PreflightError: it lacks what the command needs. OSError: its output
     cannot be written here.
@@ -148,28 +149,33 @@ def run_at_login(
     if isinstance(agent, SshError):
         raise agent
     with agent:
-        laid = _lay_out(agent, errand, environ, watch) if errand.files or errand.code else {}
-        place = laid.get("place", "")
+        laid = _lay_out(agent, login_command, environ, watch) if login_command.files or login_command.code else {}
         with open_command(agent, access, package()) as command:
-            answer = command.order(
-                {
-                    "arguments": [_spell(word, place) for word in errand.arguments],
-                    "variables": {name: _spell(word, place) for name, word in errand.variables.items()}
-                    | {AT_LOGIN: login.host},
-                    "needs": NEEDS,
-                    "directory": laid.get("directory"),
-                    "runs_dir": login.runs_dir,
-                    "discard": place if errand.discard and place else None,
-                }
-            )
+            answer = command.start(_order(login, login_command, laid))
             if answer["missing"]:
                 raise _lacks(login, answer["python"], answer["missing"])
-            return command.stay(agent, write_out, write_err)
+            return command.wait(agent, write_out, write_err)
 
 
-def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: Watch | None) -> dict[str, str]:
-    """Have the code and the files on the login node; return where they are."""
-    code = errand.code
+def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -> dict[str, Any]:
+    """Write the order of a command for the relay on the login node; `laid`: where its code and files are."""
+    place = laid.get("place", "")
+    variables = {name: _spell(argument, place) for name, argument in login_command.variables.items()}
+    return {
+        "arguments": [_spell(argument, place) for argument in login_command.arguments],
+        "variables": variables | {AT_LOGIN: login.host},
+        "needs": NEEDS,
+        "directory": laid.get("directory"),
+        "runs_dir": login.runs_dir,
+        "discard": place if login_command.discard and place else None,
+    }
+
+
+def _lay_out(
+    agent: Session, login_command: LoginCommand, environ: Mapping[str, str], watch: Watch | None
+) -> dict[str, str]:
+    """Upload the code and the files to the login node; return their place."""
+    code = login_command.code
     snapshot = code.snapshot if code else None
     digest = None
     if snapshot:
@@ -180,18 +186,18 @@ def _lay_out(agent: Session, errand: Errand, environ: Mapping[str, str], watch: 
         "sum": digest,
         "at": code.at if code else ".",
         "within": code.within if code else ".",
-        "files": dict(errand.files),
+        "files": dict(login_command.files),
         "git": describe_commit(code.working_dir, environ) if code else None,
     }
     return agent.ask("login.lay_out", facts, timeout_s=UPLOAD_TIMEOUT_S).facts
 
 
-def _spell(word: Word, place: str) -> str:
-    return word if isinstance(word, str) else f"{place}/{word.name}"
+def _spell(argument: Argument, place: str) -> str:
+    return argument if isinstance(argument, str) else f"{place}/{argument.name}"
 
 
 def _refuse_local_paths(job: JobSpec, here: Path) -> None:
-    """Refuse what names a file of this machine, and would name another one, or none, over there."""
+    """Refuse paths of this machine, which would name another file, or none, on the login node."""
     data_dir = job.train.data_dir if job.train else None
     if data_dir is not None and not data_dir.startswith(("/", "~")):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The login node of a profile or of a run, and what of this shell goes along with a command that runs there."""
+"""The login node of a profile or of a run, and the variables of this shell that a command receives there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.ssh_section import Login
 
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
-"""Set where a command runs for a laptop: it looks for no further login node."""
+"""Set for a command that runs on a login node for a laptop: it uses no other login node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Node:
 
 
 def find_node(profile: str | None, environ: Mapping[str, str]) -> Node | None:
-    """Find the login node of a profile, by default of the default one; None: it has none, or this is the login node."""
+    """Find the login node of a profile, or of the default profile; None: it has none, or this is the login node."""
     if AT_LOGIN in environ:
         return None
     from clusterddp.spec.profiles import read_profile_login
@@ -52,16 +52,16 @@ def demand_node(profile: str, environ: Mapping[str, str]) -> Node:
 
 
 def node_of_run(sent: SentRun, environ: Mapping[str, str]) -> Node:
-    """Find the login node of a run: as the profile has it now, if it still names that host.
+    """Find the login node of a run, with the profile's present values if it still names that host.
 
-    A host that no profile of the user's names gets none of the run's secrets.
+    A host that no profile of the user names gets none of the run's secrets.
     """
     from clusterddp.spec.ssh_section import Login
 
     login = Login.model_validate(sent.login)
     try:
         node = find_node(sent.profile, environ)
-    except SpecError:  # there is no such profile any more
+    except SpecError:  # the profile is gone
         node = None
     if node is None or node.login.host != login.host:
         return Node(profile=sent.profile, login=login)
@@ -72,7 +72,7 @@ def node_of_run(sent: SentRun, environ: Mapping[str, str]) -> Node:
 def choose_variables(
     environ: Mapping[str, str], secrets: Sequence[str], *, debug: bool, color: bool | None
 ) -> dict[str, str]:
-    """Choose what goes along of this shell: values of the spec, the run's secrets by name, how text is shown."""
+    """Choose the variables that go to the login node: values of the spec, the run's secrets, how text is shown."""
     chosen = {name: environ[name] for name in secrets if name in environ}
     chosen |= {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP__")}
     chosen["CLUSTERDDP_CONFIG"] = ""
@@ -84,7 +84,7 @@ def choose_variables(
 
 
 class FirstLine:
-    """Reads the first line that a submit writes, the name of the run or JSON that has it, and records where the run is.
+    """Reads the first line of a submit, the run's name or JSON with it, and records where the run is.
 
     `run` is None until that line is complete.
     """
@@ -96,7 +96,7 @@ class FirstLine:
         self._line = b""
 
     def read(self, data: bytes) -> tuple[bytes, bytes]:
-        """Take some output; return that line, when it is complete, and what follows it."""
+        """Receive output; return the first line, when it is complete, and what follows it."""
         if self.run is not None:
             return b"", data
         head, newline, rest = (self._line + data).partition(b"\n")
@@ -111,23 +111,23 @@ class FirstLine:
 
 
 def explain_cut(node: Node, run: str | None, *, submits: bool) -> SshError:
-    """Return what is known when the connection to the login node broke.
+    """Return the error for a broken connection to the login node.
 
-    `run`: the run that the command is about, where it is about one. `submits`: the command starts one.
+    `run`: the run that the command names, if any. `submits`: the command starts one.
     """
     found, hint = "the connection broke", "try again"
     if submits and run is None:
         found += "; whether a job was submitted is not known here"
         hint = f"clusterddp list --profile {node.profile}"
     elif run is not None:
-        found += "; that does not touch the run, which goes on"
+        found += "; the run goes on"
         hint = f"clusterddp status {shlex.quote(run)} --profile {node.profile}"
     return SshError(node.login.host, "ask", found, hint=hint, dropped=True)
 
 
 def _name_in(line: str) -> str:
     try:
-        words = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return line
-    return str(words.get("run") or words.get("sweep")) if isinstance(words, dict) else line
+    return str(value.get("run") or value.get("sweep")) if isinstance(value, dict) else line

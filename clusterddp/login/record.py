@@ -1,4 +1,4 @@
-"""Where the runs are that were submitted from here through a login node: `RUNS/.login/<run>.json`."""
+"""Records of the runs that were submitted from here through a login node: `RUNS/.login/<run>.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning.seal import is_sealed, seal
-from clusterddp.run.directory import created_ns, list_places, list_runs
+from clusterddp.run.find import created_ns, list_places, list_runs
 from clusterddp.system.files import read_record, write_json, write_text
 
 FOLDER = ".login"
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentRun:
-    """A run, or a sweep, whose directory lies on a cluster."""
+    """A run, or a sweep, whose directory is on a cluster."""
 
     run: str
     profile: str
@@ -32,7 +32,7 @@ class SentRun:
     """Names of the variables whose values the run needs again when it is resumed."""
     created_ns: int
     seal: str = ""
-    """The user's seal of all the rest: a directory that travels names no host, and asks for no secret."""
+    """The user's seal of the other fields: a record that another user wrote is ignored."""
 
     def sealed(self) -> SentRun:
         return dataclasses.replace(self, seal=seal(_SEALED, self._content()))
@@ -44,14 +44,14 @@ class SentRun:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "seal"}
 
     def name_there(self, name: str) -> str:
-        """Complete a name that was found to mean this run, or one of this sweep."""
+        """Complete a name that was found to be that of this run, or of one of this sweep."""
         return name if name.startswith(f"{self.run}.") else self.run
 
 
 def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
-    """Note where a run is.
+    """Record where a run is.
 
-    Raises: ClusterddpError: a host gave something that is no name, or the disk refuses.
+    Raises: ClusterddpError: the host's answer is not a name, or the directory cannot be made.
     """
     if not _NAME.fullmatch(sent.run):
         raise ClusterddpError(f"{sent.login['host']}: reports the run name {sent.run[:80]!r}, which is not valid")
@@ -60,12 +60,12 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
-    write_text(folder / ".gitignore", "*\n", exclusive=True)  # as a rule this lies in a repository
+    write_text(folder / ".gitignore", "*\n", exclusive=True)  # this directory is usually in a repository
     write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent.sealed()))
 
 
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:
-    """List what is noted, oldest first; a note that cannot be read, or that this user has not written, is none."""
+    """List the records, oldest first, without those that cannot be read or that another user has written."""
     found = []
     for path in sorted((runs_dir / FOLDER).glob("*.json")):
         with contextlib.suppress(ClusterddpError, OSError):
@@ -76,9 +76,9 @@ def list_sent_runs(runs_dir: Path) -> list[SentRun]:
 
 
 def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
-    """Find a run that is on a cluster; None: it is here, or nowhere.
+    """Find a run that is on a cluster; None: it is here, or there is none.
 
-    Raises: UsageError: the name may mean several.
+    Raises: UsageError: several runs begin with this name.
     """
     sent_runs = list_sent_runs(runs_dir)
     if not sent_runs or os.sep in name:
@@ -94,5 +94,5 @@ def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
         return None
     if len(found) > 1 or (here_names and not exact) or name in here_names:
         where = [f"{sent.run} on {sent.login['host']}" for sent in found] + [f"{each} here" for each in here_names]
-        raise UsageError(f"{name}: {len(where)} runs begin so: {', '.join(where)}")
+        raise UsageError(f"{name}: {len(where)} runs begin with it: {', '.join(where)}")
     return found[0]

@@ -1,6 +1,6 @@
-"""What the history of a run (`events.jsonl`) holds: the phases of its start, NCCL's transport, lost rows.
+"""Facts from the history of a run (`events.jsonl`): the phases of its start, NCCL's transport, lost rows.
 
-A host, or another user, may have written a row; one of another form is passed over.
+A host, or another user, may have written a row; one of another form is skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypedDict
 from clusterddp.network.nccl_log import SOCKETS
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, Start
-from clusterddp.system.files import read_jsonl
+from clusterddp.system.files import is_file, read_jsonl
 from clusterddp.wire import build
 
 
@@ -29,9 +29,15 @@ class _Event(_AnyEvent, total=False):
     phases: dict[str, float]
 
 
+class _StopEvent(TypedDict):
+    reason: str
+    time: float
+    asks: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeTransport:
-    """The way from the ranks of one node, in NCCL's own words; see `network.nccl_log.Transport`."""
+    """How NCCL sends from the ranks of one node, as its log reports it; see `network.nccl_log.Transport`."""
 
     node_rank: int
     host: str
@@ -42,7 +48,7 @@ class NodeTransport:
 
 
 def read_transports(run: RunDir, attempt: int | None) -> tuple[NodeTransport, ...]:
-    """Return what the nodes report in an attempt, by node rank; of each its newest report."""
+    """Return the newest report of each node in an attempt, by node rank."""
     found: dict[int, NodeTransport] = {}
     for row in read_jsonl(run.events):
         if row.get("event") == "nccl_transport" and row.get("attempt") == attempt:
@@ -61,7 +67,7 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
     why = f" ({slow[0].complaint.rstrip('.')})" if slow[0].complaint else ""
     return (
         f"between hosts NCCL sends over sockets, by {interfaces or 'an interface that it does not name'}, not by "
-        f"RDMA{why}. Where there is InfiniBand or RoCE, clusterddp doctor SPEC says what keeps it from being used"
+        f"RDMA{why}. Where there is InfiniBand or RoCE, clusterddp doctor SPEC shows why it is not used"
     )
 
 
@@ -70,8 +76,8 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
 
     prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
     the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
-    ranks have met. data: until the data set is there. first_step: until it is done, with all that is built for it. The
-    last three are rank 0's, and known of the built-in trainer only. `start`: what start.json holds.
+    ranks have met. data: until the data set is loaded. first_step: until it is done, with all that is built for it. The
+    last three are rank 0's, and only of the built-in trainer. `start`: the content of start.json.
     """
     events: dict[str, _Event] = {}
     for row in read_jsonl(run.events):
@@ -117,7 +123,32 @@ def read_hang(run: RunDir, attempt: int | None) -> HangEvent | None:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopping:
+    """A run whose ranks were asked to checkpoint and end, and have not ended yet."""
+
+    reason: str
+    """Who asked, or what."""
+    since: float
+    """Seconds since the epoch."""
+    until: float
+    """Seconds since the epoch: when the supervisors end what still runs."""
+    asks: bool
+    """False: the program has not asked whether to stop so far."""
+
+
+def read_stopping(run: RunDir, attempt: int, grace_s: float) -> Stopping | None:
+    """Return what the head recorded of a stop in this attempt; None while no stop is requested."""
+    for row in read_jsonl(run.events):
+        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+            if row.get("event") == "stop_requested" and "asks" in row and row.get("attempt") == attempt:
+                event = build(_StopEvent, row)
+                since, asked = event["time"], is_file(run.attempt(attempt).asked)
+                return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
+    return None
+
+
 def count_lost_rows(run: RunDir) -> int:
-    """Count the rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
+    """Count the rows of `metrics.jsonl` that could not be written, as far as the count itself could be."""
     rows = [event.get("rows") for event in read_jsonl(run.events) if event.get("event") == "rows_lost"]
     return sum(count for count in rows if isinstance(count, int))

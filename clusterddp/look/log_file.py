@@ -1,4 +1,4 @@
-"""One log file, as bytes: read while it grows, from the last lines on, or only its last lines."""
+"""One log file as bytes: read while it grows, from its last lines on, or only its last lines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from clusterddp.look.printable import printable
 
 PIECE_BYTES = 64 * 1024
-"""A line longer than this is handed on in pieces, so that no line is too long for memory."""
+"""A longer line is returned in pieces, so that no line is too long for memory."""
 _TURN_BYTES = 16 * PIECE_BYTES
-"""How much of one file is read before it is the next one's turn."""
+"""How much of one file is read before the next one is."""
 
 
 class LogFile:
@@ -47,7 +47,7 @@ class LogFile:
             return
 
     def read_all(self) -> Iterator[bytes]:
-        """Yield everything there is, an unfinished last line too."""
+        """Yield the whole content, with an unfinished last line."""
         while True:
             position = self._position
             yield from self.read()
@@ -95,7 +95,7 @@ def position_of_last_lines(path: Path, count: int) -> int:
 
 
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
-    """Read the last lines of a log that hold anything, fit for a terminal; none when there is no such file."""
+    """Read the last lines of a log that are not empty, escaped for a terminal; none when there is no such file."""
     try:
         # A link, or a pipe without a writer, may lie where another user can write.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:

@@ -1,4 +1,4 @@
-"""What the ranks printed: read from their files as bytes, a piece at a time, while they are being written or after."""
+"""Logs of the ranks, read from their files as bytes, a piece at a time, while they are being written or after."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class LogPiece:
 
 @dataclass(frozen=True, slots=True)
 class NewAttempt:
-    """From here on the pieces belong to another attempt."""
+    """The pieces after it belong to another attempt."""
 
     number: int
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Read which ranks are meant: `0`, `0,3-5`, `all`.
+    """Read a list of ranks: `0`, `0,3-5`, `all`.
 
     Raises: UsageError: it is none of these, or a rank that the run does not have.
     """
@@ -54,7 +54,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def failed_ranks(attempt: AttemptDir) -> tuple[int, ...]:
-    """Name the ranks that failed by themselves, the first to fail first; not those that were ended with it."""
+    """Return the ranks that failed by themselves, the first failure first, without those that were ended after it."""
     end = read_end(attempt)
     first = [end.root_cause.rank] if end and end.root_cause and end.root_cause.rank is not None else []
     others = [record.rank for record in read_ranks(attempt) if record.exit_code and record.signal is None]
@@ -78,7 +78,7 @@ def format_piece(piece: LogPiece, *, prefix: bool, escape: bool) -> bytes:
 
 
 def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -> tuple[int, ...]:
-    """Find out which ranks `--rank TEXT` means; `attempt` None: the newest one.
+    """Return the ranks that `--rank TEXT` selects; `attempt` None: of the newest one.
 
     Raises: UsageError: it is not understood, or the run has no such rank, or no rank failed.
     """
@@ -97,7 +97,7 @@ def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -
 def read_logs(
     run: RunDir, ranks: tuple[int, ...], *, attempt: int | None, tail_lines: int | None
 ) -> Iterator[LogPiece]:
-    """Yield what is in the logs now, rank after rank, each rank's standard output before its standard error.
+    """Yield the present content of the logs, rank after rank, each rank's standard output before its standard error.
 
     `attempt` None means the newest one.
     Raises: UsageError: the run has no such attempt.
@@ -122,15 +122,15 @@ def follow_logs(
     poll_interval_s: float = 0.2,
     sync: Synchroniser = NO_HOSTS,
 ) -> Iterator[LogPiece | NewAttempt | None]:
-    """Yield what is in the logs and what is added, until the run ends; with `attempt`, until that attempt does.
+    """Yield the content of the logs and what is added, until the run ends; with `attempt`, until that attempt does.
 
-    None is yielded when there is nothing more for now.
+    Yields None when there is no more output now.
     """
     gang = read_gang(run)
     number = attempt
     while number is None:
         sync.update()
-        over = read_state(run).finished  # asked first: an attempt that ends meanwhile is still found
+        over = read_state(run).finished  # read first: an attempt that ends meanwhile is still found
         number = _newest_attempt(run)
         if number is None:
             if over:
@@ -153,7 +153,7 @@ def _follow_attempt(
     """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
     while True:
         sync.update()
-        # Asked before reading: whatever was written before the end is then read after it.
+        # Read before the logs: what was written before the end is then read after it.
         over = (_newest_attempt(run) or 0) > number or read_state(run).finished
         if over:
             sync.update_logs()
@@ -185,7 +185,7 @@ class _RankLog:
     known_host: str | None = None
 
     def host(self) -> str:
-        """Return where the rank runs: its record knows once it has printed anything, the plan before."""
+        """Return the rank's host: by its record, which exists when it has printed anything, before that by the plan."""
         if self.known_host is None:
             record = read_json(self.attempt.rank_record(self.rank)) or {}
             self.known_host = str(record.get("host", self.planned_host))

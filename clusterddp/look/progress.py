@@ -1,21 +1,32 @@
-"""How far a run is: read from the end of `metrics.jsonl`, however long the file has become."""
+"""The progress of a run, read from the end of `metrics.jsonl`, however long the file is."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterddp.run.directory import RunDir
-from clusterddp.system.files import read_last_jsonl
+from clusterddp.system.files import read_last_jsonl, read_last_lines
+from clusterddp.wire import read_object
 
 TAIL_BYTES = 64 * 1024
+_ACCURACY = re.compile(r"(^|[/._ -])(acc|accuracy|acc@?1|top-?1)$")
+"""The end of a key, in lower case, whose value is an accuracy."""
+_HAS_ACCURACY = re.compile(rb'(acc|accuracy|acc@?1|top-?1)":', re.IGNORECASE)
+"""The same in a line: few lines are parsed where many are read."""
+_NOT_FINITE = ("nan", "inf", "-inf")
+_COLUMNS = frozenset({"kind", "attempt", "step", "time", "epoch", "steps_done", "steps_total", "epochs_total"})
+_FIELDS = frozenset({"loss", "images_per_s"})
+_MAX_VALUES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the newest attempt has come; None where its rows do not say."""
+    """The progress of the newest attempt; None where its rows have no value."""
 
     epoch: int | None
     """Counts from 1: the epoch that is being trained, or the last one."""
@@ -27,19 +38,29 @@ class Progress:
     """0..1, of the steps."""
     loss: float | None
     accuracy: float | None
-    """0..1, of the newest evaluation."""
+    """0..1, of the newest evaluation; of a script, the newest value with a name such as val_acc."""
     images_per_s: float | None
     """All ranks together."""
     eta_s: float | None
     """Seconds until the last step, at the pace of the newest rows; None also when the run does not go on."""
+    values: dict[str, float | str] = field(default_factory=dict)
+    """The newest other values that a script has logged; `nan`, `inf` and `-inf` as text."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
-    """Read how far the run is from the last `tail_bytes` of its metrics; None when it wrote none (yet)."""
-    return progress_of(read_last_jsonl(run.metrics, tail_bytes))
+    """Read how far the run is from the last `tail_bytes` of its metrics; None when it wrote none (yet).
+
+    A script's accuracy may be further up than its many other rows.
+    """
+    progress = progress_of(read_last_jsonl(run.metrics, tail_bytes))
+    if progress is None or progress.accuracy is not None or tail_bytes >= TAIL_BYTES:
+        return progress
+    lines = filter(_HAS_ACCURACY.search, reversed(read_last_lines(run.metrics, TAIL_BYTES)))
+    found = (accuracy_of(row) for row in map(_row, lines) if row is not None)
+    return replace(progress, accuracy=next((accuracy for accuracy in found if accuracy is not None), None))
 
 
 def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
@@ -47,7 +68,11 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
     if not rows:
         return None
     attempt = rows[-1].get("attempt")
+    logged = [row for row in rows if row.get("kind") == "log"]
+    rows = [_by_progress(row) for row in rows]
     step, steps = _newest(rows, "step"), _newest(rows, "steps_total")
+    if step is None:
+        step = _newest(logged, "step")
     fraction = min(1.0, step / steps) if step is not None and steps else None
     epoch, epochs = _newest(rows, "epoch"), _newest(rows, "epochs_total")
     return Progress(
@@ -56,18 +81,73 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         step=None if step is None else int(step),
         steps=None if steps is None else int(steps),
         fraction=None if fraction is None else round(fraction, 4),
-        loss=_newest(rows, "loss", kind="train"),
-        accuracy=_newest(rows, "accuracy", kind="eval"),
-        images_per_s=_newest(rows, "images_per_s", kind="train"),
+        loss=_newest(rows, "loss", kinds=("train", "log")),
+        accuracy=next((found for row in reversed(rows) if (found := accuracy_of(row)) is not None), None),
+        images_per_s=_newest(rows, "images_per_s", kinds=("train", "log")),
         eta_s=_eta_s([row for row in rows if row.get("attempt") == attempt], step, steps),
+        values=_newest_values([row for row in logged if row.get("attempt") == attempt]),
     )
 
 
-def _newest(rows: list[dict[str, Any]], key: str, *, kind: str | None = None) -> float | None:
+def accuracy_of(row: dict[str, Any]) -> float | None:
+    """Return the accuracy that a row holds as a share, 0..1; None: none, or one of training data.
+
+    A script's value above 1 is in percent.
+    """
+    if row.get("kind") == "eval":
+        return _number(row.get("accuracy"))
+    if row.get("kind") != "log":
+        return None
+    key = _accuracy_key(row)
+    return None if key is None else row[key] / (100 if row[key] > 1 else 1)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Parse a row; None for a line that is incomplete or not a row."""
+    try:
+        return read_object(line)
+    except ValueError:
+        return None
+
+
+def _by_progress(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the steps that are done: the step of logged values may count something else."""
+    return row if row.get("kind") != "log" else {**row, "step": row.get("steps_done")}
+
+
+def _newest_values(logged: list[dict[str, Any]]) -> dict[str, float | str]:
+    """Return the newest value of each key that `Progress` has no field for, in the order of the newest row."""
+    found: dict[str, float | str] = {}
+    for row in reversed(logged):
+        in_fields = {*_FIELDS, _accuracy_key(row)}
+        for key in row:
+            number = _number(row[key])
+            value = number if number is not None else row[key] if row[key] in _NOT_FINITE else None
+            if value is not None and key not in _COLUMNS and not (key in in_fields and number is not None):
+                found.setdefault(key, value)
+    return dict(list(found.items())[:_MAX_VALUES])
+
+
+def _accuracy_key(row: dict[str, Any]) -> str | None:
+    """Return which of a script's values is its accuracy: the one of that name, else the first that ends so."""
+    keys = ("accuracy", *row)
+    return next((key for key in keys if _is_accuracy(key) and _number(row.get(key)) is not None), None)
+
+
+def _is_accuracy(key: str) -> bool:
+    return _ACCURACY.search(key.lower()) is not None and not key.lower().startswith("train")
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _newest(rows: list[dict[str, Any]], key: str, *, kinds: Container[str] | None = None) -> float | None:
     for row in reversed(rows):
-        value = row.get(key)
-        if kind in (None, row.get("kind")) and isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
+        number = _number(row.get(key))
+        if number is not None and (kinds is None or row.get("kind") in kinds):
+            return number
     return None
 
 

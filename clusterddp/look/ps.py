@@ -1,6 +1,6 @@
-"""The runs on several machines: their processes, what is left over, what lies there (ps and gc); a result per machine.
+"""Runs on several machines: their processes, what is left over, old directories (ps and gc); a result per machine.
 
-The machines are hosts that SSH reaches, or just this one; what is done there is the same (run/leftovers.py, stored.py).
+The machines are hosts over SSH, or this one; both use run/leftovers.py and run/stored.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
-from clusterddp.ssh.session import HostAccess, Session, ask_all, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import ask_all, open_sessions
 from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"
 _TIMEOUT_S = 60.0
 _DISK_TIMEOUT_S = 600.0
-"""A host may have to walk through a million files of checkpoints and snapshots."""
+"""A host may have a million files of checkpoints and snapshots."""
 _END_TIMEOUT_S = 15.0
 """For each run, on top."""
 _T = TypeVar("_T")
 
 
 class ThisMachine:
-    """The machine that this runs on."""
+    """This machine."""
 
     def __init__(self, runs_dir: Path, root: str = DEFAULT_ROOT) -> None:
         self.name = socket.gethostname()
@@ -80,7 +81,7 @@ class Hosts:
         return _read(replies, lambda reply: reply["ended"])
 
     def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
-        """Find what on each host is that old and not needed by any run."""
+        """Find the directories on each host that are that old and not needed by any run."""
         facts = {host: {"older_than_s": older_than_s} for host in self._accesses}
         replies = self._ask("table.stored", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["stored"])
@@ -102,7 +103,7 @@ class Hosts:
     def _ask(
         self, do: str, facts: Mapping[str, Mapping[str, Any]], *, timeout_s: float = _TIMEOUT_S
     ) -> dict[str, dict[str, Any] | SshError]:
-        """Ask hosts; a connection that was lost since the last question is made anew, once."""
+        """Ask hosts; reconnect once where the connection was lost since the last request."""
         answers = self._ask_once(do, facts, timeout_s)
         lost = {host for host, answer in answers.items() if isinstance(answer, SshError) and answer.dropped}
         again = {host: facts[host] for host in facts if host in lost and isinstance(self._sessions[host], Session)}
@@ -129,9 +130,9 @@ Machines = ThisMachine | Hosts
 
 
 def accesses_of(run: RunDir) -> list[HostAccess]:
-    """Return the hosts of a run and how they are reached; none for a run that was not started over SSH.
+    """Return the access to each host of a run; none for a run that was not started over SSH.
 
-    Raises: ClusterddpError: it has no plan, or one that this user has not written.
+    Raises: ClusterddpError: it has no plan, or another user has written it.
     """
     if read_run(run).launcher != "ssh":
         return []

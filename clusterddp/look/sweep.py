@@ -1,4 +1,4 @@
-"""What is known about a sweep: each of its runs in one line, and how many are in which state."""
+"""The status of a sweep: each of its runs in one line, and the number of runs in each state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SweepStatus:
     """Seconds since the epoch."""
     runs: tuple[RunSummary, ...]
     queue: QueueRecord | None = None
-    """What starts the runs, where Slurm does not."""
+    """The queue that starts the runs; None: Slurm does."""
 
     @property
     def states(self) -> dict[str, int]:
@@ -52,7 +52,7 @@ class SweepStatus:
 
 
 def read_sweep_status(sweep: SweepDir) -> SweepStatus:
-    """Read all that is known about the runs of a sweep now; Slurm is asked once for all of them."""
+    """Read the status of a sweep; Slurm is asked once for all its runs."""
     record = read_sweep(sweep)
     runs = [(run, read_run(run)) for run in sweep.runs()]
     announce(runs)

@@ -1,7 +1,7 @@
-"""The choice of the network that carries a gang: for each address of the first host, who reaches whom by what.
+"""Choose the network of a gang from probes between its hosts.
 
-A candidate is an address of the first host. Each of the others goes there by the interface of its route, whatever its
-name, and is reached there in turn. The best candidate by which all reach each other is taken.
+A candidate is an address of the first host. Every other host connects to it by the interface of its route, whatever
+the name, and must be reached at that interface. The best candidate by which all hosts reach each other is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Endpoint:
 
     @property
     def reserve(self) -> int:
-        """How little it is liked, whatever its speed: 0 a cable, 1 a radio, 2 a tunnel or an address of last resort."""
+        """Its class, which counts before speed: 0 a cable, 1 wireless, 2 a tunnel or a link-local address."""
         if self.link.kind in TUNNELS or self.address.address.startswith(_LINK_LOCAL):
             return 2
         return int(self.link.wireless)
@@ -32,18 +32,18 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A network that may carry the gang, and everything that speaks against it."""
+    """A network that may carry the gang, and its problems."""
 
     endpoints: dict[int, Endpoint]
-    """By the place of the host; the first host's is the master's."""
+    """By the index of the host; the first host's is the master's."""
     order: int = 0
-    """Which one it is in the kernel's order: what decides last."""
+    """Its index in the kernel's order, which decides last."""
     failed: tuple[Probe, ...] = ()
-    """What had to be reached, and was not."""
+    """Required connections that failed."""
     detours: tuple[Probe, ...] = ()
-    """What was reached by another interface than the host's."""
+    """Connections that left by another interface than the host's endpoint."""
     lost: tuple[int, ...] = ()
-    """Hosts that have no route into it."""
+    """Hosts without an interface in it."""
 
     @property
     def works(self) -> bool:
@@ -59,30 +59,30 @@ class Candidate:
 
     @property
     def merit(self) -> tuple[bool, int, int, int]:
-        """How good it would be if it worked, the least the best: IPv4, cables, then speed."""
+        """The sort key, the least is the best: IPv4, cables, then speed."""
         reserve = max(endpoint.reserve for endpoint in self.endpoints.values())
         return self.master.address.is_ipv6, reserve, -self.speed_mbit_per_s, self.order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The candidate that is taken, if there is one, and the others, the most deserving first."""
+    """The candidate that is taken, if there is one, and the others, the best first."""
 
     taken: Candidate | None
     others: tuple[Candidate, ...]
     interface: str | None = None
-    """The one that the user has named."""
+    """The interface that the user has named."""
 
 
 def choose_network(findings: Findings, interface: str | None = None) -> Choice:
-    """Choose from what was found out; by `interface` only, when the user names it."""
+    """Choose the network by the findings; `interface`: only by this one, which the user has named."""
     usable = usable_addresses(findings, interface)
     index = {(probe.source, probe.target, probe.address, probe.port): probe for probe in findings.probes}
     judge = _Judge(findings, index, usable, interface)
     candidates = [
         judge.judge(Endpoint(link=link, address=address), order) for order, (link, address) in enumerate(usable[0])
     ]
-    # A detour that the user has ordered is none of our business.
+    # Detours do not count when the user has named the interface.
     ranked = sorted(candidates, key=lambda one: (not one.works, bool(one.detours) and not interface, one.merit))
     taken = ranked[0] if ranked and ranked[0].works else None
     others = sorted((one for one in candidates if one is not taken), key=lambda one: one.merit)
@@ -90,7 +90,7 @@ def choose_network(findings: Findings, interface: str | None = None) -> Choice:
 
 
 class _Judge:
-    """Judges candidates by the probes that were tried."""
+    """Judges candidates by the probes."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Judge:
         self._interface = interface
 
     def judge(self, master: Endpoint, order: int) -> Candidate:
-        """Look at everything that the gang needs for an address of the first host."""
+        """Judge all connections that the gang needs for an address of the first host."""
         endpoints, lost = {0: master}, []
         for place in range(1, len(self._findings.hosts)):
             endpoint = self._endpoint_of(place, master)

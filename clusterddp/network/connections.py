@@ -1,4 +1,4 @@
-"""The TCP connections of this host, as the kernel lists them; one that was closed stays listed for a minute."""
+"""The TCP connections of this host, as the kernel lists them; a closed one stays listed for a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _End = tuple[bytes, int]
 
 
 def was_connected(address: str, port: int) -> bool | None:
-    """Say whether a connection to this address and port has an end on this host, or had one within the last minute.
+    """Return whether a connection to this address and port has an end on this host, or had one in the last minute.
 
     None: the kernel lists no connections here (no Linux), or `address` is a name.
     """

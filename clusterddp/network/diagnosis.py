@@ -1,4 +1,4 @@
-"""Why no network carries a gang: what was tried, what came of it, and what mends it."""
+"""Explain why no network carries a gang: the connections that were tried, their results, and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINES_SHOWN = 4
 
 
 def diagnose(findings: Findings, choice: Choice, master_port: int | None = None) -> NetworkError:
-    """Return the error of a choice that has taken nothing; `master_port`: the one that the user named."""
+    """Return the error for a choice without a network; `master_port`: the one that the user named."""
     if unusable := _explain_unusable(findings, choice.interface):
         return unusable
     candidates = sorted(choice.others, key=lambda one: (len(one.lost) + len(one.failed), one.merit))
@@ -32,7 +32,7 @@ def diagnose(findings: Findings, choice: Choice, master_port: int | None = None)
 
 
 def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError | None:
-    """Say which hosts have no address that others could reach."""
+    """Return the error for hosts without an address that others could reach, if there are any."""
     usable = usable_addresses(findings, interface)
     missing = [place for place in range(len(findings.hosts)) if not usable[place]]
     if not missing or (not interface and 0 not in missing):
@@ -44,12 +44,12 @@ def _explain_unusable(findings: Findings, interface: str | None) -> NetworkError
         hint = "network.interface: auto chooses on each host the one that reaches the others, names may differ"
     else:
         message = f"no network interface leads to {hosts}"
-        hint = "network.interface: NAME takes one that is left out otherwise"
+        hint = "network.interface: NAME takes one that is not used by default"
     return NetworkError("\n  ".join([message, *lines]), hint=hint)
 
 
 def _problems(findings: Findings, candidate: Candidate) -> list[str]:
-    """Say what went wrong, probes that failed alike together."""
+    """List the failures of a candidate, equal ones of several hosts together."""
     ports = {(probe.target, probe.address): set[int]() for probe in findings.probes}
     for probe in findings.probes:
         ports[probe.target, probe.address].add(probe.port)
@@ -78,7 +78,7 @@ def _problems(findings: Findings, candidate: Candidate) -> list[str]:
 
 
 def _only_master_port(findings: Findings, candidate: Candidate) -> bool:
-    """Say whether everything but the master's port was reached."""
+    """Return whether only the master's port was not reached."""
     port = findings.hosts[0].master_port
     return not candidate.lost and all(probe.target == 0 and probe.port == port for probe in candidate.failed)
 
@@ -96,11 +96,11 @@ def _explain_master_port(findings: Findings, candidate: Candidate, master_port: 
     }
     command = commands.get(head.firewall or "")
     opening = f"{head.firewall} is on: on {head.host} {command}" if command else "a firewall? open the port there"
-    return NetworkError(f"network.master_port: {message}", hint=f"{opening}, or name another port")
+    return NetworkError(f"network.master_port: {message}", hint=f"{opening}, or choose another port")
 
 
 def _hint(findings: Findings, candidate: Candidate) -> str:
-    """Say what mends it."""
+    """Return the fix."""
     for probe in candidate.failed:
         hosts = findings.hosts
         if found := overlap(findings, probe):
@@ -118,7 +118,7 @@ def _hint(findings: Findings, candidate: Candidate) -> str:
         if probe.outcome == "stuck":
             return _hint_mtu(findings, probe)
     if not candidate.failed:
-        return "network.interface: NAME takes one that is left out otherwise"
+        return "network.interface: NAME takes one that is not used by default"
     probe = candidate.failed[0]
     if probe.left_from is None and probe.outcome == "no way":
         return f"on {findings.hosts[probe.source].host}: ip route get {probe.address}"
@@ -157,7 +157,7 @@ def _hint_firewall(findings: Findings, candidate: Candidate) -> str:
 
 
 def _culprit(failed: tuple[Probe, ...]) -> int:
-    """Find the host that takes part in most of the failures; of equal ones the one that is not reached."""
+    """Find the host in most of the failures; of equal ones the one that is not reached."""
     first = failed[0]
     places = dict.fromkeys([first.target, *(place for probe in failed for place in (probe.target, probe.source))])
     return max(places, key=lambda place: sum(place in (probe.source, probe.target) for probe in failed))

@@ -1,4 +1,4 @@
-"""Explains the choice of a network: why this one, and what people may want to know of the others."""
+"""Explain the choice of a network: why it was taken, and problems of the others that users may want to fix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from clusterddp.network.choice import Candidate, Choice
 from clusterddp.network.interface import Link
 from clusterddp.network.paths import Findings, Probe, usable_addresses
 
-_RESERVES = ("a cable", "a radio", "a tunnel or an address of last resort")
+_RESERVES = ("a cable", "wireless", "a tunnel or a link-local address")
 
 
 def explain_choice(findings: Findings, choice: Choice) -> dict[int, str]:
-    """Say for each host, by its place, why its interface was taken."""
+    """Return for each host, by its index, why its interface was taken."""
     taken = choice.taken
     assert taken is not None
     reason = _reason(findings, choice, taken)
@@ -20,13 +20,13 @@ def explain_choice(findings: Findings, choice: Choice) -> dict[int, str]:
 
 
 def warn_of_choice(findings: Findings, choice: Choice) -> Iterator[str]:
-    """Warn of what people may want to mend, the most important first."""
+    """Warn of problems that users may want to fix, the most important first."""
     taken = choice.taken
     assert taken is not None
     for candidate in choice.others:
         if candidate.master.link.name == taken.master.link.name:
             continue
-        # What would have been taken otherwise, and what looks like a mistake in how addresses were given out.
+        # A better network that failed, or one whose addresses look misconfigured.
         missed = candidate.merit < taken.merit or any(overlap(findings, probe) for probe in candidate.detours)
         if missed and (problem := first_problem(findings, candidate)):
             place = f"{candidate.master.link.name} of {findings.hosts[0].host}"
@@ -46,11 +46,11 @@ def warn_of_shared_addresses(findings: Findings) -> Iterator[str]:
         link = next(host.owner(address) for host in findings.hosts if host.host == hosts[0])
         shared.setdefault(hosts, []).append(f"{link.name} {address}" if link else address)
     for hosts, addresses in shared.items():
-        yield f"{', '.join(addresses)}: the same on {spell_hosts(findings, hosts)}, so it leads nowhere and is not used"
+        yield f"{', '.join(addresses)}: the same on {spell_hosts(findings, hosts)}, so it is ambiguous and not used"
 
 
-def warn_of_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:
-    """Say which hosts lack an interface that the user's own variables name; these go before what is chosen here."""
+def warn_of_missing_interfaces(findings: Findings, env: Mapping[str, str]) -> Iterator[str]:
+    """Warn of hosts that lack an interface named by the user's own variables, which override the choice made here."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = env.get(variable, "")
         exact = variable.startswith("GLOO") or value.startswith("=")
@@ -69,25 +69,25 @@ def warn_of_strange_names(findings: Findings, env: Mapping[str, str]) -> Iterato
 
 
 def first_problem(findings: Findings, candidate: Candidate) -> str | None:
-    """Say what speaks against a candidate, the first thing only."""
+    """Return the first problem of a candidate."""
     for probe in candidate.failed:
         hosts = findings.hosts
         target = f"{hosts[probe.target].host} {probe.address} port {probe.port}"
         return f"{hosts[probe.source].host} -> {target}: {outcome_text(probe)}"
     for place in candidate.lost:
-        return f"{findings.hosts[place].host} has no way into it"
+        return f"{findings.hosts[place].host} has no interface in it"
     for probe in candidate.detours:
         return _detour_text(findings, probe)
     return None
 
 
 def outcome_text(probe: Probe) -> str:
-    """Say what came of a try."""
+    """Return the result of a probe as text."""
     texts = {
         "reached": "reached",
         "no answer": "no answer",
         "refused": "refused",
-        "no way": probe.detail or "no way there",
+        "no way": probe.detail or "no route",
         "stuck": "connected, but large packets are lost",
         "stranger": f"{probe.detail or 'another machine'} answers there",
     }
@@ -110,7 +110,7 @@ def spell_hosts(findings: Findings, hosts: Iterable[str]) -> str:
 
 
 def overlap(findings: Findings, probe: Probe) -> tuple[Link, Link, str] | None:
-    """Find the other interface of the source that has the target's subnet as well: used one, other one, subnet."""
+    """Find another interface of the source with the target's subnet: used one, other one, subnet."""
     used = findings.link_used(probe)
     reserved = findings.hosts[probe.target].owner(probe.address)
     subnet = (
@@ -189,7 +189,7 @@ def _subnets(link: Link) -> set[str]:
 
 
 def describe_host(findings: Findings, place: int) -> str:
-    """List the interfaces of a host, and why those that are not usable are not."""
+    """List the interfaces of a host, with the reason for each that is not usable."""
     usable = {link.name for link, _ in usable_addresses(findings)[place]}
     shared = set(findings.shared_addresses())
     described = []
@@ -209,4 +209,4 @@ def _why_unusable(link: Link, addresses: set[str], shared: set[str]) -> str:
         return "no address"
     if addresses <= shared:
         return "the same on other hosts"
-    return "between containers" if link.of_containers else "its addresses do not last"
+    return "between containers" if link.of_containers else "only temporary addresses"

@@ -1,10 +1,9 @@
-"""gloo's threads, which need the interpreter after the last collective: to be waited for before a group or Python ends.
+"""Wait for gloo's threads, which need the interpreter after the last collective, before a group or Python ends.
 
-A collective wakes whoever waits for it and lets go of its tensors afterwards, for which its thread asks for the
-interpreter. In torch 2.13 it gets there too late in two ways. Who frees the group meanwhile joins that thread and holds
-the interpreter: neither ever goes on (a DistributedDataParallel may hold the last reference, so that its end is the
-group's). And if Python ends, the thread is unwound by pthread_exit, which C++ makes an abort: "terminate called without
-an active exception".
+A gloo thread wakes the waiting caller first and frees the collective's tensors afterwards, for which it takes the
+interpreter lock. In torch 2.13 this fails in two ways. A caller that frees the group meanwhile joins the thread with
+the lock held: a deadlock (a DistributedDataParallel may hold the last reference to the group). And if Python ends,
+pthread_exit unwinds the thread, and C++ aborts: "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from types import ModuleType
 from typing import Any
 
 _LIMIT_S = 10.0
-"""How long the threads may take to be done with what they have begun; a machine may be very busy."""
+"""How long the threads may take to finish; a machine may be very busy."""
 
 
 def await_gloo_threads() -> None:
     """Wait until all threads of gloo in this process sleep (Linux; elsewhere do nothing)."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
-        time.sleep(0.001)  # whoever waits for the interpreter gets it
+        time.sleep(0.001)  # a thread that waits for the interpreter lock gets it
         if time.monotonic() > deadline or not any(map(_is_busy, _threads())):
             return
 
 
 def await_threads_before_destroy(distributed: ModuleType) -> None:
-    """Have `torch.distributed.destroy_process_group` wait for gloo's threads; `distributed`: that module.
+    """Make `torch.distributed.destroy_process_group` wait for gloo's threads; `distributed`: that module.
 
-    After it a DistributedDataParallel may hold the last reference to the group, which is freed when the program's
-    variables are. In a Python that was started for one rank that is no danger by chance: torch.optim imports
-    torch._dynamo while there is a group, and so keeps the group for good. Where torch._dynamo was imported before,
-    nothing does.
+    After it a DistributedDataParallel may hold the last reference to the group, which is freed with the program's
+    variables. A Python that was started for one rank is safe by chance: torch.optim imports torch._dynamo while there
+    is a group, and so keeps the group. It is not safe if torch._dynamo was imported before.
     """
     destroy = distributed.destroy_process_group
 

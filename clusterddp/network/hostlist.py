@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from clusterddp.errors import ClusterddpError
 
 MAX_HOSTS = 65_536
-"""More than Slurm itself expands; a slip such as `node[1-99999999999]` must not eat the memory."""
+"""More than Slurm itself expands; a typo such as `node[1-99999999999]` must not use up the memory."""
 MAX_NAME = 255
 """Longer than any host name; it bounds what a long name with a range in it expands to."""
 _SHOWN = 80
@@ -34,7 +34,7 @@ def count(text: str, *, limit: int = MAX_HOSTS) -> int:
 
 
 def _parse(text: str, limit: int) -> list[list[_Piece]]:
-    """Take a host list apart; what is wrong, or too much, is refused before a single name is made."""
+    """Parse a host list; refuse an invalid or too large one before any name is made."""
     parts: list[list[_Piece]] = []
     column, total = 1, 0
     for part in _split(text) if text.strip() else ():

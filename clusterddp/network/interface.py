@@ -1,4 +1,4 @@
-"""Which network interface carries a node's traffic, and its address: found by the route, or named by the user."""
+"""The network interfaces of this host, and the one for a node's traffic: found by the route, or named by the user."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _OF_CONTAINERS = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interface:
-    """One interface of this host, with the address that others reach it at, and why it was chosen."""
+    """An interface of this host, the address at which others reach it, and why it was chosen."""
 
     name: str | None
-    """None: the address belongs to no interface that this process can see."""
+    """None: this process sees no interface with the address."""
     address: str
     why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkAddress:
-    """An address of a link, and how many bits of it name the subnet."""
+    """An address of a link, and the prefix length of its subnet."""
 
     address: str
     prefix: int
     lasting: bool = True
-    """False: one that IPv6 makes up and forgets."""
+    """False: a temporary IPv6 address."""
 
     @property
     def is_ipv6(self) -> bool:
@@ -53,22 +53,22 @@ class LinkAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A network interface as it is there, whether it may carry a gang or not."""
+    """A network interface, usable for a gang or not."""
 
     name: str
     kind: str = ""
-    """What Linux calls it: bridge, veth, bond, tun, wireguard, ...; empty for a network card."""
+    """Its kind in Linux: bridge, veth, bond, tun, wireguard, ...; empty for a network card."""
     mtu: int = 1500
     speed_mbit_per_s: int | None = None
-    """None: the driver does not say."""
+    """None: the driver reports none."""
     up: bool = True
-    """It is switched on, and its cable, if it has any, is in."""
+    """It is switched on, and its cable, if any, is connected."""
     loopback: bool = False
     wireless: bool = False
     infiniband: bool = False
     """It carries IP over InfiniBand."""
     addresses: tuple[LinkAddress, ...] = ()
-    """Without those that are good on one cable only (fe80)."""
+    """Without link-local ones (fe80)."""
 
     @property
     def of_containers(self) -> bool:
@@ -81,7 +81,7 @@ class Link:
 
     @property
     def assumed_mbit_per_s(self) -> int:
-        """Its speed, or what is assumed of its kind where the driver does not say."""
+        """Its speed, or a default for its kind where the driver reports none."""
         return self.speed_mbit_per_s or (10_000 if self.infiniband else 1000)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def read_links() -> tuple[Link, ...]:
 
 
 def is_cut_off(name: str | None) -> bool:
-    """Say whether an interface of this host is switched off, or its cable is out; False when that is not known."""
+    """Return whether an interface of this host is switched off, or its cable unplugged; False when that is unknown."""
     try:
         return any(link.name == name and not link.up for link in read_links())
     except OSError:
@@ -110,7 +110,7 @@ def loopback() -> Interface:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """List the addresses at which other hosts may reach this one, IPv4 first; this host alone knows those left out."""
+    """List the addresses at which other hosts may reach this one, IPv4 first; the loopback's if there are none."""
     found = [entry.address for link in read_links() if link.leads_out for entry in link.addresses if entry.lasting]
     outside = [address for address in found if not is_loopback(address)]
     return tuple(sorted(outside, key=lambda address: ":" in address)) or (LOOPBACK_ADDRESS,)
@@ -128,7 +128,7 @@ def interface_towards(address: str) -> Interface:
             source = str(probe.getsockname()[0])
     except OSError as error:
         raise ClusterddpError(f"{socket.gethostname()} has no route to {address}: {error.strerror}") from error
-    # Towards one of its own addresses the kernel goes from that very address.
+    # To one of its own addresses the kernel sends from the same address.
     why = "it has the master address" if source == address else f"the route to {address} goes out there"
     return Interface(name=_owner(source), address=source, why=why)
 
@@ -152,12 +152,12 @@ def named_interface(name: str) -> Interface:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address means this very host, 127.0.1.1 included."""
+    """Return whether an address is a loopback address, such as 127.0.1.1."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses of a host as this machine knows them, IPv4 first; none when it does not know the name."""
+    """Resolve the addresses of a host on this machine, IPv4 first; none when the name is unknown."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -167,7 +167,7 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 def plain_address(address: str) -> str:
-    """Write an IPv4 address that came over an IPv6 socket (`::ffff:10.0.0.1`) as people do."""
+    """Return `10.0.0.1` for an IPv4 address of an IPv6 socket (`::ffff:10.0.0.1`)."""
     return address.removeprefix("::ffff:") if "." in address else address
 
 

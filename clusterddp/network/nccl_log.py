@@ -1,4 +1,4 @@
-"""What NCCL's own log says of the way that its data takes: the network, its devices, the links between ranks.
+"""Read NCCL's transport from its log: the network, its devices, the links between ranks.
 
 Source of the lines: NCCL 2.10 to 2.29, src/init.cc, src/transport/*.cc.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 SOCKETS = "Socket"
 VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
-"""What makes NCCL write its log; where the user has set one of them, all are the user's."""
+"""Variables that make NCCL write its log; none is set where the user has set one of them."""
 _NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _DEVICES = re.compile(r"NCCL INFO NET/(?:IB|Socket) : Using\s+(\[0\].*?)\s*(?:\[RO\])?\s*(?:;.*)?$", re.MULTILINE)
 _LINK = re.compile(r"NCCL INFO Channel .* via (NET|P2P|SHM)/(.+?)\s*$", re.MULTILINE)
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"^(\S+?):\S*<\d+>$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transport:
-    """The way that NCCL's data takes from one rank, or from the ranks of a node."""
+    """How NCCL sends from one rank, or from the ranks of a node."""
 
     network: str
     """NCCL's own name of it: IB (RoCE, too), Socket, or that of a plugin."""
@@ -33,37 +33,37 @@ class Transport:
     links: tuple[str, ...] = ()
     """Kinds of links to other ranks that were opened so far: NET/IB/GDRDMA, P2P/CUMEM, SHM/direct."""
     complaint: str = ""
-    """Why there is no InfiniBand, in NCCL's words."""
+    """The line of NCCL's log that explains why there is no InfiniBand."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_transport(log: str) -> Transport | None:
-    """Read one rank's log as far as it is written; None: NCCL has not chosen yet."""
+    """Read one rank's log as far as it is written; None: NCCL has not chosen a network yet."""
     networks = _NETWORK.findall(log)
     if not networks:
         return None
     found = _DEVICES.findall(log)
-    words = re.findall(r"\[\d+\](\S+)", found[-1]) if found else []
+    devices = re.findall(r"\[\d+\](\S+)", found[-1]) if found else []
     complaint = _MISSING.search(log)
     return Transport(
         network=networks[-1],
-        devices=tuple(_ADDRESS.sub(r"\1", word) for word in words),
+        devices=tuple(_ADDRESS.sub(r"\1", device) for device in devices),
         links=tuple(sorted({_kind(*match) for match in _LINK.findall(log)})),
         complaint=complaint[1] if complaint and networks[-1] == SOCKETS else "",
     )
 
 
 def merge(transports: list[Transport]) -> Transport:
-    """Put what the ranks of a node say together; the slowest network is the node's."""
+    """Merge the transports of a node's ranks; the slowest network is the node's."""
     of_sockets = [each for each in transports if each.network == SOCKETS]
     first = (of_sockets or transports)[0]
     return dataclasses.replace(first, links=tuple(sorted({link for each in transports for link in each.links})))
 
 
 def _kind(way: str, rest: str) -> str:
-    """Leave the number of the device and what is said of buffers out of a link."""
+    """Return the kind of a link, without its device number and buffers."""
     if way == "NET":
         name = rest.partition("/")[0]
         return f"NET/{name}/GDRDMA" if "/GDRDMA" in rest else f"NET/{name}"

@@ -1,6 +1,6 @@
-"""Asks the Linux kernel for this host's network interfaces, by netlink and ethtool.
+"""Read this host's network interfaces from the Linux kernel, by netlink and ethtool.
 
-Not read from /sys/class/net: in a container that may show the interfaces of another network namespace.
+/sys/class/net is not used: in a container it may show the interfaces of another network namespace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNKNOWN_SPEEDS = {0, 0xFFFF, 0xFFFFFFFF}
 def read_links() -> dict[int, dict[str, Any]]:
     """List the interfaces by number: name, kind ("" for a network card), mtu, up, loopback, infiniband.
 
-    `up`: it is switched on and its cable, if it has any, is in.
+    `up`: it is switched on and its cable, if any, is connected.
     Raises: OSError.
     """
     links = {}
@@ -52,9 +52,9 @@ def read_links() -> dict[int, dict[str, Any]]:
 
 
 def read_addresses() -> Iterator[tuple[int, str, int, bool]]:
-    """List the addresses: number of the interface, address, length of its prefix, and whether it is there to stay.
+    """List the addresses: number of the interface, address, prefix length, and whether it is permanent.
 
-    Those that are good on one cable only (fe80) are left out.
+    Link-local ones (fe80) are left out.
     Raises: OSError.
     """
     for body in _dump(_GET_ADDRESSES, _ADDRESS.pack(0, 0, 0, 0, 0)):
@@ -68,12 +68,12 @@ def read_addresses() -> Iterator[tuple[int, str, int, bool]]:
         if family == socket.AF_INET:
             yield index, socket.inet_ntop(family, packed), prefix, True
         elif scope != _LINK_SCOPE:
-            passing = flags & (_TEMPORARY | _DUPLICATE | _DEPRECATED | _TENTATIVE)
-            yield index, socket.inet_ntop(family, packed), prefix, not passing
+            temporary = flags & (_TEMPORARY | _DUPLICATE | _DEPRECATED | _TENTATIVE)
+            yield index, socket.inet_ntop(family, packed), prefix, not temporary
 
 
 def read_speed(name: str) -> int | None:
-    """Return the speed of an interface in Mbit/s; None: its driver does not say, as most virtual ones."""
+    """Return the speed of an interface in Mbit/s; None: its driver reports none, as most virtual ones."""
     settings = array.array("B", struct.pack("=I", _ETHTOOL_SETTINGS) + bytes(40))
     if _ask_device(_ETHTOOL, name, struct.pack("P", settings.buffer_info()[0])) is None:
         return None
@@ -83,7 +83,7 @@ def read_speed(name: str) -> int | None:
 
 
 def is_wireless(name: str) -> bool:
-    """Say whether an interface is a radio."""
+    """Return whether an interface is wireless."""
     return _ask_device(_WIRELESS_NAME, name, b"") is not None
 
 

@@ -1,4 +1,4 @@
-"""Which of several hosts this one is: all its own addresses and names against theirs."""
+"""Find which of several hosts this one is, by its own addresses and names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from clusterddp.network.interface import is_loopback, read_links, resolve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnHost:
-    """What this host is called and reached by."""
+    """The names and addresses of this host."""
 
     names: tuple[str, ...]
     addresses: Mapping[str, str]
-    """Address -> the interface that has it; none of the loopback's."""
+    """Address -> its interface, without the loopback."""
 
     def __str__(self) -> str:
         addresses = ", ".join(f"{address} on {name}" for address, name in self.addresses.items())
@@ -25,11 +25,11 @@ class OwnHost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One of the hosts, and what its name stands for here."""
+    """One of the hosts, and its addresses as resolved here."""
 
     host: str
     addresses: tuple[str, ...]
-    """Empty: the name is not known here."""
+    """Empty: the name does not resolve here."""
 
     def __str__(self) -> str:
         plain = host_name(self.host)
@@ -39,7 +39,7 @@ class Candidate:
 
 
 def read_own_host() -> OwnHost:
-    """Ask this host for its names and addresses.
+    """Read the names and addresses of this host.
 
     Raises: OSError.
     """
@@ -77,17 +77,17 @@ def find_own_index(candidates: Sequence[Candidate], own: OwnHost) -> int:
         listed = ", ".join(map(str, candidates))
         raise PreflightError(
             f"this machine, {own}, is none of the hosts of the spec: {listed}",
-            hint="ssh.hosts names each machine once, by a name or address of its own; or --node-rank says which it is",
+            hint="ssh.hosts names each machine once, by a name or address of its own; or --node-rank gives its number",
         )
     listed = "; ".join(f"node {index} ({candidates[index].host}): {why}" for index, why in reasons.items())
     raise PreflightError(
         f"this machine, {own}, is {len(reasons)} of the hosts of the spec: {listed}",
-        hint="ssh.hosts names each machine once, by what no other machine has; or --node-rank says which it is",
+        hint="ssh.hosts names each machine once, by what no other machine has; or --node-rank gives its number",
     )
 
 
 def _why(candidate: Candidate, own: OwnHost) -> str:
-    """Say by what this host is the candidate; empty when it is not."""
+    """Return by what this host is the candidate; empty when it is not."""
     name = host_name(candidate.host).lower().rstrip(".")
     ours = {each.lower() for each in own.names}
     for address in candidate.addresses:

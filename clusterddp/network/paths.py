@@ -1,4 +1,4 @@
-"""What the hosts of a gang report of their networks, and the probes between them: each one try to connect."""
+"""The networks of a gang's hosts as they report them, and the probes between them, each one connection attempt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from clusterddp.network.interface import Link, LinkAddress, is_loopback
 
 Outcome = Literal["reached", "no answer", "refused", "no way", "stuck", "stranger"]
-"""`no way`: the kernel or a router says that there is none; `stuck`: connected, and large packets are lost;
+"""`no way`: the kernel or a router reports no route; `stuck`: connected, and large packets are lost;
 `stranger`: another machine has answered."""
 
 
@@ -18,18 +18,18 @@ class HostNetwork:
     """The network of one host, as it reports it; it listens while it is probed."""
 
     host: str
-    """The name by which we know it."""
+    """Its name in the spec."""
     machine: str
     """The same for two names of one machine."""
     own_addresses: tuple[str, ...] | None
-    """What the host's own name means there; None: not known in time."""
+    """The addresses of the host's own name there; None: not resolved in time."""
     links: tuple[Link, ...]
     port: int
-    """One that the kernel gave, as those of the ranks are."""
+    """A port given by the kernel, as those of ranks are."""
     master_port: int | None = None
-    """Of the first host: the master's port, or one of those that it will be chosen from."""
+    """Of the first host: the master's port, or one of its range."""
     firewall: str | None = None
-    """ufw, firewalld, or None: none that shows itself."""
+    """ufw, firewalld, or None: none was found."""
 
     def link(self, name: str) -> Link | None:
         return next((link for link in self.links if link.name == name), None)
@@ -41,7 +41,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """One try to connect, from a host to an address of another."""
+    """One connection attempt, from a host to an address of another."""
 
     source: int
     target: int
@@ -49,11 +49,11 @@ class Probe:
     port: int
     outcome: Outcome
     detail: str = ""
-    """How the kernel calls it."""
+    """The kernel's error, or the name of the machine that answered."""
     left_from: str | None = None
-    """The address that the source in fact used."""
+    """The address that the source used."""
     seen_from: str | None = None
-    """The address at which the target saw it come."""
+    """The source's address as the target saw it."""
     round_trip_ms: float | None = None
 
     @property
@@ -63,24 +63,24 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """Everything that was found out about the network between the hosts of a gang."""
+    """The network between the hosts of a gang, as it was probed."""
 
     hosts: tuple[HostNetwork, ...]
-    """The master's host first; hosts are spoken of by their places here."""
+    """The master's host first; other fields refer to hosts by their index."""
     probes: tuple[Probe, ...]
     slow_names: tuple[tuple[int, str], ...] = ()
-    """Hosts, and addresses of the master's host whose names they look up for over a second."""
+    """Hosts, and addresses of the master's host whose names take them over a second to resolve."""
 
     @property
     def on_one_machine(self) -> bool:
         return len({host.machine for host in self.hosts}) == 1
 
     def link_used(self, probe: Probe) -> Link | None:
-        """Find the interface by which a try left its host."""
+        """Find the interface by which a probe left its host."""
         return self.hosts[probe.source].owner(probe.left_from)
 
     def shared_addresses(self) -> dict[str, tuple[str, ...]]:
-        """Find the addresses that several machines have, which therefore lead to none of them, and their hosts."""
+        """Find the addresses that several machines have, and which are therefore ambiguous, with their hosts."""
         owners: dict[str, dict[str, str]] = {}
         for host in self.hosts:
             for address in (entry.address for link in host.links if not link.loopback for entry in link.addresses):
@@ -88,7 +88,7 @@ class Findings:
         return {address: tuple(machines.values()) for address, machines in owners.items() if len(machines) > 1}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Show the whole matrix: who reaches whom at which address, by which interface, and how fast."""
+        """Return all probes as rows for -o json, with the names of hosts and interfaces."""
         rows = []
         for probe in self.probes:
             source, target = self.hosts[probe.source], self.hosts[probe.target]
@@ -108,7 +108,7 @@ class Findings:
 def usable_addresses(findings: Findings, interface: str | None = None) -> list[list[tuple[Link, LinkAddress]]]:
     """List for each host the addresses at which it may be reached, IPv4 first; of `interface` only, when it is named.
 
-    Left out: what is down, made up for a while, on several machines, or between the containers of one host (unless
+    Left out: addresses that are down, temporary, on several machines, or between the containers of one host (unless
     it is named).
     """
     shared = findings.shared_addresses()
@@ -127,9 +127,9 @@ def usable_addresses(findings: Findings, interface: str | None = None) -> list[l
 
 
 def plan_probes(findings: Findings, interface: str | None = None) -> list[list[tuple[int, str, int]]]:
-    """List for each host whom it is to try: (target, address, port).
+    """List the probes of each host: (target, address, port).
 
-    A star and a ring: the first host tries all, and each of the others tries the first one and the next one.
+    A star and a ring: the first host probes all others; each of them probes the first one and the next one.
     """
     usable = usable_addresses(findings, interface)
     last = len(findings.hosts) - 1

@@ -1,8 +1,8 @@
 """The master port: chosen so that two runs differ, and held so that no other user takes it before rank 0 serves there.
 
-A socket that is bound and does not listen can be overtaken: whoever sets SO_REUSEADDR, of whatever user, may listen on
-the same port first. One that listens cannot. So where rank 0 can take over a socket that listens already
-(node/store_listener.py), it listens from the moment on at which the port is chosen.
+A socket that is bound and does not listen does not protect its port: any process of any user that sets SO_REUSEADDR
+can listen there first. A listening socket does. So where rank 0 can take over a listening socket
+(node/store_listener.py), the socket listens as soon as the port is chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRIES = 512
 
 
 def walk_ports(seed: str, count: int) -> list[int]:
-    """List the first ports of the walk that follows from `seed`: whoever knows the seed knows where to look."""
+    """List the first ports of the walk that follows from `seed`: a process that knows the seed finds the port."""
     span = LAST_PORT - FIRST_PORT + 1
     start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % span
     return [FIRST_PORT + (start + step) % span for step in range(count)]
@@ -47,7 +47,7 @@ def reserve_port(seed: str, *, listening: bool = False) -> tuple[socket.socket, 
 
 
 def hold_port(port: int, *, listening: bool = False) -> socket.socket:
-    """Hold the one port that the user named, even if connections of an earlier attempt still linger on it.
+    """Hold the port that the user named, even while connections of an earlier attempt are in TIME_WAIT.
 
     Raises: ClusterddpError: another process listens there.
     """
@@ -61,8 +61,8 @@ def bind_port(port: int, *, shared: bool, listening: bool) -> socket.socket:
     """Bind a port on all addresses, IPv6 and IPv4 alike.
 
     `shared`: next to sockets that are bound and do not listen. `listening`: true: no other socket can be bound to the
-    port from now on. False: the socket allows a program that sets SO_REUSEADDR, as torch's TCPStore does, to listen on
-    the port, whoever runs it.
+    port from now on. False: a program of any user that sets SO_REUSEADDR, as torch's TCPStore does, can listen on
+    the port.
     Raises: OSError: EADDRINUSE: the port is taken.
     """
     family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")

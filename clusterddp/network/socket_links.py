@@ -1,7 +1,7 @@
-"""Which networks NCCL's sockets take: the fastest that all hosts have, by what each host reports of its links.
+"""Choose the networks for NCCL's sockets: the fastest that all hosts have, by the links that each host reports.
 
-NCCL's data goes by RDMA where it can, whatever this says. Where it cannot, the route to the first host is often a
-management network, which must not be all that NCCL may use.
+It does not affect RDMA, which NCCL prefers. Without RDMA the route to the first host is often a slow management
+network, so NCCL must not be limited to it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from clusterddp.network.interface import Link, LinkAddress
 
 _Place = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAX_REPORTED = 32
-"""A host may have hundreds; the message that joins the gang is short."""
+"""A host may have hundreds, and the message to the head is short."""
 
 
-def tell_links(links: Iterable[Link]) -> dict[str, int]:
-    """Return what a host reports of its links: address with prefix -> Mbit/s, the fastest first."""
+def report_links(links: Iterable[Link]) -> dict[str, int]:
+    """Return the links that a host reports: address with prefix -> Mbit/s, the fastest first."""
     reported = {f"{entry.address}/{entry.prefix}": link.assumed_mbit_per_s for link, entry in _usable(links)}
     return dict(sorted(reported.items(), key=lambda item: -item[1])[:_MAX_REPORTED])
 
 
 def faster_networks(reported: Sequence[Mapping[str, int]], master_addr: str) -> tuple[str, ...]:
-    """Return the networks to be taken in place of the one that has the master's address; none: it is the fastest.
+    """Return the networks that are faster than the one with the master's address; none: it is the fastest.
 
-    `reported`: of each host, the first one's first. A network is as fast as its slowest link. Several are equally fast
-    where hosts have a link for each rail.
+    `reported`: the links of each host, the first host's first. A network is as fast as its slowest link.
+    Several are equally fast where hosts have a link for each rail.
     """
     hosts = [_read(links) for links in reported]
     speeds: dict[str, list[int]] = {}
@@ -40,7 +40,7 @@ def faster_networks(reported: Sequence[Mapping[str, int]], master_addr: str) -> 
             of_host[network] = max(speed, of_host.get(network, 0))
         for network, speed in of_host.items():
             speeds.setdefault(network, []).append(speed)
-    # An address that several hosts have leads to none of them.
+    # An address that several hosts have is ambiguous.
     owners = Counter(place for links in hosts for place in links)
     dead = {str(place.network) for place, count in owners.items() if count > 1}
     common = {
@@ -67,7 +67,7 @@ def _usable(links: Iterable[Link]) -> Iterator[tuple[Link, LinkAddress]]:
 
 
 def _read(links: Mapping[str, int]) -> dict[_Place, int]:
-    """Read what a host has reported; what is no address is left out."""
+    """Parse the links that a host has reported, without invalid addresses."""
     found: dict[_Place, int] = {}
     for text, speed in links.items():
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The controller, asked about our job without waiting for it: a question is a child process, its answer comes later."""
+"""Asks Slurm's controller about our job without blocking: each question is a child process, read after its end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from clusterddp.errors import SlurmError
 from clusterddp.node.clock import Clock
 from clusterddp.slurm.commands import slurm_environment
-from clusterddp.slurm.control import JobNow, read_job
-from clusterddp.slurm.time_left import END_TIME, KILL_WAIT_S, read_kill_wait_s, read_time_left_s
+from clusterddp.slurm.control import END_TIME, KILL_WAIT_S, JobNow, read_job, read_kill_wait_s, read_time_left_s
 
 PATIENCE_S = 4.0
-"""How long the controller may take to answer: as a rule its answer decides what becomes of ranks that end."""
+"""How long the controller may take to answer: its answer mostly decides whether ranks that end are restarted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the controller said of the job."""
+    """The controller's answer about the job."""
 
     job: JobNow | None
-    """None: it could not be asked, or does not know the job."""
+    """None: it does not answer, or does not know the job."""
     asked: float
     time_left_s: float | None = None
     """At the time of the question; None: no limit is known."""
@@ -49,7 +48,7 @@ class Allocation:
         return self._question is not None
 
     def ask(self) -> None:
-        """Ask for the job, unless that is being done."""
+        """Ask for the job, unless a question is under way."""
         if self._question is not None:
             return
         now = self._clock.now
@@ -60,7 +59,7 @@ class Allocation:
             self._answer = Answer(job=None, asked=now, time_left_s=left_s, error=str(error))
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
-        """Take in which children have ended."""
+        """Read the answers of the questions among the children that have ended."""
         if self._config is not None and self._config.pid in exits:
             self.kill_wait_s = read_kill_wait_s(self._config.read()[0])
             self._config = None
@@ -68,7 +67,7 @@ class Allocation:
         if question is not None and question.pid in exits:
             self._question = None
             out, err = question.read()
-            self._answer = _understand(out, err, question.begun)
+            self._answer = _parse_answer(out, err, question.begun)
 
     def take(self) -> Answer | None:
         """Return the answer to the last question, once."""
@@ -80,7 +79,7 @@ class Allocation:
         return answer
 
     def ask_config(self) -> None:
-        """Ask how Slurm is configured; until that is answered its defaults are taken for granted."""
+        """Ask how Slurm is configured; its defaults count until the answer."""
         try:
             self._config = _Command(["scontrol", "show", "config"], self._environ, self._clock.now)
         except OSError:
@@ -88,7 +87,7 @@ class Allocation:
 
 
 class _Command:
-    """One of Slurm's commands under way; the supervisor's loop, which reaps all children, tells when it has ended."""
+    """One of Slurm's commands under way; the supervisor's loop reaps all children, and reports its end."""
 
     def __init__(self, argv: list[str], environ: Mapping[str, str], now: float) -> None:
         program = shutil.which(argv[0], path=environ.get("PATH"))
@@ -106,15 +105,15 @@ class _Command:
         self.pid = self._process.pid
 
     def read(self) -> tuple[str, str]:
-        """Return what an ended command has said."""
-        self._process.returncode = 0  # it was reaped by others
+        """Return the standard output and error of a command that has ended."""
+        self._process.returncode = 0  # the supervisor's loop has reaped it
         streams = (self._process.stdout, self._process.stderr)
         out, err = (stream.read().decode(errors="replace") if stream else "" for stream in streams)
         self._close()
         return out, err
 
     def give_up(self) -> None:
-        """End it; its end is reaped and heeded no more."""
+        """Kill it and ignore its answer."""
         self._process.kill()
         self._process.returncode = 0
         self._close()
@@ -125,7 +124,7 @@ class _Command:
                 stream.close()
 
 
-def _understand(out: str, err: str, asked: float) -> Answer:
+def _parse_answer(out: str, err: str, asked: float) -> Answer:
     try:
         return Answer(job=read_job(out), asked=asked, time_left_s=read_time_left_s(out))
     except SlurmError as error:

@@ -1,6 +1,6 @@
-"""What the head knows of one attempt, and what follows: who failed first, is it over, how did it end.
+"""One attempt as the head sees it: which failure is the cause, whether it is over, how it ended, and what follows.
 
-Nothing here touches a process, a file or a clock; the head feeds it and acts on the verdict.
+Nothing here touches a process, a file or a clock; the head passes in the events and acts on the results.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by
 
 SETTLE_S = 0.5
-"""How long a connection loss waits for the failure that it may come from."""
+"""How long a connection loss waits for the failure that may be its cause."""
 SETTLE_OWN_S = 0.15
-"""How long an exception waits for a signal to another rank that it may come from."""
+"""How long an exception waits for a signal to another rank that may be its cause."""
 SETTLE_SPAWNED_S = 4.0
-"""`SETTLE_S` where programs start their ranks themselves: one ends its other ranks before it says which failed."""
+"""`SETTLE_S` where programs start their ranks: a program ends its other ranks before it reports which one failed."""
 
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
 
 
 class Attempt:
-    """One attempt in the eyes of the head."""
+    """One attempt: its ends of ranks, its failures and requests to stop."""
 
     def __init__(self, run: RunDir, gang: Gang, number: int) -> None:
         self.number = number
@@ -37,13 +37,15 @@ class Attempt:
         self.stopped_by_time_limit = False
         self.cancel_reason: str | None = None
         self.stopped_by_people = False
-        """True when the request to stop can be nothing that Slurm wants."""
+        """True when the request to stop cannot come from Slurm."""
+        self.asks = gang.entry.always_stops
+        """True when the program is known to take part in the stop contract."""
         self.job_ends = False
-        """On Slurm: the job is being taken away, though the run may go on in another start of it."""
+        """On Slurm: the job ends, and the run may go on in another start of it."""
         self.job_failure: str | None = None
         """On Slurm: why the job has failed although its ranks have not."""
         self.ends_by = float("inf")
-        """When what is left of the ranks has to be ended, for Slurm kills soon after."""
+        """When the ranks that are left have to be ended, because Slurm kills them soon after."""
         self.connected = False
         """True when a node has seen a connection to the master's address and port, or cannot see any."""
         self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
@@ -54,6 +56,8 @@ class Attempt:
         self._decide_at = float("inf")
         self._decided = False
         self._stop_deadline = float("inf")
+        self._overdue: Failure | None = None
+        """Set when the ranks have not ended in time after a request to stop."""
 
     @property
     def settling(self) -> bool:
@@ -68,9 +72,9 @@ class Attempt:
             self.fail(failure_of(end, self._gang), now)
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Take in a failure; the verdict is due after a moment in which a weightier one may show.
+        """Take in a failure; the verdict is due after a moment in which its cause may be reported.
 
-        Once it is decided, only a connection loss still gives way: to what it may have come from.
+        After the decision only a connection loss still gives way to a failure that may be its cause.
         """
         if self._decided and min((failure.weight for failure in self._failures), default=CERTAIN) <= OWN:
             return
@@ -88,9 +92,9 @@ class Attempt:
         return True
 
     def time_limit_approaches(self, now: float) -> bool:
-        """Say whether it is time to stop because of the time limit.
+        """Return whether to stop because of the time limit.
 
-        A limit shorter than twice the lead is stopped at its half: ranks should get somewhere first.
+        A limit shorter than twice the lead is stopped at its half, so that the ranks make some progress.
         """
         limit = self._gang.time_limit_s
         if limit is None or self.begun is None or self.stop_reason is not None:
@@ -98,35 +102,40 @@ class Attempt:
         return now >= self.begun + limit - min(self._gang.stop_lead_s, limit / 2)
 
     def check_time(self, now: float) -> None:
-        """Fail the attempt when its ranks had their time: since the request to stop, or to the time limit."""
+        """Fail the attempt when its ranks have not stopped in time."""
         if self.begun is None or self._failures or not self.running:
             return
         rank = min(self.running)
-        words = None
+        what = None
         if now >= self._stop_deadline:
-            words = f"did not stop within {self._gang.stop_grace_s:g} s of the request ({self.stop_reason})"
+            what = f"did not stop within {self._gang.stop_grace_s:g} s of the request ({self.stop_reason})"
+            what += "" if self.asks else "; the program never asked clusterddp.should_stop()"
         elif self._gang.time_limit_s is not None and now >= self.begun + self._gang.time_limit_s:
-            words = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
+            what = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
         elif now >= self.ends_by:
-            words = f"did not stop before Slurm takes the job away ({self.stop_reason})"
-        if words is not None:
+            what = f"did not stop before Slurm takes the job away ({self.stop_reason})"
+        if what is not None:
             host = self._gang.node_of(rank).host
-            self.fail(Failure.at(host, f"{self._spell(self.running)} {words}", rank=rank), now)
+            failure = Failure.at(host, f"{self._spell(self.running)} {what}", rank=rank)
+            self._overdue = failure if now >= self._stop_deadline else None
+            self.fail(failure, now)
 
     def is_over(self, now: float) -> bool:
-        """Say whether the verdict is due: what is left of the gang is then ended."""
+        """Return whether the verdict is due: the ranks that are left are then ended."""
         if self.cancel_reason is not None or now >= self._decide_at or not self.running:
             return True
         return self.begun is None and self.stop_reason is not None
 
     def decide(self) -> None:
-        """Note that the gang is being ended: what fails from now on fails because of that."""
+        """Note that the gang is being ended: later failures follow from that."""
         self._decided = True
 
     def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
-        """Say how the attempt ended. `stop_confirmed`: the program has recorded that it ended because of the stop."""
+        """Return how the attempt ended. `stop_confirmed`: the program recorded that it ended because of the stop."""
         if self.cancel_reason is not None:
             return cancelled(self.cancel_reason)
+        if self._overdue is not None and self.stopped_by_people and self.cause() is self._overdue:
+            return cancelled(f"ended without a checkpoint: {self._overdue.cause.error}")
         if self._failures:
             return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
@@ -136,7 +145,7 @@ class Attempt:
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
         """Return a warning where ranks on several hosts ended well and none has connected to the master.
 
-        Ranks that meet by a file, and torchrun's, which meet at its agents, need no such connection.
+        Ranks that meet by a file, and torchrun's, which meet at its agents, make no such connection.
         """
         gang = self._gang
         on_one_host = len({node.host for node in gang.nodes}) == 1
@@ -151,26 +160,26 @@ class Attempt:
         if self.job_failure is None:
             return AttemptEnd(outcome="STOPPED", reason=reason)
         end = failed(self.job_failure, host=self._gang.nodes[0].host, log="launcher/job.log")
-        words = "" if self.begun is None else "; the ranks stopped at a checkpoint"
-        return dataclasses.replace(end, reason=f"{self.job_failure}{words}")
+        stopped = "" if self.begun is None else "; the ranks stopped at a checkpoint"
+        return dataclasses.replace(end, reason=f"{self.job_failure}{stopped}")
 
     def cause(self) -> Failure:
-        """Return the failure that the others follow from: the weightiest, of equal ones the first."""
+        """Return the failure that the others follow from: the one of the lowest weight, of equal ones the first."""
         first = min(self._failures, key=lambda failure: failure.weight)
         leavers = [end.rank for end in self._ends.values() if end.exit_code == 0 and not end.on_order]
         if first.weight != CASCADE or not leavers:
             return first
         rank = leavers[0]
         host = self._gang.node_of(rank).host
-        words = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.cause.error}"
-        cause = RootCause(rank=rank, host=host, exit_code=0, error=words, log=None)
+        what = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.cause.error}"
+        cause = RootCause(rank=rank, host=host, exit_code=0, error=what, log=None)
         return Failure(cause=cause, restartable=True)
 
     def _spell(self, ranks: Iterable[int]) -> str:
         return spell_ranks(self._gang.carried_by(ranks))
 
     def _with_log(self, cause: RootCause) -> RootCause:
-        """Name the log of the rank that failed; no rank did where none had started."""
+        """Add the log of the rank that failed; no rank failed where none had started."""
         if cause.rank is None or self.begun is None:
             return dataclasses.replace(cause, rank=None)
         log = self._run.attempt(self.number).stderr(cause.rank).relative_to(self._run.path)
@@ -187,7 +196,7 @@ class Restarts:
         self._on_slurm = on_slurm
         self.final = False
         """True once something has happened after which no process starts another attempt."""
-        self.crippled = False
+        self.incomplete = False
         """True once a node or a task is lost: these supervisors start no other attempt."""
 
     def before(self, attempt: Attempt) -> int:
@@ -203,11 +212,11 @@ class Restarts:
 
         `all_gone`: all supervisors have confirmed that nothing of the attempt is left.
         """
-        able = all_gone and not self.crippled
+        able = all_gone and not self.incomplete
         if end.outcome in {"COMPLETED", "CANCELLED"}:
             return "none"
         if attempt.job_ends:
-            # Slurm takes the job away; what failed meanwhile, failed because of that or fails again.
+            # Slurm ends the job: a failure meanwhile follows from that, or comes again.
             return "another job"
         if end.outcome == "STOPPED":
             return "here" if attempt.stopped_by_time_limit and able and not self.final else "none"
@@ -224,9 +233,9 @@ class Restarts:
 
 
 def _may_be_earlier(end: RankEnd) -> bool:
-    """Say whether a rank that ended on order may have failed before the order.
+    """Return whether a rank that ended on order may have failed before the order.
 
-    One with an exception of its own may have been tidying up while the others already lost the connection to it.
+    A rank with an exception of its own may still run its cleanup while the others have lost the connection to it.
     """
     return (
         end.signal is None

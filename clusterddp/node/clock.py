@@ -1,17 +1,17 @@
-"""The clock of a supervisor: the time that it has run, by which it judges others."""
+"""The clock of a supervisor: the time that it has run, for the timeouts of other processes."""
 
 from __future__ import annotations
 
 import time
 
 MAX_TURN_S = 1.0
-"""How much one turn of the loop adds at most: in the rest of a longer one this process could not listen."""
+"""What one turn of the loop adds at most: in the rest of a longer one this process could not receive."""
 
 
 class Clock:
     """Seconds on the scale of `time.monotonic`, less the time in which this process was stopped, suspended or blocked.
 
-    A peer is silent only for as long as somebody listened, so a gang that is suspended as a whole goes on afterwards.
+    A timeout counts only time in which this process ran, so a gang that is suspended as a whole goes on afterwards.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
-"""A command as the entry of a rank: a child of the rank, whose end becomes the rank's own.
+"""A command as the entry of a rank: a child of the rank, which exits as the command does.
 
-The rank stays, for a command knows nothing of the stop contract: signals to the rank become the stop file, as ever.
+The rank stays, because a command has no stop contract: signals to the rank still create the stop file. A module of its
+own, because its imports would slow the start of every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _POLL_S = 0.5
 
 
 def run_command(argv: Sequence[str], entry: dict[str, Any]) -> NoReturn:
-    """Run the command in the rank's process group and leave as it leaves: by its exit code, or by the same signal."""
+    """Run the command in the rank's process group and exit as it does: with its exit code, or by the same signal."""
     paths: list[str] = entry["import_paths"]
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, environment.get("PYTHONPATH", "")]))
@@ -40,7 +41,7 @@ def run_command(argv: Sequence[str], entry: dict[str, Any]) -> NoReturn:
 
 
 def _wait(process: subprocess.Popen[bytes], stop_signal: str) -> int:
-    """Wait for the command; when the gang is asked to stop, tell it so by a signal, if it wants one."""
+    """Wait for the command; send it the stop signal, if it has one, when the gang is asked to stop."""
     stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
     if stop_signal == "none" or stop_file is None:
         return process.wait()
@@ -48,7 +49,7 @@ def _wait(process: subprocess.Popen[bytes], stop_signal: str) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_S)
     number = signal.Signals[f"SIG{stop_signal}"]
-    signal.signal(number, signal.SIG_IGN)  # all of the group get it: a shell would not hand it on to what it runs
+    signal.signal(number, signal.SIG_IGN)  # the whole group gets it: a shell does not forward it to its programs
     os.killpg(0, number)
     returncode = process.wait()
     return 0 if returncode in (-number, 128 + number) else returncode
@@ -63,7 +64,7 @@ def _refusal(program: str, entry: dict[str, Any]) -> str:
 
 
 def _end_by(number: int) -> NoReturn:
-    """End by a signal, without a core of our own beside the command's."""
+    """End by a signal, without a core file of our own beside the command's."""
     faulthandler.disable()
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

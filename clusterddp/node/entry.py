@@ -1,7 +1,7 @@
 """The entry of a run, run by one of its ranks: a script, a module, a function or a command.
 
-Placeholders get the rank's own numbers; `sys.argv`, `sys.path` and the working directory are as plain
-`python script.py` or `python -m module` would have them.
+Placeholders get the rank's own numbers; `sys.argv`, `sys.path` and the working directory are those of a plain
+`python script.py` or `python -m module`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterddp.ranks.placeholders import fill_in, placeholder_values
 def run_entry(run_dir: str) -> None:
     """Run the entry of the run's plan; return when it does.
 
-    Raises: SystemExit: it left. Whatever else it raises.
+    Raises: SystemExit: it exits. Any exception of its own.
     """
     with (Path(run_dir) / "plan.json").open(encoding="utf-8") as file:
         entry: dict[str, Any] = json.load(file)["gang"]["entry"]
@@ -83,7 +83,7 @@ def _run_function(entry: dict[str, Any], args: list[Any], kwargs: dict[str, Any]
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under its own name, by which processes that it spawns find it; its `__main__` part does not run."""
+    """Import a file under its own name, by which its child processes import it; its `__main__` part does not run."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     name = path.stem if path.stem not in sys.modules else f"_entry_{path.stem}"
@@ -97,10 +97,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _put_first(directory: str, entry: dict[str, Any]) -> None:
-    """Put on `sys.path` what Python would have put first.
-
-    What is there is where our own module was started.
-    """
+    """Put on `sys.path` what Python would have put first, in place of the directory where our module was started."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = [directory] if directory not in entry["import_paths"] else []
     sys.path[:0] = entry["import_paths"]
@@ -113,7 +110,7 @@ def _argv(entry: dict[str, Any], args: list[str], values: Mapping[str, str]) -> 
 
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
-    """Put values in place of the placeholders in every text of an argument."""
+    """Replace the placeholders in every text of an argument by their values."""
     if isinstance(value, str):
         return fill_in(value, values)
     if isinstance(value, list):

@@ -1,9 +1,8 @@
 """Failover of the head: when it is lost, the other nodes end their ranks and make sure that the end is recorded.
 
-Without Slurm each says in its own run directory what it saw. On Slurm one of them records the end and has the job
-started again, for as a rule the head's host also ran the batch script, and nobody else is left to do so: they write
-the end one after the other, by node rank, and the first to write it goes on alone. A node that was cut off itself
-cannot ask the controller, and writes nothing.
+Without Slurm each records the loss in its own run directory. On Slurm one of them records the end and starts the job
+again, because the head's host mostly ran the batch script, too. They take turns by node rank, and the first one that
+writes the end goes on. A node that was cut off itself cannot ask the controller, and writes nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from clusterddp.slurm.identity import tag_of
 from clusterddp.system.files import is_file
 
 PROCESS_PATIENCE_S = 10.0
-"""How long the guard of a head that was killed has for its work, its host being alive."""
+"""How long the guard of a head that was killed has for its work when its host is up."""
 GUARD_PATIENCE_S = 4.0
-"""The same where each node records the end for itself."""
+"""The same where each node records the end itself."""
 _TURN_S = 0.4
-"""How much later than its predecessor each node takes its turn."""
+"""The time between the turns of two nodes."""
 _GIVE_UP_S = 60.0
 _ASK_AGAIN_S = 2.0
 _LOOK_EVERY_S = 2.0
@@ -46,7 +45,7 @@ class LossOfHead:
 
     why: Loss
     interface: str | None
-    """The one that carries the gang's traffic on this node's host."""
+    """The interface that carries the gang's traffic on this host."""
 
 
 class HeadFailover:
@@ -64,7 +63,7 @@ class HeadFailover:
         self._ask_at = 0.0
 
     def step(self, attempt: AttemptDir, loss: LossOfHead, *, idle: bool, now: float) -> bool:
-        """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
+        """Do what is due; True when nothing is left to do. `idle`: nothing of this node's ranks is left."""
         if self._began is None or self._turn_at is None:
             self._began = now
             patience_s = 0.0 if loss.why.kind == "host_silent" else PROCESS_PATIENCE_S
@@ -81,14 +80,14 @@ class HeadFailover:
             if now >= self._ask_at:
                 self._allocation.ask()
             return False
-        self._succeed(attempt, loss, answer)
+        self._take_over(attempt, loss, answer)
         return True
 
-    def _succeed(self, attempt: AttemptDir, loss: LossOfHead, answer: Answer) -> None:
+    def _take_over(self, attempt: AttemptDir, loss: LossOfHead, answer: Answer) -> None:
         job, slurm = answer.job, self._slurm
         assert job is not None
         if job.restarts != slurm.restart_count or (slurm.job_tag and tag_of(job.name) != slurm.job_tag):
-            log_line("Slurm has started the job again already, or it is not ours: its next start puts things in order")
+            log_line("Slurm has started the job again already, or the job is not ours: its next start records the end")
             return
         goes_on = self._order.restarts_left_after(attempt.number) and not is_file(self._order.run.cancel_file)
         end = _end_without_head(self._order, attempt, loss, goes_on=goes_on)
@@ -103,7 +102,7 @@ class HeadFailover:
             self._cancel_job()
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
-        """Run the command that the job's batch script has left for this."""
+        """Run the command that the job's batch script has passed on for this."""
         environment = dict(self._environ) | {COOKIE: cookie(self._order.gang.token, "task")}
         try:
             again = subprocess.Popen(
@@ -125,21 +124,21 @@ class HeadFailover:
 
 
 class LossRecorder:
-    """The same where no Slurm is: each node says in its own run directory what it has seen.
+    """One node's part without Slurm: it records the loss of the head in its own run directory.
 
-    The head's own record, or its guard's, is the better one; but its host may be gone for good.
+    The record of the head or of its guard is more exact, but the head's host may be gone for good.
     """
 
     def __init__(self, order: SupervisorOrder) -> None:
         self._order = order
-        self._speak_at: float | None = None
+        self._record_at: float | None = None
 
     def step(self, attempt: AttemptDir, loss: LossOfHead, *, idle: bool, now: float) -> bool:
-        """Go on; True when nothing is left to be done. `idle`: nothing of this node's ranks is left."""
-        if self._speak_at is None:
-            # Hosts may share the directory: a guard that is at work there comes first.
-            self._speak_at = now + (0.0 if loss.why.kind == "host_silent" else GUARD_PATIENCE_S)
-        if not idle or (now < self._speak_at and not _has_end(attempt)):
+        """Do what is due; True when nothing is left to do. `idle`: nothing of this node's ranks is left."""
+        if self._record_at is None:
+            # Hosts may share the directory: the guard of the head records the end first.
+            self._record_at = now + (0.0 if loss.why.kind == "host_silent" else GUARD_PATIENCE_S)
+        if not idle or (now < self._record_at and not _has_end(attempt)):
             return False
         end = _end_without_head(self._order, attempt, loss, goes_on=False)
         record_end(attempt, end, self._order.gang.token)
@@ -169,7 +168,7 @@ class TakeoverWatch:
 
 
 def _has_end(attempt: AttemptDir) -> bool:
-    """Say whether an end is recorded; storage that is away is asked again by the next step."""
+    """Return whether an end is recorded; storage that is away counts as no, and the next step reads again."""
     try:
         return read_end(attempt) is not None
     except OSError:

@@ -1,7 +1,7 @@
-"""How a rank ended, in words, and which of several failures is the cause of the others.
+"""How a rank ended, and how likely its failure is the cause of other ranks' failures.
 
-When one rank of a gang dies the others fail soon after, for they lose the connection to it, and what is seen first is
-not always what came first. So each failure is weighed: what other ranks' failures can hardly bring about weighs most.
+When one rank of a gang dies the others fail soon after, because they lose the connection to it, and the failure that is
+seen first is not always the first one. So each failure has a weight: 0 cannot follow from another rank's failure.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from clusterddp.run.outcome import RootCause, loss_of_node, signal_name
 from clusterddp.system.files import read_tail
 
 CERTAIN = 0
-"""A signal from outside, a lost node: no other rank's end brings it about."""
+"""A signal from outside, a lost node: it does not follow from another rank's end."""
 OWN = 1
 """An exception or exit code of the rank's own."""
 CONNECTION = 2
-"""A connection that broke, though perhaps not one to another rank."""
+"""A connection that broke, perhaps not one to another rank."""
 CASCADE = 3
-"""A collective that failed because another rank was gone, or kept waiting."""
+"""A collective that failed because another rank had ended, or did not take part."""
 
 _CONNECTION = re.compile(r"Connection (?:closed|reset|refused|aborted)|Broken pipe|ConnectionError|EOFError", re.I)
-# What torch 2.13's gloo, TCPStore and NCCL say to the ranks that are left (gloo's and the store's measured here, with 4
-# ranks in an all_reduce loop; NCCL's from nccl.h and ProcessGroupNCCL.cpp).
+# The errors of torch 2.13's gloo, TCPStore and NCCL on the ranks that are left (gloo's and the store's measured here,
+# with 4 ranks in an all_reduce loop; NCCL's from nccl.h and ProcessGroupNCCL.cpp).
 _CASCADE = re.compile(
     r"gloo[/\\]transport|ncclRemoteError|DistNetworkError|DistStoreError|Connection closed by (?:remote )?peer"
     r"|remote process exit|Watchdog caught collective|NCCL watchdog|(?:recvValue|sendBytes|recvVector) failed"
@@ -40,9 +40,9 @@ _CASCADE = re.compile(
 _LINES = 20
 _HEAD = "Traceback (most recent call last):"
 _TORCHRUNS = "ChildFailedError"
-"""torchrun's own exception, which says only that a rank had one; the rank's stands before it."""
-_WORDS = 400
-_TRACEBACK = 8_000
+"""torchrun's own exception, which reports that a rank had one; the rank's is printed before it."""
+_MAX_LINE = 400
+_MAX_TRACEBACK = 8_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +51,14 @@ class RankEnd:
 
     rank: int
     exit_code: int
-    """As a shell would say it: 128 + signal for a rank that a signal ended."""
+    """As a shell has it: 128 + signal for a rank that a signal ended."""
     signal: str | None = None
     error: str | None = None
-    """One line: the exception, or what else is known; None for an exit code without a word."""
+    """One line: the exception, or another known cause; None: only the exit code is known."""
     traceback: str | None = None
     """The exception's; where there is none, the last lines of standard error."""
     last_line: str | None = None
-    """One line that it said, where it left with an exit code and no exception is known."""
+    """The last line of its standard error, where it exited with a code and no exception is known."""
     weight: int = OWN
     on_order: bool = False
     """True when it ended after its supervisor had begun to end it."""
@@ -66,18 +66,18 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Something that ends the attempt, and what it is worth as the cause of other failures."""
+    """A failure that ends the attempt, and its weight as the cause of other failures."""
 
     cause: RootCause
     weight: int = CERTAIN
     restartable: bool = False
-    """True when starting the ranks again may help: a rank failed, while all supervisors are well."""
+    """True when a restart of the ranks may help: a rank failed, and all supervisors live."""
     job_restartable: bool = False
-    """True when another start of the job may help, where there is a job: a node is lost."""
+    """True when another start of the Slurm job may help: a node is lost."""
 
     @classmethod
     def at(cls, host: str, error: str, *, rank: int | None = None, **weighed: Any) -> Failure:
-        """Return a failure of which nothing is known but where it was seen."""
+        """Return a failure of which only the place and the message are known."""
         return cls(cause=RootCause(rank=rank, host=host, exit_code=None, error=error, log=None), **weighed)
 
 
@@ -86,42 +86,41 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
     if returncode == 0:
         return RankEnd(rank=rank, exit_code=0, on_order=on_order)
     error, traceback = read_error_file(attempt.error_file(rank))
-    said = read_tail(attempt.stderr(rank))
+    stderr = read_tail(attempt.stderr(rank))
     name = signal_name(-returncode) if returncode < 0 else None
-    told = f"{error}\n{traceback}" if error else "\n".join(said.splitlines()[-5:])
-    weight = _weigh(told)
+    weight = _weigh(f"{error}\n{traceback}" if error else "\n".join(stderr.splitlines()[-5:]))
     if name is not None and (name != "SIGABRT" or weight == OWN):
-        # Only SIGABRT is what a library does to its own process, NCCL's watchdog for one.
+        # Only SIGABRT may come from the process itself, for example from NCCL's watchdog.
         weight = CERTAIN
     if name == "SIGABRT" and error is None:
-        error = _one_line(said.rpartition("\n")[2]) or None
-    words = find_last_line(said) if error is None and name is None else None
+        error = _one_line(stderr.rpartition("\n")[2]) or None
+    last = find_last_line(stderr) if error is None and name is None else None
     return RankEnd(
         rank=rank,
         exit_code=128 - returncode if returncode < 0 else returncode,
         signal=name,
         error=error,
-        traceback=words[1] if words else traceback,
-        last_line=_one_line(words[0]) if words else None,
+        traceback=last[1] if last else traceback,
+        last_line=_one_line(last[0]) if last else None,
         weight=weight,
         on_order=on_order,
     )
 
 
 def failure_of(end: RankEnd, gang: Gang) -> Failure:
-    """Say what a rank's end means for the gang."""
+    """Return the failure that a rank's end is for the gang."""
     host = gang.node_of(end.rank).host
     who = f"rank {end.rank} on {host}"
     if gang.entry.spawns:
         who = f"the program of {spell_ranks(gang.carried_by([end.rank]))} on {host}"
     if end.signal is not None:
-        words = f"{who} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
+        what = f"{who} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
     elif end.error is not None:
-        words = f"{who}: {end.error}"
+        what = f"{who}: {end.error}"
     else:
-        words = f"{who} left with exit code {end.exit_code}"
-        words += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
-    cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=words, log=None, traceback=end.traceback)
+        what = f"{who} left with exit code {end.exit_code}"
+        what += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
+    cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=what, log=None, traceback=end.traceback)
     return Failure(cause=cause, weight=end.weight, restartable=True)
 
 
@@ -152,55 +151,55 @@ def read_error_file(path: Path) -> tuple[str | None, str | None]:
         if not isinstance(message, dict):
             return _gist(str(message)), None
         traceback = (message.get("extraInfo") or {}).get("py_callstack")
-        return _gist(str(message["message"])), str(traceback)[-_TRACEBACK:] if traceback else None
+        return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
 
 
-def find_last_line(said: str) -> tuple[str, str] | None:
-    """Return the line that says the most, and the lines around it: a traceback's, or the last ones.
+def find_last_line(text: str) -> tuple[str, str] | None:
+    """Return the most telling line of an output, and the lines around it: a traceback's, or the last ones.
 
-    None where nothing was said.
+    None where the output is empty.
     """
-    lines = [line for line in said.splitlines() if re.search(r"\w", line)]
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
     if not lines:
         return None
     if any(line.startswith("torch.distributed.elastic") and _TORCHRUNS in line for line in lines):
-        told = [block for block in _tracebacks(said.splitlines()) if _TORCHRUNS not in block[-1]]
-        if told:
-            return told[-1][-1].strip(), "\n".join(told[-1])
-    return lines[-1].strip(), "\n".join(said.splitlines()[-_LINES:])
+        tracebacks = [block for block in _tracebacks(text.splitlines()) if _TORCHRUNS not in block[-1]]
+        if tracebacks:
+            return tracebacks[-1][-1].strip(), "\n".join(tracebacks[-1])
+    return lines[-1].strip(), "\n".join(text.splitlines()[-_LINES:])
 
 
 def _tracebacks(lines: list[str]) -> list[list[str]]:
     """Find the tracebacks, each from its head to the line of its exception.
 
-    torchrun puts `[rank1]: ` before the lines of its ranks, when it is asked to show them all.
+    torchrun can put `[rank1]: ` before the lines of its ranks.
     """
     found: list[list[str]] = []
     block: list[str] | None = None
     for line in lines:
-        words = re.sub(r"^\[[^\]]*\]:? ?", "", line)
-        if words.startswith(_HEAD):
-            block = [words]
+        own = re.sub(r"^\[[^\]]*\]:? ?", "", line)
+        if own.startswith(_HEAD):
+            block = [own]
         elif block is not None:
-            block.append(words)
-            if words and not words.startswith((" ", "\t")):
+            block.append(own)
+            if own and not own.startswith((" ", "\t")):
                 found.append(block)
                 block = None
     return found
 
 
-def _weigh(told: str) -> int:
-    if _CASCADE.search(told):
+def _weigh(text: str) -> int:
+    if _CASCADE.search(text):
         return CASCADE
-    return CONNECTION if _CONNECTION.search(told) else OWN
+    return CONNECTION if _CONNECTION.search(text) else OWN
 
 
 def _gist(text: str) -> str:
-    """Say in one line what an exception says; of one that carries another process's traceback, how that ends.
+    """Return an exception's message in one line.
 
-    torch.multiprocessing.spawn raises such ones.
+    An exception of torch.multiprocessing.spawn contains another process's traceback; of it, the last line is returned.
     """
     if "Traceback (most recent call last):" not in text:
         return _one_line(text)
@@ -209,5 +208,5 @@ def _gist(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _WORDS else words[: _WORDS - 3] + "..."
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."

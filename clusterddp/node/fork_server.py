@@ -1,12 +1,12 @@
-"""The fork server: a process that imports for a node's ranks what all of them import, forks the ranks, and exits.
+"""The fork server: a process that imports the packages of a node's ranks once, forks the ranks, and exits.
 
 `python -m clusterddp.node.rank --fork RUN_DIR` has a socket to its supervisor as standard input. It reads one line of
 JSON, `{"modules": [str], "ours": bool, "listener": int | null, "ranks": {rank: {"variables": {}, "stdout": path,
 "stderr": path}}}`, and answers with one: `{"pids": {rank: pid}, "import_s": float}` or `{"refused": reason}`. `ours`:
-the entry is clusterddp's own, whose modules leave nothing to the end of Python. `listener`: the inherited socket that
-is for rank 0 alone. Then it exits, and the supervisor, a subreaper,
-becomes the parent of the ranks. Each rank waits for one byte of the supervisor; at the end of the socket it exits
-before it has begun. So all ranks of a node begin, or none.
+the entry is clusterddp's own, whose modules need no end of Python. `listener`: the inherited socket for rank 0.
+
+Then it exits, and the supervisor, a subreaper, becomes the parent of the ranks. Each rank waits for one byte from the
+supervisor; when the socket ends first, it exits. So all ranks of a node begin, or none.
 
 Why a fork is safe here: docs/decisions/0007-ranks-are-forked.md.
 """
@@ -32,7 +32,7 @@ from clusterddp.node.processes import die_with_parent, open_for_append
 from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What people and Slurm send to all processes of a run to stop it. The supervisor gets it too and asks the ranks."""
+"""Users and Slurm send these to all processes of a run to stop it. The supervisor handles them for all ranks."""
 _MAX_PRINTED = 65536
 
 
@@ -64,8 +64,8 @@ def serve(run_rank: Callable[[], None]) -> None:
         signal.signal(number, handler)
     run_rank()
     if order["ours"]:
-        # The end of Python touches every object of every module, and so would copy what the ranks share: 0.25 s and
-        # 185 MB a rank, after `import torch`.
+        # The end of Python touches every object of every module, and so copies the memory that the ranks share: 0.25 s
+        # and 185 MB a rank, after `import torch`.
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -78,18 +78,18 @@ def _read_order(link: socket.socket) -> dict[str, Any]:
         return dict(json.loads(lines.readline()))
 
 
-def _answer(link: socket.socket, words: Mapping[str, Any]) -> NoReturn:
-    """Say the last thing, and exit without what Python does at its end, which is for the ranks to do."""
+def _answer(link: socket.socket, answer: Mapping[str, Any]) -> NoReturn:
+    """Send the answer, and exit without Python's own end, which is left to the ranks."""
     with contextlib.suppress(OSError):
-        link.sendall(json.dumps(words).encode() + b"\n")
+        link.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
 def _import_all(modules: Sequence[str]) -> bytes:
-    """Import the modules; return what was printed meanwhile, for each rank's standard error.
+    """Import the modules; return the output meanwhile, for each rank's standard error.
 
-    The garbage collector stays off until the fork, and never looks at these objects again: what it touches is copied.
-    Raises: whatever an import raises.
+    The garbage collector stays off until the fork, and never visits these objects again: a visit copies their memory.
+    Raises: any exception of an import.
     """
     gc.disable()
     with _captured() as read:
@@ -104,7 +104,7 @@ def _import_all(modules: Sequence[str]) -> bytes:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[Callable[[], bytes]]:
-    """Take standard output and error, of C code as well, into memory."""
+    """Redirect standard output and error, also of C code, into memory."""
     kept = os.dup(1), os.dup(2)
     memory = os.memfd_create("printed")
     os.dup2(memory, 1)
@@ -121,7 +121,7 @@ def _captured() -> Iterator[Callable[[], bytes]]:
 def _demand_forkable() -> None:
     """Raise RefusedError if a thread lives, or CUDA was initialised: neither survives a fork.
 
-    Libraries that know what a fork does (OpenBLAS) end their threads before one; so this looks after a first fork.
+    Some libraries (OpenBLAS) end their threads before a fork, so the threads are counted after a first one.
     """
     pid = os.fork()
     if pid == 0:
@@ -135,7 +135,7 @@ def _demand_forkable() -> None:
 
 
 def _is_poisoned() -> bool:
-    """Say, in a forked process, whether torch's CUDA cannot be used any more."""
+    """Return, in a forked process, whether torch cannot use CUDA any more."""
     torch = sys.modules.get("torch")
     in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
     return bool(in_bad_fork and in_bad_fork())
@@ -167,7 +167,7 @@ def _fork_ranks(
 
 
 def _keep_listener(listener: int | None, rank: str) -> None:
-    """Tell rank 0 of the socket at the master port; no other rank keeps it."""
+    """Set the variable of the socket at the master port for rank 0; close the socket in the other ranks."""
     if listener is None:
         return
     if rank == "0":
@@ -179,9 +179,9 @@ def _keep_listener(listener: int | None, rank: str) -> None:
 def _become_rank(
     link: socket.socket, led: int, files: Sequence[int], variables: Mapping[str, str], printed: bytes
 ) -> None:
-    """Lead a session, wait until the supervisor lets this rank begin, and take on what is its own.
+    """Start a session, wait until the supervisor lets this rank begin, and set its own files and variables.
 
-    `led`: closed once this process leads its session, so that its group can be signalled.
+    `led`: closed once this process leads its session and its group can be signalled.
     """
     try:
         os.setsid()

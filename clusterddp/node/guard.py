@@ -1,13 +1,13 @@
-"""The guard of a supervisor: does what is left to do when the supervisor is killed.
+"""The guard of a supervisor: cleans the node up when the supervisor is killed.
 
-`python -m clusterddp.node.guard` blocks on a pipe from its supervisor. The supervisor says on it, in JSON lines, what
-the guard needs to know; "done" at the end. A pipe that ends without that means that the supervisor died: the guard ends
-everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their records,
-and, when it was the head that died, records how the attempt ended.
+`python -m clusterddp.node.guard` blocks on a pipe from its supervisor, which sends it JSON lines: the facts that the
+cleanup needs, and "done" at the end. A pipe that ends without "done" means that the supervisor was killed: the guard
+ends everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their
+records, and, for the head, records how the attempt ended.
 
-Whatever kills a supervisor may kill its guard as well. So the guard has a second behind it, a fork of its own that is
-told the same: when the guard has gone without "done", the second waits for the end of the supervisor and does as the
-guard would. (A supervisor that lives has long started another guard; then there is nothing left to do.)
+A kill of the supervisor may also hit its guard. So the guard has a second, a fork of its own to which it passes the
+same lines: when the guard ends without "done", the second waits for the end of the supervisor and does the same
+cleanup. (A supervisor that lives starts another guard, and there is nothing to clean up.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import failed_by, loss_of_node
 from clusterddp.run.record import read_ranks, write_rank
@@ -38,14 +38,14 @@ from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
 
 OTHERS_END_S = 2.5
-"""How long the other nodes' supervisors have to end their ranks after they lost the head, before we do it here."""
+"""How long the other nodes' supervisors have to end their ranks after they lost the head, before the guard does."""
 _READY_TIMEOUT_S = 10.0
 _MAX_RESPAWNS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a guard knows of its node."""
+    """The facts of a node that its guard needs."""
 
     run_dir: str
     token: str
@@ -54,7 +54,7 @@ class Facts:
     ranks: tuple[int, ...]
     ranks_in_words: str
     other_nodes: tuple[int, ...]
-    """Node ranks; of the head's guard only, for it answers for the whole run."""
+    """Node ranks, for the head's guard only: it cleans up for the whole run."""
     supervisor_pid: int
     attempt: int
     started: bool = False
@@ -64,7 +64,7 @@ class Facts:
 
     @classmethod
     def of_order(cls, order: SupervisorOrder) -> Facts:
-        """Return what the guard of this process, the supervisor of the order's node, knows at first."""
+        """Return the facts at the start of this process, the supervisor of the order's node."""
         node = order.node
         others = tuple(each.node_rank for each in order.gang.nodes if each.node_rank != node.node_rank)
         return cls(
@@ -95,10 +95,10 @@ class Facts:
 
 
 class Guard:
-    """The supervisor's hold on its guard."""
+    """The supervisor's side of its guard."""
 
     def __init__(self, facts: Facts, environment: Mapping[str, str], log: int, keep: tuple[int, ...] = ()) -> None:
-        """`keep`: descriptors that the guard holds, too, until it ends."""
+        """`keep`: descriptors that the guard inherits and holds until it ends."""
         self.facts = facts
         self.pid = 0
         self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}
@@ -109,16 +109,16 @@ class Guard:
         self._start()
 
     def await_ready(self) -> None:
-        """Wait until the guard and its second are there, so that both can be killed without a rank being left."""
+        """Wait until the guard and its second run."""
         select.select([self._ready], [], [], _READY_TIMEOUT_S)
 
-    def know(self, **news: Any) -> None:
-        """Tell the guard what has changed."""
-        self.facts = dataclasses.replace(self.facts, **news)
-        self._say(dataclasses.asdict(self.facts))
+    def update(self, **changes: Any) -> None:
+        """Send the guard what has changed."""
+        self.facts = dataclasses.replace(self.facts, **changes)
+        self._send(dataclasses.asdict(self.facts))
 
     def on_exits(self, exits: Mapping[int, int]) -> bool:
-        """Start another guard when this one was killed; say whether that was so.
+        """Start another guard when this one was killed; return whether it was.
 
         Raises: OSError: it cannot be started.
         """
@@ -130,73 +130,73 @@ class Guard:
         return True
 
     def dismiss(self) -> None:
-        """Let the guard go: everything is in order. Waits until it has gone."""
-        self._say({"done": True})
+        """Let the guard exit without a cleanup, and wait for its exit."""
+        self._send({"done": True})
         self._close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def _start(self) -> None:
         self.pid, self._pipe, self._ready = start_guard(environment=self._environment, log=self._log, keep=self._keep)
-        self._say(dataclasses.asdict(self.facts))
+        self._send(dataclasses.asdict(self.facts))
 
     def _close(self) -> None:
         os.close(self._pipe)
         os.close(self._ready)
 
-    def _say(self, words: dict[str, Any]) -> None:
-        # A guard that was killed is started again when its end is noticed, and is told then.
-        _write(self._pipe, json.dumps(words).encode() + b"\n")
+    def _send(self, message: dict[str, Any]) -> None:
+        # A guard that was killed is started again when its end is noticed, and receives all facts then.
+        _write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
 def main() -> int:
-    """Wait for the supervisor's end and put things in order."""
+    """Wait for the supervisor's end, and clean up if it was killed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends what it sends to every process of a step
+        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process of a step
     supervisor, ready = os.getppid(), int(sys.argv[1])
     reader, writer = os.pipe()
     try:
         supervisor_end = os.pidfd_open(supervisor)
         second = os.fork()
-    except (OSError, AttributeError):  # no more processes, or not on Linux: it has to do without a second
+    except (OSError, AttributeError):  # no more processes, or not on Linux: there is no second
         second = None
     os.close(ready)
     if second == 0:
         os.close(writer)
         os.dup2(reader, sys.stdin.fileno())
-        facts = listen()
+        facts = read_facts()
         if facts is not None and facts.supervisor_pid == supervisor:
             select.select([supervisor_end], [], [])
     else:
         os.close(reader)
-        facts = listen(pass_on=writer)
+        facts = read_facts(pass_on=writer)
     if facts is not None:
-        bury(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
+        clean_up(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
     if second:
         _write(writer, b'{"done": true}\n')
         os.waitpid(second, 0)
     return 0
 
 
-def listen(pass_on: int | None = None) -> Facts | None:
-    """Take in, and pass on, what is said on standard input until its end; None: everything is in order."""
+def read_facts(pass_on: int | None = None) -> Facts | None:
+    """Read, and pass on, the lines of standard input until its end; None: there is nothing to clean up."""
     facts = None
     for line in sys.stdin.buffer:
         if pass_on is not None:
             _write(pass_on, line)
         try:
-            words = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             continue
-        if "done" in words:
+        if "done" in message:
             return None
-        facts = Facts(**words | {"ranks": tuple(words["ranks"]), "other_nodes": tuple(words["other_nodes"])})
+        facts = Facts(**message | {"ranks": tuple(message["ranks"]), "other_nodes": tuple(message["other_nodes"])})
     return facts
 
 
-def bury(facts: Facts, what_happened: str) -> None:
-    """Put a node in order whose supervisor is no more: end its ranks, complete the records; as head, record the end."""
-    left = sweep(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
+def clean_up(facts: Facts, what_happened: str) -> None:
+    """End the ranks of a node without its supervisor and complete their records; for the head, record the end."""
+    left = end_processes(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
     if not facts.is_head:
@@ -204,7 +204,7 @@ def bury(facts: Facts, what_happened: str) -> None:
     deadline = time.monotonic() + OTHERS_END_S
     while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
         time.sleep(0.05)
-    left = sweep(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
+    left = end_processes(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
     cause = loss_of_node(
         what_happened,
         host=facts.host,
@@ -213,8 +213,8 @@ def bury(facts: Facts, what_happened: str) -> None:
         attempt=facts.attempt_dir if facts.started else None,
     )
     if left:
-        words = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
-        cause = dataclasses.replace(cause, error=words)
+        error = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
+        cause = dataclasses.replace(cause, error=error)
     goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
     record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
 

@@ -95,11 +95,11 @@ class _Collection:
 class HangWatch:
     """One attempt's: what is asked of its nodes, and what they have answered."""
 
-    def __init__(self, run: RunDir, gang: Gang, attempt: AttemptDir, tell: Callable[[int, Message], None]) -> None:
+    def __init__(self, run: RunDir, gang: Gang, attempt: AttemptDir, send: Callable[[int, Message], None]) -> None:
         self._run = run
         self._gang = gang
         self._attempt = attempt
-        self._tell = tell
+        self._send = send
         self._request_look_at = 0.0
         self._collection: _Collection | None = None
         self._silence = Silence(gang, run)
@@ -109,11 +109,11 @@ class HangWatch:
         self._hang: Hang | None = None
         self._over = False
 
-    def hear(self, node_rank: int, report: Message, now: float) -> None:
-        """Take in a node's silence, or the stacks of its ranks."""
+    def on_report(self, node_rank: int, report: Message, now: float) -> None:
+        """Note a node's silence, or the stacks of its ranks."""
         collection = self._collection
         if report["kind"] == "silent":
-            self._silence.hear(node_rank, float(report["silent_s"]), now)
+            self._silence.on_report(node_rank, float(report["silent_s"]), now)
         elif collection is not None and report.get("id") == collection.id:
             if report["kind"] == "stack":
                 with contextlib.suppress(ValueError):  # the rank then counts as one that has ended
@@ -157,7 +157,7 @@ class HangWatch:
         awaited = set(nodes)
         self._collection = _Collection(id=report_id, due=now + _ANSWER_S, awaited=awaited)
         for node_rank in sorted(awaited):
-            self._tell(node_rank, {"kind": "stacks", "id": report_id})
+            self._send(node_rank, {"kind": "stacks", "id": report_id})
 
     def _take(self, collection: _Collection, running: set[int], now: float) -> Hang | None:
         """Write a report that a command asked for; judge one of our own, and write it if it is a hang."""
@@ -220,7 +220,7 @@ class Silence:
         self._limit_s = MIN_HANG_S
         self._limit_of_size = -1
 
-    def hear(self, node_rank: int, silent_s: float, now: float) -> None:
+    def on_report(self, node_rank: int, silent_s: float, now: float) -> None:
         self._silent[node_rank] = (silent_s, now)
 
     def seconds(self, now: float) -> float:

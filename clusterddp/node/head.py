@@ -1,4 +1,4 @@
-"""The head: node 0's supervisor decides for the whole gang. It hears reports, gives orders, and records attempts."""
+"""The head: node 0's supervisor decides for the whole gang. It takes reports, sends orders, and records attempts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import dataclasses
 from collections.abc import Callable
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.interface import is_cut_off
-from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.ending import Ending
+from clusterddp.node.attempt import Attempt, Restart, Restarts
 from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes
+from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
-from clusterddp.node.job_watch import JobWatch, bring_home
-from clusterddp.node.joined import JoinedNodes
+from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log_line
-from clusterddp.node.rendezvous import Rendezvous
+from clusterddp.node.rank_network import Rendezvous
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
@@ -25,7 +23,7 @@ from clusterddp.run.outcome import signal_name
 from clusterddp.system.files import is_file
 
 _JUDGE_QUIET_S = 1.0
-"""So long before Slurm kills what is left, a node that is quiet counts as lost: its loss is the cause then."""
+"""So long before Slurm kills what is left, a node without heartbeats counts as lost: its loss is the cause then."""
 
 
 class Head:
@@ -41,83 +39,84 @@ class Head:
         rendezvous_seed: str,
         job: JobWatch | None = None,
         guard: Guard,
-        tell: Callable[[int, Message], None],
+        send: Callable[[int, Message], None],
         now: float,
     ) -> None:
+        """`send` sends a node an order, by its node rank."""
         self.exit_code: int | None = None
-        """Set when the run is over and recorded, or cannot be."""
+        """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
-        """True once Slurm has lost a node, or is about to kill what is left of the job: quiet nodes count as lost."""
+        """True once Slurm has lost a node, or is about to kill the job: nodes without heartbeats count as lost."""
         self._run = run
         self._gang = gang
         self._guard = guard
-        self._tell = tell
+        self._send = send
         self._job = job
         self._restarts = Restarts(
             gang, first_attempt=first_attempt, first_restart=first_restart, on_slurm=job is not None
         )
-        self._joined = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
-        self._lost: set[int] = set()
-        self._attempt = Attempt(run, gang, first_attempt)
-        self._hangs = HangWatch(run, gang, run.attempt(first_attempt), tell)
+        self.nodes = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
-        self._started_nodes: dict[int, Message] = {}
-        """Where the ranks of each node stand on the network."""
         self._interface = gang.nodes[0].interface or gang.interface
         """This host's; on Slurm known when its ranks have started."""
-        self._start = StartRecord()
-        self._ending: Ending | None = None
+        self._attempt: Attempt
+        self._start: StartRecord
+        self._ending: Ending | None
         """Set while the gang is being ended."""
         self._record: EndRecord | None = None
         """Set while the end of the attempt waits for the run's storage."""
+        self._set_attempt(first_attempt)
+
+    def _set_attempt(self, number: int) -> None:
+        self._attempt = Attempt(self._run, self._gang, number)
+        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
+        self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
+        self._ending = None
 
     @property
-    def hurried(self) -> bool:
+    def changes_fast(self) -> bool:
         """True while things change within milliseconds."""
         return self._attempt.settling or self._ending is not None
 
-    def may_join(self, node_rank: int) -> bool:
-        return self._joined.may_join(node_rank)
-
-    def hear(self, node_rank: int, report: Message, now: float) -> None:
-        """Take in what a node reports."""
+    def on_report(self, node_rank: int, report: Message, now: float) -> None:
+        """Act on the report of a node."""
         node = self._gang.nodes[node_rank]
         kind = report["kind"]
         if kind == "join":
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
-            self._hear_facts(node, report)
+            self._on_facts(node, report)
         elif kind in {"silent", "stack", "stacks_done"}:
-            self._hangs.hear(node_rank, report, now)
+            self._hangs.on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
-            self._hear_stop(report, now)
+            self._on_stop_request(report, now)
         elif kind == "cancel":
             self._cancel(str(report["reason"]))
         elif kind == "supervisor_ended":
-            self._miss(int(report["node_rank"]), int(report["exit_code"]), now)
+            self._on_supervisor_end(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
             self._attempt.connected |= bool(report.get("connected", True))
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
+        elif kind == "gave_up":
+            self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)
         else:
-            self._hear_trouble(node, report, now)
+            self._on_failure(node, report, now)
 
-    def _hear_facts(self, node: Node, report: Message) -> None:
+    def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
-            self._joined.expect(node.node_rank, report["ranks"])
+            self.nodes.expect(node.node_rank, report["ranks"])
         elif report["kind"] == "transport":
             where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
             log(self._run, "nccl_transport", **where, **facts_of(report))
         else:
-            self._started_nodes[node.node_rank] = facts_of(report)
+            self._start.nodes[node.node_rank] = facts_of(report)
             if node.node_rank == 0:
                 self._interface = report["interface"]
 
-    def _hear_trouble(self, node: Node, report: Message, now: float) -> None:
-        if report["kind"] == "gave_up":
-            self._leave(node, str(report["why"]), now)
-        elif report["kind"] == "parent_gone" and report["over_ssh"]:
+    def _on_failure(self, node: Node, report: Message, now: float) -> None:
+        if report["kind"] == "parent_gone" and report["over_ssh"]:
             self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
         elif report["kind"] == "parent_gone":
             self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
@@ -127,57 +126,43 @@ class Head:
             lost = "rank" in report
             self._fail(Failure.at(node.host, error, rank=rank, weight=weight, job_restartable=lost), now)
 
-    def lose(self, node_rank: int, why: Loss, now: float) -> None:
-        """Take in that the link to a node's supervisor is no more."""
-        if self.exit_code is not None or node_rank in self._lost:
+    def on_loss(self, node_rank: int, why: Loss, now: float) -> None:
+        """Act on the loss of the link to a node's supervisor."""
+        if self.exit_code is not None or node_rank in self.nodes.lost:
             return
-        self._lost.add(node_rank)
-        node, own = self._gang.nodes[node_rank], self._gang.nodes[0]
-        if why.kind == "host_silent" and is_cut_off(self._interface):
-            self._fail_nodes((own,), f"{own.host} is cut off, its {self._interface} is down", now)
-        name = f"supervisor of node {node_rank} on {node.host} (pid {self._joined.pids[node_rank]})"
-        # A supervisor that ends for a reason of its own reports it first.
-        self._fail_nodes(
-            (node,), f"{name} was killed" if why.kind == "process_ended" else f"{name} is lost: {why}", now
-        )
+        for node, what in self.nodes.lose(node_rank, why, self._interface):
+            self._fail_nodes((node,), what, now)
         self._confirm(node_rank, [])
 
-    def _leave(self, node: Node, why: str, now: float) -> None:
-        """Take in that a node has taken this one for lost, as it does when this process was stopped for long."""
-        if node.node_rank in self._lost:
-            return
-        self._lost.add(node.node_rank)
-        own = self._gang.nodes[0]
-        self._fail_nodes(
-            (own,), f"node 0 on {own.host} was given up by node {node.node_rank} on {node.host}: {why}", now
-        )
-        self._confirm(node.node_rank, [])
-
     def tick(self, now: float) -> None:
-        """Do what time asks for, and what follows from the reports."""
-        attempt = self._attempt
+        """Do what is due, and what follows from the reports."""
         if self.exit_code is not None:
             return
         if self._job is not None:
-            self._hear_job(self._job, now)
+            self._watch_job(self._job, now)
         if self._record is not None:
             self._await_record(self._record, now)
         elif self._ending is not None:
             if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
-                if attempt.begun is not None:
-                    self._ending.sweep(self._lost)
+                if self._attempt.begun is not None:
+                    self._ending.clean_up(self.nodes.lost)
                 self._conclude(self._ending, now)
         else:
-            self._go_on(attempt, now)
+            self._go_on(self._attempt, now)
 
     def _go_on(self, attempt: Attempt, now: float) -> None:
-        """Do what time asks for while the gang starts or runs."""
+        """Do what is due while the gang starts or runs."""
         if attempt.begun is None and not attempt.is_over(now):
-            self._await_joins(now)
-        if len(self._started_nodes) == len(self._gang.nodes) and not self._start.written:
+            if self.nodes.complete:
+                self._begin(now)
+            elif (failure := self.nodes.overdue(now)) is not None:
+                self._fail(failure, now)
+        if self._start.is_due:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
+        if attempt.stop_reason is not None:
+            self._see_who_asks(attempt)
         attempt.check_time(now)
         if attempt.begun is not None and not attempt.is_over(now):
             self._look_for_hang(attempt, now)
@@ -186,8 +171,7 @@ class Head:
 
     def _look_for_hang(self, attempt: Attempt, now: float) -> None:
         """Report ranks that show no progress, and do what the spec asks for; their stacks are written by then."""
-        nodes = self._joined.pids.keys() - self._lost
-        hang = self._hangs.tick(nodes, attempt.running, now, judges=attempt.stop_reason is None)
+        hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
         if self._hangs.take_over():
             log(self._run, "hang_over", attempt=attempt.number)
         if hang is None:
@@ -198,19 +182,13 @@ class Head:
             attempt.fail(failure_of_hang(hang, self._gang), now)
 
     def _join(self, node: Node, report: Message) -> None:
-        self._joined.join(node, report)
+        self.nodes.join(node, report)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
-    def _await_joins(self, now: float) -> None:
-        if self._joined.complete:
-            self._begin(now)
-        elif (failure := self._joined.overdue(now)) is not None:
-            self._fail(failure, now)
-
-    def _miss(self, node_rank: int, exit_code: int, now: float) -> None:
-        """Take in that a supervisor has ended, as its starter sees it; one that had joined is missed by its link."""
-        if node_rank in self._joined.pids:
+    def _on_supervisor_end(self, node_rank: int, exit_code: int, now: float) -> None:
+        """Act on the end of a supervisor that has not joined; the loss of its link reports that of another one."""
+        if node_rank in self.nodes.pids:
             return
         node = self._gang.nodes[node_rank]
         how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
@@ -219,23 +197,20 @@ class Head:
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
-            self._rendezvous.open(attempt.number, self._joined.reached)
+            self._rendezvous.open(attempt.number, self.nodes.reached)
         except ClusterddpError as error:
             self._fail(Failure.at(gang.nodes[0].host, error.message), now)
             return
         attempt.begun = now
-        self._guard.know(started=True)
+        self._guard.update(started=True)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
-        networks = self._joined.faster_networks(self._rendezvous.address)
+        networks = self.nodes.faster_networks(self._rendezvous.address)
         order = self._rendezvous.start_order(attempt.number, self._restarts.before(attempt), networks)
         for node in gang.nodes:
-            self._tell(node.node_rank, order | self._rendezvous.listeners if node is gang.nodes[0] else order)
+            self._send(node.node_rank, order | self._rendezvous.listeners if node is gang.nodes[0] else order)
 
     def _record_start(self, now: float) -> None:
-        directory, last_try = self._run.attempt(self._attempt.number), self._ending is not None
-        error = self._start.write(
-            directory, self._gang, self._rendezvous, self._started_nodes, now=now, last_try=last_try
-        )
+        error = self._start.write(now, last_try=self._ending is not None)
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
@@ -245,7 +220,7 @@ class Head:
         if self._ending is None and self._attempt.cancel_reason is None:
             self._attempt.cancel_reason = reason
 
-    def _hear_stop(self, report: Message, now: float) -> None:
+    def _on_stop_request(self, report: Message, now: float) -> None:
         if report.get("ordered"):
             return  # a stop file that a node has written on this head's order
         if self._job is not None and report.get("signal") == "SIGTERM":
@@ -257,21 +232,26 @@ class Head:
         if report.get("signal") != "SIGTERM" and self._attempt.stop_reason == reason:
             self._attempt.stopped_by_people = True
 
-    def _hear_job(self, job: JobWatch, now: float) -> None:
+    def _watch_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
         self.node_is_down |= intent is not None and intent.node_is_down
         self.node_is_down |= now >= self._attempt.ends_by - _JUDGE_QUIET_S
-        if intent is not None and bring_home(intent, self._attempt) and self._ending is None:
-            self._stop(intent.words, now, time_limit=intent.kind == "time_is_up")
+        if intent is not None and apply_intent(intent, self._attempt) and self._ending is None:
+            self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
 
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:
         if self._ending is not None:
-            self._restarts.final = True  # Who asks for a stop does not want another start.
+            self._restarts.final = True  # a request to stop also forbids another start
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
-        log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason)
-        self._tell_all({"kind": "stop", "reason": reason})
+        self._see_who_asks(self._attempt)
+        log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
+        self._send_all({"kind": "stop", "reason": reason})
+
+    def _see_who_asks(self, attempt: Attempt) -> None:
+        """Note whether the program has asked for a stop by now; one that never does is going to be ended."""
+        attempt.asks = attempt.asks or is_file(self._run.attempt(attempt.number).asked)
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
@@ -282,7 +262,7 @@ class Head:
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
         if self._job is not None and failure.job_restartable:
-            self._restarts.crippled = True
+            self._restarts.incomplete = True
         else:
             self._restarts.final = True
         if self._ending is None:
@@ -290,57 +270,50 @@ class Head:
 
     def _end_gang(self, now: float) -> None:
         self._attempt.decide()
-        self._ending = Ending(self._gang, set(self._joined.pids) - self._lost, now)
-        for node_rank in sorted(self._ending.unconfirmed):
-            self._tell(node_rank, {"kind": "kill", "whole_gang": False})
+        self._ending = Ending(self._gang, self.nodes.present, now)
+        self._send_all({"kind": "kill", "whole_gang": False})
 
     def _confirm(self, node_rank: int, left: list[int]) -> None:
         if self._ending is not None:
             self._ending.confirm(node_rank, left)
 
     def _conclude(self, ending: Ending, now: float) -> None:
-        """Record how the attempt ended; start the next one or finish."""
+        """Record how the attempt ended, and what follows."""
         attempt = self._attempt
         if attempt.begun is not None and not self._start.written:
             self._record_start(now)
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
-        may_restart = not is_file(self._run.cancel_file) and self._restarts.left_after(attempt)
-        restart = self._restarts.after(attempt, end, all_gone=ending.all_gone) if may_restart else "none"
+        restart: Restart = "none"
+        if not is_file(self._run.cancel_file) and self._restarts.left_after(attempt):
+            restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
         if restart == "here" and not make_next_attempt(self._run, attempt.number + 1):
             restart = "none"
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")
         if restart == "here":
             restarts_left = self._job is not None and self._restarts.before(attempt) + 1 < self._gang.restarts
-            self._guard.know(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
+            self._guard.update(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
         self._record = EndRecord(self._run.attempt(attempt.number), end, self._gang.token)
         self._await_record(self._record, now)
 
     def _await_record(self, record: EndRecord, now: float) -> None:
-        """Go on once the end is recorded; what this host's storage does not take, the other nodes may have room for."""
+        """Start the next attempt or finish once the end is recorded; other nodes try when this host's storage fails."""
         if not record.step(now):
             return
-        self._record, attempt, end = None, self._attempt, record.end
+        self._record, number, end = None, self._attempt.number, record.end
         if record.error is not None:
-            self._tell_all({"kind": "record", "attempt": attempt.number, "end": dataclasses.asdict(end)})
-        log_end(self._run, attempt.number, end)
+            self._send_all({"kind": "record", "attempt": number, "end": dataclasses.asdict(end)})
+        log_end(self._run, number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
-            self._next_attempt()
+            self._set_attempt(number + 1)
         else:
             self._finish(1 if end.outcome == "FAILED" else 0)
 
-    def _next_attempt(self) -> None:
-        self._attempt = Attempt(self._run, self._gang, self._attempt.number + 1)
-        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(self._attempt.number), self._tell)
-        self._started_nodes.clear()
-        self._start = StartRecord()
-        self._ending = None
-
     def _finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
-        self._tell_all({"kind": "finish", "exit_code": exit_code})
+        self._send_all({"kind": "finish", "exit_code": exit_code})
 
-    def _tell_all(self, order: Message) -> None:
-        for node_rank in self._joined.pids.keys() - self._lost:
-            self._tell(node_rank, order)
+    def _send_all(self, order: Message) -> None:
+        for node_rank in sorted(self.nodes.present):
+            self._send(node_rank, order)

@@ -1,4 +1,4 @@
-"""The head on this host: serves the links of the other nodes' supervisors, and this node's own by direct calls."""
+"""The head on this host: it has a link to each other node's supervisor, and direct calls to this node's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Mess
 from clusterddp.rendezvous.server import Arrival, Server
 from clusterddp.run.gang import Gang
 
-_REPORT_FATAL_S = 1.0
-_CONNECT_S = 8.0
-"""How long the host of a head that is known to listen may take to accept a connection at first."""
-_MAX_PROBES = 16
-"""How many connections of the head, which only asks whether we are there, are taken off the queue at a time."""
-
 
 class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are its peers."""
@@ -33,16 +27,16 @@ class HeadHere:
         self, gang: Gang, selector: selectors.BaseSelector, limits: Limits, *, listener: socket.socket, join: Message
     ) -> None:
         self.head: Head | None = None
-        """Set once; the head needs `tell`, and this needs the head."""
+        """Set once; the head needs `send`, and this needs the head."""
         self.exit_code: int | None = None
         self._limits = limits
         self._listener = listener
         self._session = os.urandom(8).hex()
-        """Sent to each node that joins. A node that connects again names it, so it is of this start of the run."""
+        """Sent to each node that joins. A node that connects again sends it back, so it is of this start of the run."""
         self._server = Server(
             listener, selector, protocol=SUPERVISORS, key=gang.token, num_expected=len(gang.nodes), report=log_line
         )
-        self._members: dict[int, Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._pids: dict[int, int] = {}
         self._given_up: dict[int, Loss] = {}
         """Why, by node rank."""
@@ -55,48 +49,48 @@ class HeadHere:
         return str(host), int(port)
 
     @property
-    def hurried(self) -> bool:
-        broken = any(peer.broken for peer in self._members.values())
-        return broken or bool(self._reports) or (self.head is not None and self.head.hurried)
+    def polls_fast(self) -> bool:
+        broken = any(peer.broken for peer in self._peers.values())
+        return broken or bool(self._reports) or (self.head is not None and self.head.changes_fast)
 
     def report(self, message: Message) -> None:
         self._reports.append(message)
 
-    def tell(self, node_rank: int, message: Message) -> None:
-        """Give a node an order of the head."""
+    def send(self, node_rank: int, message: Message) -> None:
+        """Send a node an order of the head."""
         if node_rank == 0:
             self._orders.append(message)
-        elif node_rank in self._members:
-            self._members[node_rank].send(message)
+        elif node_rank in self._peers:
+            self._peers[node_rank].send(message)
 
     def pump(self, now: float) -> list[Message]:
         assert self.head is not None
         for arrival in self._server.accept(now):
-            self._meet(arrival, now)
-        for node_rank, peer in list(self._members.items()):
+            self._answer(arrival, now)
+        for node_rank, peer in list(self._peers.items()):
             for message in peer.receive(now):
-                self.head.hear(node_rank, message, now)
+                self.head.on_report(node_rank, message, now)
             peer.keep_up(now)
             if self.head.node_is_down and peer.is_quiet(now):
                 peer.lose(HOST_SILENT)
             if peer.lost is not None:
                 self._given_up[node_rank] = peer.lost
-                del self._members[node_rank]
-                self.head.lose(node_rank, peer.lost, now)
+                del self._peers[node_rank]
+                self.head.on_loss(node_rank, peer.lost, now)
         while self._reports:
-            self.head.hear(0, self._reports.popleft(), now)
+            self.head.on_report(0, self._reports.popleft(), now)
         self.head.tick(now)
-        if not any(peer.owes_acknowledgement(now) for peer in self._members.values()):
+        if not any(peer.owes_acknowledgement(now) for peer in self._peers.values()):
             self.exit_code = self.head.exit_code
         orders, self._orders = self._orders, []
         return orders
 
     def report_fatal_error(self, error: str) -> None:
         self._server.close()
-        for peer in self._members.values():
+        for peer in self._peers.values():
             peer.lose(Loss("failed", error))
 
-    def _meet(self, arrival: Arrival, now: float) -> None:
+    def _answer(self, arrival: Arrival, now: float) -> None:
         connection, message = arrival
         if message["kind"] == "join":
             self._join(connection, message, now)
@@ -108,23 +102,22 @@ class HeadHere:
     def _join(self, connection: Connection, join: Message, now: float) -> None:
         assert self.head is not None
         node_rank = int(join["node_rank"])
-        if self.head.may_join(node_rank):
-            host, _, *rest = connection.sock.getpeername()
-            address = (host, int(join["port"]), *rest)
+        if self.head.nodes.may_join(node_rank):
+            address = (connection.peer_address, int(join["port"]))
             peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)
-            self._members[node_rank] = peer
+            self._peers[node_rank] = peer
             self._pids[node_rank] = int(join["pid"])
-            self.head.hear(node_rank, join | {"reached": connection.own_address}, now)
-        if node_rank in self._members and join["pid"] == self._pids[node_rank]:
-            self._welcome(node_rank, connection, 0, now)  # or again: it has missed the first welcome
+            self.head.on_report(node_rank, join | {"reached": connection.own_address}, now)
+        if node_rank in self._peers and join["pid"] == self._pids[node_rank]:
+            self._welcome(node_rank, connection, 0, now)  # perhaps again: it has missed the first welcome
         else:
             log_line(f"a connection was refused: node {node_rank} has joined already, or is none of the run's")
             connection.close()
 
     def _join_again(self, connection: Connection, again: Message, now: float) -> None:
-        """Go on with a node whose connection broke, or send it that it counts as lost."""
+        """Go on with a node whose connection broke, or refuse one that counts as lost."""
         node_rank = int(again["node_rank"])
-        if node_rank in self._members and again["session"] == self._session:
+        if node_rank in self._peers and again["session"] == self._session:
             self._welcome(node_rank, connection, int(again["received"]), now)
             return
         why = str(self._given_up.get(node_rank, "it is of another start of the run"))
@@ -134,8 +127,8 @@ class HeadHere:
 
     def _welcome(self, node_rank: int, connection: Connection, received: int, now: float) -> None:
         assert self.head is not None
-        peer = self._members[node_rank]
-        for message in peer.receive(now):  # over the connection that this one replaces: its last word may be there
-            self.head.hear(node_rank, message, now)
+        peer = self._peers[node_rank]
+        for message in peer.receive(now):  # of the connection that this one replaces
+            self.head.on_report(node_rank, message, now)
         connection.send({"kind": "welcome", "session": self._session, "received": peer.received})
         peer.connect(connection, received, now)

@@ -1,57 +1,36 @@
-"""What the head, or whoever takes its place, writes of an attempt: its start, its end, and the events in between."""
+"""The records of an attempt: its start, its ranks, its end, and the events between.
+
+The run's storage may be away for a while; a write that it refuses is retried until its time is up.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.outcome import AttemptEnd, write_end
-from clusterddp.run.record import ProcessIdentity, drop_secrets, log_event
+from clusterddp.run.record import ProcessIdentity, RankRecord, drop_secrets, log_event, write_rank
 from clusterddp.run.spool import spool_end
 from clusterddp.system.files import write_json
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 if TYPE_CHECKING:
-    from clusterddp.node.rendezvous import Rendezvous
+    from clusterddp.node.failure import RankEnd
+    from clusterddp.node.rank_network import RankNetwork, Rendezvous
     from clusterddp.rendezvous.connection import Message
-    from clusterddp.run.gang import Gang
+    from clusterddp.run.gang import Gang, Node
 
 _RETRY_S = 0.5
 _FULL_S = 10.0
-"""How long a disk that is full has to get room for the record of an end."""
-
-
-def record_start(attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous, nodes: Mapping[int, Message]) -> None:
-    """Record that the ranks of an attempt were started, and by whom: the calling process, the head.
-
-    `nodes`: for each node whose ranks run, the interface, its address, and why it was chosen.
-
-    Raises: ClusterddpError, OSError: it cannot be written.
-    """
-    make_attempt_dirs(attempt)
-    facts = {
-        "attempt": attempt.number,
-        "started": time.time(),
-        "world_size": gang.world_size,
-        "master_addr": rendezvous.address,
-        "master_port": rendezvous.port,
-        "backend": gang.backend,
-        "supervisor": dataclasses.asdict(ProcessIdentity.of()),
-        "nodes": [
-            {"node_rank": node.node_rank, "host": node.host, "ranks": node.ranks, **nodes.get(node.node_rank, {})}
-            for node in gang.nodes
-        ],
-    }
-    write_json(attempt.start, facts)
+"""How long the write of an end is retried on a full disk."""
 
 
 def make_next_attempt(run: RunDir, number: int) -> bool:
-    """Make the next attempt's directory; False: another start of the job has, while this one was cut off."""
+    """Make the next attempt's directory; False: another start of the job has made it, while this one was cut off."""
     try:
         run.attempt(number).path.mkdir(mode=0o700)
     except FileExistsError:
@@ -62,43 +41,111 @@ def make_next_attempt(run: RunDir, number: int) -> bool:
 
 
 class StartRecord:
-    """The record of an attempt's start on its way to the run's storage, which may be away for a while."""
+    """The record that the ranks of an attempt were started by the calling process, the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: AttemptDir, gang: Gang, rendezvous: Rendezvous) -> None:
+        self.nodes: dict[int, Message] = {}
+        """For each node whose ranks run, by node rank: the interface, its address, and why it was chosen."""
         self.written = False
-        """True as well when it was given up."""
-        self._due = float("inf")
-        """When it has to be there, once the storage has refused it."""
+        """True also after the write was given up."""
+        self._attempt = attempt
+        self._gang = gang
+        self._rendezvous = rendezvous
+        self._write_by = float("inf")
+        """When the storage must have taken the record, once it has refused it."""
 
-    def write(
-        self,
-        attempt: AttemptDir,
-        gang: Gang,
-        rendezvous: Rendezvous,
-        nodes: Mapping[int, Message],
-        *,
-        now: float,
-        last_try: bool,
-    ) -> str | None:
-        """Write it, as `record_start` does; return why it is given up, once its time is over or with `last_try`."""
+    @property
+    def is_due(self) -> bool:
+        """True when the ranks of all nodes run and the record is not written."""
+        return len(self.nodes) == len(self._gang.nodes) and not self.written
+
+    def write(self, now: float, *, last_try: bool) -> str | None:
+        """Write the record; return why it is given up: the time is up, or this was the last try."""
         try:
-            record_start(attempt, gang, rendezvous, nodes)
+            make_attempt_dirs(self._attempt)
+            write_json(self._attempt.start, self._facts())
         except (ClusterddpError, OSError) as error:
-            self._due = min(self._due, now + storage_timeout_s())
-            if now < self._due and not last_try:
+            self._write_by = min(self._write_by, now + storage_timeout_s())
+            if now < self._write_by and not last_try:
                 return None  # the next tick retries
             self.written = True
             return str(error)
         self.written = True
         return None
 
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "attempt": self._attempt.number,
+            "started": time.time(),
+            "world_size": self._gang.world_size,
+            "master_addr": self._rendezvous.address,
+            "master_port": self._rendezvous.port,
+            "backend": self._gang.backend,
+            "supervisor": dataclasses.asdict(ProcessIdentity.of()),
+            "nodes": [
+                {"node_rank": node.node_rank, "host": node.host, "ranks": node.ranks}
+                | self.nodes.get(node.node_rank, {})
+                for node in self._gang.nodes
+            ],
+        }
+
+
+class RankRecords:
+    """The records of a node's ranks that are not written yet."""
+
+    def __init__(self) -> None:
+        self._unwritten: dict[tuple[AttemptDir, int], RankRecord] = {}
+        self._write_by = float("inf")
+        """When the storage must have taken all records, once it has refused one."""
+
+    def put(self, attempt: AttemptDir, *records: RankRecord) -> None:
+        """Add records; a newer one of the same rank replaces an older one."""
+        self._unwritten |= {(attempt, record.rank): record for record in records}
+
+    def write(self, now: float) -> bool:
+        """Write all records; False when the storage refuses one, and the write is to be retried.
+
+        Raises: ClusterddpError: the storage has refused for the storage timeout; the records are dropped.
+        """
+        try:
+            for attempt, rank in list(self._unwritten):
+                write_rank(attempt, self._unwritten[attempt, rank])
+                del self._unwritten[attempt, rank]
+        except ClusterddpError:
+            self._write_by = min(self._write_by, now + storage_timeout_s())
+            if now < self._write_by:
+                return False
+            self._unwritten.clear()
+            raise
+        self._write_by = float("inf")
+        return True
+
+
+def new_record(rank: int, pid: int, node: Node, network: RankNetwork, master_port: int) -> RankRecord:
+    """Return the record of a rank that has just started."""
+    return RankRecord(
+        rank=rank,
+        node_rank=node.node_rank,
+        local_rank=node.ranks.index(rank),
+        host=node.host,
+        pid=pid,
+        interface=network.interface,
+        master_addr=network.gang.master_addr,
+        master_port=master_port,
+        started=time.time(),
+    )
+
+
+def with_end(record: RankRecord, end: RankEnd) -> RankRecord:
+    """Return the record of a rank that has ended."""
+    error = "ended with the gang" if end.on_order and end.signal is not None else end.error
+    return dataclasses.replace(
+        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
+    )
+
 
 class EndRecord:
-    """The end of an attempt on its way to the run's storage.
-
-    Storage that is away, or full, is tried again for a while: nothing runs any more, so that may wait. What it does not
-    take in that time is spooled.
-    """
+    """The record of the end of an attempt; it is spooled when the run's storage does not take it in time."""
 
     def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> None:
         self.end = end
@@ -113,7 +160,7 @@ class EndRecord:
         self._patience_s = storage_timeout_s() if patience_s is None else patience_s
 
     def step(self, now: float) -> bool:
-        """Try if it is time to; True when the end is written, or the time is up."""
+        """Try when a try is due; True when the end is written, or the time is up."""
         if now < self._retry_at:
             return False
         self._retry_at = now + _RETRY_S
@@ -138,7 +185,7 @@ class EndRecord:
 
 
 def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> EndRecord:
-    """Record the end of an attempt; return once that is done, or given up."""
+    """Record the end of an attempt; return when it is written or spooled."""
     record = EndRecord(attempt, end, token, patience_s=patience_s)
     while not record.step(time.monotonic()):
         time.sleep(_RETRY_S)
@@ -154,6 +201,6 @@ def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
 
 
 def log(run: RunDir, event: str, **facts: Any) -> None:
-    """Log an event, here and in the run's history."""
+    """Log an event in the supervisor's log and in the run's history."""
     log_line(f"{event} {facts}")
     log_event(run, event, **facts)

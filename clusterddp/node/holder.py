@@ -1,7 +1,7 @@
-"""A process that holds one rank: it starts it as a child of its own when the node's supervisor says so.
+"""A process that holds one rank: it starts the rank as its own child when the node's supervisor orders it.
 
-Slurm's tasks are such processes (task.py), and what torchrun starts (torchrun_rank.py). What they and the supervisor
-say to each other is listed in tasks.py. It imports next to nothing: sixteen of these start at once on two cores.
+Slurm's tasks (task.py) and the processes that torchrun starts (torchrun_rank.py) are holders. tasks.py lists the
+messages between them and the supervisor. This imports next to nothing: sixteen of them start at once on two cores.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 
 
 class Holder:
-    """Holds a rank for the supervisor; `serve` returns when that lets it go, or is gone."""
+    """Holds a rank for the supervisor; `serve` returns when the supervisor lets it exit, or has ended."""
 
     def __init__(self) -> None:
         self.forward: Callable[[int], object] = lambda number: None
-        """Gets each signal that asks for a stop, if need be after `serve` has begun."""
+        """Receives each signal that asks for a stop; those before `serve` when it begins."""
         self._rank_pid: int | None = None
         self._returncode: int | None = None
         self._reader, writer = os.pipe()
@@ -44,12 +44,12 @@ class Holder:
         self._sock: socket.socket
 
     def serve(self, sock: socket.socket, here: dict[str, Any]) -> int | None:
-        """Say who we are, do what the supervisor says; return the exit code it lets us go with, None when it is gone.
+        """Send `here`, carry out the supervisor's orders, and return the exit code of its `leave`; None: it has ended.
 
-        The rank's own exit code, where there is one that is not 0, is `exit_code`'s.
+        `exit_code` gives the rank's own exit code, where that is not 0.
         """
         self._sock = sock
-        self._say({"kind": "here", **here})
+        self._send({"kind": "here", **here})
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._reader, select.POLLIN)
@@ -57,60 +57,60 @@ class Holder:
             poll.poll()
             self._take_signals()
             self._look_at_children()
-            words = self._hear()
-            if words is None:
+            order = self._receive()
+            if order is None:
                 continue
-            if words["kind"] == "leave":
-                return int(words["exit_code"])
-            if words["kind"] == "gone":
+            if order["kind"] == "leave":
+                return int(order["exit_code"])
+            if order["kind"] == "gone":
                 return None
-            self._obey(words)
+            self._obey(order)
 
     def kill_rank(self) -> None:
-        """End the rank, for nobody is left to ask for it."""
+        """Kill the rank, because its supervisor has ended."""
         if self._rank_pid is not None:
             signal_group(self._rank_pid, signal.SIGKILL)
             os.waitpid(self._rank_pid, 0)
             self._returncode = self._returncode if self._returncode is not None else -signal.SIGKILL
 
     def exit_code(self, otherwise: int) -> int:
-        """Return the rank's exit code as a shell would say it; `otherwise` where it is 0 or there is none."""
+        """Return the rank's exit code as a shell has it; `otherwise` where it is 0 or there is none."""
         code = self._returncode
         if code is None:
             return otherwise
         return 128 - code if code < 0 else code or otherwise
 
-    def _obey(self, words: dict[str, Any]) -> None:
-        if words["kind"] == "start":
-            self._start_rank(words)
-        elif words["kind"] == "signal" and self._rank_pid is not None:
-            signal_group(self._rank_pid, words["number"])
-        elif words["kind"] == "reap" and self._rank_pid is not None:
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["kind"] == "start":
+            self._start_rank(order)
+        elif order["kind"] == "signal" and self._rank_pid is not None:
+            signal_group(self._rank_pid, order["number"])
+        elif order["kind"] == "reap" and self._rank_pid is not None:
             os.waitpid(self._rank_pid, 0)
             self._rank_pid = None
 
-    def _start_rank(self, words: dict[str, Any]) -> None:
+    def _start_rank(self, order: dict[str, Any]) -> None:
         variables = {
             name: value
-            for name, value in words["variables"].items()
-            if name not in words["unless"] or name not in os.environ
+            for name, value in order["variables"].items()
+            if name not in order["unless"] or name not in os.environ
         }
         environment = inherited_environment() | variables | {SUPERVISOR_PID: str(os.getpid())}
         self._returncode = None
         try:
             self._rank_pid = start_rank(
-                Path(words["run_dir"]),
+                Path(order["run_dir"]),
                 environment=environment,
-                stdout=Path(words["stdout"]),
-                stderr=Path(words["stderr"]),
-                listener=words.get("listener"),
+                stdout=Path(order["stdout"]),
+                stderr=Path(order["stderr"]),
+                listener=order.get("listener"),
             )
         except OSError as error:
-            self._say({"kind": "not_started", "error": str(error)})
+            self._send({"kind": "not_started", "error": str(error)})
         else:
-            self._say({"kind": "started", "pid": self._rank_pid})
-        if "listener" in words:
-            os.close(words["listener"])
+            self._send({"kind": "started", "pid": self._rank_pid})
+        if "listener" in order:
+            os.close(order["listener"])
 
     def _take_signals(self) -> None:
         numbers: set[int] = set()
@@ -121,7 +121,7 @@ class Holder:
             self.forward(number)
 
     def _look_at_children(self) -> None:
-        """Report the rank's end; it stays a zombie, its pid its own, until the supervisor has taken note."""
+        """Report the rank's end; it stays a zombie and keeps its pid until the supervisor sends `reap`."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -133,17 +133,17 @@ class Holder:
                 if self._returncode is None:
                     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                     self._returncode = code
-                    self._say({"kind": "ended", "returncode": code})
+                    self._send({"kind": "ended", "returncode": code})
                 return
             os.waitpid(ended.si_pid, 0)
 
-    def _say(self, words: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._sock.send(json.dumps(words).encode())
+            self._sock.send(json.dumps(message).encode())
         except OSError:
-            return  # it is gone, which is heard next
+            return  # it has ended, which the next receive finds
 
-    def _hear(self) -> dict[str, Any] | None:
+    def _receive(self) -> dict[str, Any] | None:
         try:
             # Not socket.recv_fds, which ignores its flags, and so would wait (Python 3.11).
             packet, ancillary, _, _ = self._sock.recvmsg(MAX_PACKET, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
@@ -151,15 +151,15 @@ class Holder:
             return None
         except OSError:
             packet, ancillary = b"", []
-        words = dict(json.loads(packet)) if packet else {"kind": "gone"}
+        message = dict(json.loads(packet)) if packet else {"kind": "gone"}
         given = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
-        return words | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
+        return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
 
 def connect(name: str) -> socket.socket | None:
-    """Connect to our supervisor, or whoever holds its socket; None: nobody does.
+    """Connect to the supervisor, or to its guard, which holds the same socket; None: no process listens.
 
-    Raises: ClusterddpError: somebody else has taken its name.
+    Raises: ClusterddpError: another user's process has taken the name.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -169,5 +169,5 @@ def connect(name: str) -> socket.socket | None:
         return None
     pid, uid = peer_of(sock)
     if uid != os.getuid():
-        raise ClusterddpError(f"process {pid} of user {uid} poses as the supervisor of this node")
+        raise ClusterddpError(f"process {pid} of user {uid} listens in place of the supervisor of this node")
     return sock

@@ -1,7 +1,7 @@
 """The link between the head (node 0's supervisor) and another supervisor: its messages, heartbeats and listeners.
 
-A link is a signed and unencrypted connection (rendezvous/connection.py), whose key is the run's token. It outlives its
-connections: see peer.py.
+A link is a series of connections (peer.py), signed and unencrypted (rendezvous/connection.py); their key is the run's
+token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from clusterddp.rendezvous.connection import Loss, Message, Protocol
 
 HEARTBEAT_S = 1.0
 PROCESS_ENDED = Loss("process_ended", "its process has ended")
-"""The other host refuses connections to the process that listened there."""
+"""The other host refuses connections to the port of the process."""
 _MAX_MESSAGE = 512 * 1024
 SUPERVISORS = Protocol(
     name="supervisor",
@@ -28,18 +28,18 @@ SUPERVISORS = Protocol(
         "welcome": {"session": str, "received": int},
     },
 )
-"""All kinds of messages are listed in supervisor.py; those that a link itself reads are checked as they arrive."""
+"""supervisor.py lists all kinds of messages; the fields that a link itself reads are checked as they arrive."""
 
 
 def given_up(why: str) -> Loss:
-    """Say that it is the head that has taken the other node for lost."""
+    """Return the loss of a link that the head has given up."""
     return Loss("given_up", f"node 0 has given it up: {why}")
 
 
 def watch_host(sock: socket.socket, silence_s: float) -> None:
-    """Have the kernel end a connection whose other host has not answered for this long, on Linux.
+    """Let the kernel end a connection whose other host has not answered for this long, on Linux.
 
-    The kernels answer, not the processes: a process that blocks on a file server is not taken for a dead host.
+    The other kernel answers, not the process: a process that blocks on a file server does not count as a dead host.
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -55,7 +55,7 @@ def watch_host(sock: socket.socket, silence_s: float) -> None:
 
 
 def facts_of(message: Message) -> Message:
-    """Return what a message says beside its kind."""
+    """Return the fields of a message without its kind."""
     return {key: value for key, value in message.items() if key != "kind"}
 
 
@@ -79,7 +79,7 @@ def listen(host: str) -> socket.socket:
 def listen_on_walk(ports: Sequence[int]) -> socket.socket:
     """Listen, on all addresses of this host, at the first of these ports that is free.
 
-    Without SO_REUSEADDR: a port that another process has bound, and listens on later, is taken, too.
+    Without SO_REUSEADDR: a port that another process has bound, and does not listen on yet, counts as taken.
     Raises: OSError: all are taken.
     """
     last: OSError | None = None

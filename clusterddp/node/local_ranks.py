@@ -1,7 +1,7 @@
-"""The local ranks of a node: starts them, watches them, ends them, records how each ended.
+"""The local ranks of a node: starts them, watches them, ends them, and records how each ended.
 
-It reports to the head and obeys it; the kinds of both are listed in supervisor.py. Nothing here blocks for longer than
-a look at the process table takes.
+It reports to the head and carries out the head's orders; supervisor.py lists the kinds of both. Nothing here blocks for
+longer than one read of the process table.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
-from clusterddp.node.history import record_end
-from clusterddp.node.log import log_line
+from clusterddp.node.history import RankRecords, new_record, record_end, with_end
 from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
-from clusterddp.node.rank_records import RankRecords, new_record, with_end
+from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
 from clusterddp.node.rank_watch import ConnectionWatch, NcclWatch, StoppedRanks
-from clusterddp.node.starter import Ended, Launch, Lost, Started, Starter, choose_cores, plan_launch
 from clusterddp.ranks.environment import cookie
 from clusterddp.rendezvous.connection import Message
-from clusterddp.run.cleanup import Sweep
+from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
@@ -36,14 +34,14 @@ from clusterddp.system.files import is_file
 from clusterddp.system.storage import is_outage
 
 TERM_GRACE_S = 1.0
-"""How long ranks have between SIGTERM and SIGKILL when the gang is ended."""
+"""The time between SIGTERM and SIGKILL when the gang is ended."""
 
 
 @dataclass(slots=True)
 class _Ending:
     kill_at: float
     give_up_at: float
-    sweep: Sweep
+    cleanup: Cleanup
     killed: bool = False
 
 
@@ -57,18 +55,16 @@ class _Attempt:
     oom_kills: int | None
     watch: ConnectionWatch
     running: set[int] = field(default_factory=set)
-    """Ranks that have begun and whose end was not heard of."""
+    """Ranks that have started and whose end was not reported."""
     records: dict[int, RankRecord] = field(default_factory=dict)
     started: bool = False
-    """True once all ranks have begun, and the head was told."""
+    """True once all ranks have started, and the head has the report."""
     stop_seen: bool = False
     stop_wanted: str | None = None
-    """Why the ranks are asked to stop, while the run's storage is away and they cannot be."""
+    """The reason of a request to stop that the run's storage, which is away, has not taken yet."""
     ending: _Ending | None = None
     stopped: StoppedRanks = field(default_factory=StoppedRanks)
     nccl: NcclWatch | None = None
-    cores: dict[int, str] = field(default_factory=dict)
-    """Those that a rank keeps to, by rank, where some are nearer to its GPU than others."""
 
 
 class LocalRanks:
@@ -81,7 +77,7 @@ class LocalRanks:
         node: Node,
         *,
         first_attempt: int,
-        starter: Starter,
+        starter: RankStarter,
         report: Callable[[Message], None],
         guard_pid: Callable[[], int],
     ) -> None:
@@ -110,7 +106,7 @@ class LocalRanks:
         return self._attempt is not None and self._attempt.ending is not None
 
     @property
-    def hurried(self) -> bool:
+    def polls_fast(self) -> bool:
         """True while things change within milliseconds: ranks end, or write their stacks."""
         return self.ending or self._stacks.asking
 
@@ -123,7 +119,7 @@ class LocalRanks:
         elif order["kind"] == "stacks":
             self._stacks.ask(str(order["id"]), self._pids())
         elif order["kind"] == "record":
-            # What the head's storage did not take, this node's may.
+            # The head's storage did not take it; this node's may.
             attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
             record_end(attempt, end, self._gang.token, patience_s=0.0)
         elif order["kind"] == "kill":
@@ -132,10 +128,9 @@ class LocalRanks:
             self.begin_end(now, whole_gang=order["whole_gang"])
 
     def begin_end(self, now: float, *, whole_gang: bool = False) -> None:
-        """End all ranks of this node: SIGTERM, SIGKILL after the grace, then a sweep; `tick` carries it on.
+        """End all ranks of this node: SIGTERM, SIGKILL after the grace, then a cleanup; `tick` continues it.
 
-        `whole_gang`: the sweep is for the ranks of all nodes as far as they are on this host; nobody else may be left
-        to end them.
+        `whole_gang`: the cleanup also ends ranks of other nodes that are on this host.
         """
         attempt = self._attempt
         if attempt is None:
@@ -143,7 +138,7 @@ class LocalRanks:
         nodes = self._gang.nodes if whole_gang else (self._node,)
         cookies = tuple(cookie(self._gang.token, f"n{node.node_rank}") for node in nodes)
         if attempt.ending is not None:
-            attempt.ending.sweep.cookies = max(attempt.ending.sweep.cookies, cookies, key=len)
+            attempt.ending.cleanup.cookies = max(attempt.ending.cleanup.cookies, cookies, key=len)
             return
         self._starter.withdraw()
         if attempt.running:
@@ -151,17 +146,16 @@ class LocalRanks:
                 attempt.dir.path.joinpath(ENDING).touch()
         for rank in attempt.running:
             self._starter.signal(rank, signal.SIGTERM)
+        descendants_but = self._guard_pid() if self._starter.owns_descendants else None
         attempt.ending = _Ending(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
-            sweep=Sweep(
-                cookies=cookies, descendants_but=self._guard_pid() if self._starter.sweeps_descendants else None
-            ),
+            cleanup=Cleanup(cookies=cookies, descendants_but=descendants_but),
         )
 
     def tick(self, now: float) -> None:
-        """Look at the files by which people speak to the run, and go on with an end that was begun."""
-        self._hear_news()
+        """Take in what has happened to the ranks, look for requests of users, and continue an end that has begun."""
+        self._take_updates()
         if not self._cancel_seen and is_file(self._run.cancel_file):
             self._cancel_seen = True
             self._report({"kind": "cancel", "reason": cancel_reason(self._run)})
@@ -175,7 +169,7 @@ class LocalRanks:
         if attempt.nccl is not None and (transport := attempt.nccl.look(now)) is not None:
             self._report({"kind": "transport", **transport.to_json()})
         if attempt.ending is not None:
-            self._go_on_ending(attempt, attempt.ending, now)
+            self._continue_end(attempt, attempt.ending, now)
         else:
             self._look_for_stop(attempt, complete=True)
             self._look_for_stopped_ranks(attempt, now)
@@ -192,9 +186,6 @@ class LocalRanks:
         for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
             attempt.records[record.rank] = record
             self._records.put(attempt.dir, record)
-            log_line(
-                f"rank {record.rank} (pid {record.pid}) {'was stopped by a signal' if record.stopped else 'goes on'}"
-            )
 
     def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -204,27 +195,27 @@ class LocalRanks:
             file = attempt.dir.stop_file
             self._report({"kind": "stop_requested", "reason": stop_reason(file), "ordered": was_ordered(file)})
 
-    def _hear_news(self) -> None:
-        """Take in what has become of the ranks."""
+    def _take_updates(self) -> None:
+        """Take in which ranks have started, ended or been lost."""
         attempt = self._attempt
-        for news in self._starter.news():
-            if isinstance(news, Lost):
-                self._lose(attempt, news)
+        for update in self._starter.updates():
+            if isinstance(update, Lost):
+                self._lose(attempt, update)
             elif attempt is None:
                 continue
-            elif isinstance(news, Started):
-                self._rank_started(attempt, news)
-            elif news.rank in attempt.running:
-                attempt.running.discard(news.rank)
+            elif isinstance(update, Started):
+                self._rank_started(attempt, update)
+            elif update.rank in attempt.running:
+                attempt.running.discard(update.rank)
                 # It may have seen a request to stop before we did.
                 self._look_for_stop(attempt, complete=False)
-                self._rank_ended(attempt, news)
+                self._rank_ended(attempt, update)
 
     def _start(self, order: Message, now: float) -> None:
         self.attempt_number = int(order["attempt"])
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
-            network = find_rank_network(self._gang, self._node, order)
+            network = find_rank_network(self._gang, node, order)
             port = int(order["master_port"])
             watch = ConnectionWatch(network.gang.master_addr, port, now)
             self.interface = network.interface
@@ -234,34 +225,27 @@ class LocalRanks:
             self._attempt = attempt
             self._stacks.begin_attempt()
             make_attempt_dirs(directory)
-            attempt.cores = choose_cores(self._node, self._gang.env)
-            # All ranks first, for they wait for each other; the records, which wait for the disk, afterwards.
-            self._starter.start({rank: self._launch(rank, order, attempt) for rank in node.ranks})
+            cores = choose_cores(node, self._gang.env)
+            launches = {
+                rank: plan_launch(self._run, network.gang, rank, order, cores=cores.get(rank)) for rank in node.ranks
+            }
+            # All ranks first, because they wait for each other; the records, which wait for the disk, afterwards.
+            self._starter.start(launches)
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return
-        self._hear_news()
+        self._take_updates()
 
-    def _launch(self, rank: int, order: Message, attempt: _Attempt) -> Launch:
-        gang, cores = attempt.network.gang, attempt.cores.get(rank)
-        return plan_launch(self._run, gang, rank, order, master_port=attempt.master_port, cores=cores)
-
-    def _rank_started(self, attempt: _Attempt, news: Started) -> None:
-        node, network = self._node, attempt.network
-        attempt.running.add(news.rank)
-        attempt.records[news.rank] = new_record(
-            news.rank,
-            news.pid,
-            node,
-            interface=network.interface,
-            master=(network.gang.master_addr, attempt.master_port),
-        )
-        if len(attempt.records) == len(node.ranks):
+    def _rank_started(self, attempt: _Attempt, started: Started) -> None:
+        attempt.running.add(started.rank)
+        record = new_record(started.rank, started.pid, self._node, attempt.network, attempt.master_port)
+        attempt.records[started.rank] = record
+        if len(attempt.records) == len(self._node.ranks):
             self._records.put(attempt.dir, *attempt.records.values())
             self._write_records(time.monotonic())
 
     def _write_records(self, now: float) -> None:
-        """Write what is to be written of the ranks; storage that refuses is tried again by the next ticks."""
+        """Write the records of ranks; the next ticks retry what the storage refuses."""
         attempt = self._attempt
         try:
             if not self._records.write(now):
@@ -289,39 +273,39 @@ class LocalRanks:
                 return
             self._fail(f"node {self._node.node_rank} on {self._node.host} could not ask its ranks to stop: {error}")
 
-    def _lose(self, attempt: _Attempt | None, news: Lost) -> None:
-        """Report a rank that ended for no reason of its own, and that cannot be started again here."""
+    def _lose(self, attempt: _Attempt | None, lost: Lost) -> None:
+        """Report a rank that ended through no fault of its own, and that cannot be started again here."""
         if attempt is not None:
-            attempt.running.discard(news.rank)
-        self._report({"kind": "failed", "error": news.error, "weight": CERTAIN, "rank": news.rank})
+            attempt.running.discard(lost.rank)
+        self._report({"kind": "failed", "error": lost.error, "weight": CERTAIN, "rank": lost.rank})
 
-    def _rank_ended(self, attempt: _Attempt, news: Ended) -> None:
-        rank = news.rank
-        end = read_rank_end(attempt.dir, rank, news.returncode, on_order=attempt.ending is not None)
-        if end.signal == "SIGKILL" and not end.on_order and (words := explain_oom_kill(attempt.oom_kills)):
-            end = dataclasses.replace(end, error=words)
+    def _rank_ended(self, attempt: _Attempt, ended: Ended) -> None:
+        rank = ended.rank
+        end = read_rank_end(attempt.dir, rank, ended.returncode, on_order=attempt.ending is not None)
+        if end.signal == "SIGKILL" and not end.on_order and (cause := explain_oom_kill(attempt.oom_kills)):
+            end = dataclasses.replace(end, error=cause)
         attempt.watch.look()
-        # Report first: the record waits for the disk, the other ranks should not.
+        # First the report: the record waits for the disk, and the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
         attempt.records[rank] = with_end(attempt.records[rank], end)
         self._records.put(attempt.dir, attempt.records[rank])
         self._write_records(time.monotonic())
 
-    def _go_on_ending(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
+    def _continue_end(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
         if attempt.running and now < ending.kill_at:
             return
         if not ending.killed:
             ending.killed = True
             for rank in attempt.running:
                 self._starter.signal(rank, signal.SIGKILL)
-        ending.sweep.step()
-        if (ending.sweep.clear and not attempt.running) or now >= ending.give_up_at:
+        ending.cleanup.step()
+        if (ending.cleanup.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
             attempt.watch.look()
-            orphans = ending.sweep.killed - {record.pid for record in attempt.records.values()}
-            left = sorted({*ending.sweep.left, *(attempt.records[rank].pid for rank in attempt.running)})
+            orphans = ending.cleanup.killed - {record.pid for record in attempt.records.values()}
+            left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
             self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
 
     def _fail(self, error: str) -> None:
-        # It may follow from how a rank ended: that one is then the first of two equals.
+        # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.
         self._report({"kind": "failed", "error": error, "weight": OWN})

@@ -1,4 +1,4 @@
-"""A supervisor's own log: `launcher/supervisor-<node>.log`, so that its mistakes can be seen."""
+"""A supervisor's own log: `launcher/supervisor-<node>.log`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_log(run: RunDir, node_rank: int) -> None:
 
 
 def log_line(text: str) -> None:
-    """Write a line with the time. A log that cannot be written must not end a run."""
+    """Write a line with the time; a log that cannot be written does not end the run."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
         sys.stderr.flush()

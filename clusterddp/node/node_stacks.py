@@ -117,7 +117,7 @@ class _Signs:
                 self._asked[rank] = AskedRank(found[1])
 
     def _read_collectives(self) -> bool:
-        """Take in what ranks have answered since the last look; True when one of them has come further."""
+        """Read what ranks have answered since the last look; True when one of them has come further."""
         advanced = False
         for rank, asked in self._asked.items():
             asked.step()

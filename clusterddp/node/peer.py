@@ -1,18 +1,17 @@
-"""The other end of a link: messages reach it once and in order, over as many connections as that takes.
+"""The other end of a link: each message reaches it once and in order, over any number of connections.
 
-A network that is away for a while costs connections, not the run. So every message has a number and is kept until the
-other end has acknowledged it (heartbeats carry how many have arrived); over the next connection what was not
-acknowledged is sent again, and what had arrived already is dropped by its number. Node 0 listens and the others connect
-again.
+An outage of the network breaks connections, but not the run. Every message has a number and is kept until the other end
+has acknowledged it; heartbeats carry how many messages have arrived. The next connection sends again what was not
+acknowledged, and the receiver drops by their numbers the messages that it has. Node 0 listens, the others connect.
 
-Three things end a link, each in its own time:
+Three events end a link:
 
-* the process at the other end has ended: its kernel closes the connection and refuses the next one. That is asked as
-  soon as a connection breaks, and answered in milliseconds;
-* its host is silent for `host_silence_s`: its kernel acknowledges nothing, or a broken connection is not replaced;
-* the host answers, but the process sends no heartbeat for `heartbeat_timeout_s`.
+* The process at the other end has ended: its kernel closes the connection and refuses the next one. A connection is
+  tried as soon as one breaks, and is refused within milliseconds.
+* Its host does not answer for `host_silence_s`: its kernel acknowledges nothing, or no new connection succeeds.
+* The process sends no heartbeat for `heartbeat_timeout_s`, while its host answers.
 
-Times are those of the supervisor's clock (clock.py): a pause of our own is no silence of the other end.
+Times are those of the supervisor's clock (clock.py), which does not count a pause of this process.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from clusterddp.rendezvous.client import Attempt, Found
 from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
 
 QUIET_S = 5.0
-"""After so long without a heartbeat another connection is tried: TCP itself tries at growing intervals only."""
+"""After this time without a heartbeat another connection is tried: TCP retries at growing intervals only."""
 _AGAIN_S = 0.3
 _LAST_ACKNOWLEDGEMENT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How long the other end may be silent."""
+    """The timeouts of a link."""
 
     host_silence_s: float
     heartbeat_timeout_s: float
     spans_hosts: bool
-    """False: both ends are on this host, which cannot be silent."""
+    """False: both ends are on this host, which always answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Break:
-    """A connection that broke, and was not replaced yet."""
+    """A connection that broke and is not replaced."""
 
     since: float
     why: Loss
@@ -55,11 +54,11 @@ class Peer:
     """The other end of one link."""
 
     def __init__(self, limits: Limits, attempt: Callable[[float], Attempt], *, when_quiet: bool) -> None:
-        """`attempt` begins an attempt to connect; `when_quiet`: one that replaces a connection which is only quiet."""
+        """`attempt` begins an attempt to connect; `when_quiet`: also when heartbeats are overdue on a connection."""
         self.lost: Loss | None = None
         """Why the link is lost for good."""
         self.received = 0
-        """How many messages of the other end have arrived."""
+        """The number of messages that have arrived from the other end."""
         self._limits = limits
         self._begin_attempt = attempt
         self._when_quiet = when_quiet
@@ -70,11 +69,11 @@ class Peer:
         self._sent = self._acknowledged = 0
         self._unacknowledged: collections.deque[Message] = collections.deque()
         self._acknowledged_to_other = 0
-        """How many messages the last heartbeat has acknowledged."""
+        """The number that the last heartbeat has acknowledged."""
         self._heartbeat_at = 0.0
         self._now = self._sent_at = 0.0
         self._answered = False
-        """True when the other host has answered since the connection broke."""
+        """True when the other host has accepted a connection since the last one broke."""
 
     @property
     def connected(self) -> bool:
@@ -85,19 +84,19 @@ class Peer:
         return self._break is not None
 
     def owes_acknowledgement(self, now: float) -> bool:
-        """Say whether a message is on its way that is worth waiting for."""
+        """Return whether to wait for the acknowledgement of a message."""
         if self.lost is not None or not self._unacknowledged:
             return False
         return self.broken or now - self._sent_at < _LAST_ACKNOWLEDGEMENT_S
 
     def is_quiet(self, now: float) -> bool:
-        """Say whether heartbeats are overdue, which may be nothing."""
+        """Return whether heartbeats are overdue; the link is not lost by that."""
         if self._connection is None:
             return self.broken
         return now - self._connection.last_received > min(QUIET_S, self._limits.host_silence_s / 4)
 
     def connect(self, connection: Connection, received: int, now: float) -> None:
-        """Go on over this connection; the other end has received `received` messages."""
+        """Use this connection from now on; the other end has received `received` messages."""
         if self._break is not None:
             log_line(f"connected again {now - self._break.since:.1f} s after: {self._break.why}")
         self._close_connection()
@@ -121,12 +120,12 @@ class Peer:
             self._connection.send(numbered)
 
     def receive(self, now: float) -> list[Message]:
-        """Return the messages that have come."""
+        """Return the messages that have arrived."""
         self._now = now
         return self.take(self._connection.receive(now)) if self._connection is not None else []
 
     def take(self, messages: list[Message]) -> list[Message]:
-        """Return what is new of these, without the numbers."""
+        """Return the new ones of these messages, without their numbers."""
         new = []
         for message in messages:
             if message["kind"] == "heartbeat":
@@ -137,7 +136,7 @@ class Peer:
         return new
 
     def keep_up(self, now: float) -> Found | None:
-        """Send heartbeats, notice losses, connect again; return a connection that is authenticated, for `connect`."""
+        """Send heartbeats, detect losses, connect again; return a new authenticated connection, for `connect`."""
         connection = self._connection
         if connection is not None:
             self._send_heartbeat(connection, now)
@@ -148,7 +147,7 @@ class Peer:
         return self._try_again(now) if self.lost is None else None
 
     def _send_heartbeat(self, connection: Connection, now: float) -> None:
-        """Send a heartbeat when one is due, or when it acknowledges a message; else go on with what is unsent."""
+        """Send a heartbeat when one is due or acknowledges a message; else send what is left of earlier messages."""
         if now >= self._heartbeat_at or self.received != self._acknowledged_to_other:
             self._heartbeat_at = now + min(HEARTBEAT_S, self._limits.heartbeat_timeout_s / 3)
             self._acknowledged_to_other = self.received
@@ -157,7 +156,7 @@ class Peer:
             connection.flush()
 
     def give_up(self, why: Loss) -> None:
-        """End the link; the other end receives why, if it still reads."""
+        """End the link, and send the other end why."""
         self.send({"kind": "gave_up", "why": str(why)})
         self.lose(why)
 
@@ -179,7 +178,7 @@ class Peer:
             self._end_attempt()
             return None
         if self._attempt is None and now >= self._attempt_at:
-            with contextlib.suppress(OSError):  # of descriptors, for one
+            with contextlib.suppress(OSError):  # no descriptor is left, for example
                 self._attempt = self._begin_attempt(now)
         attempt = self._attempt
         if attempt is not None:

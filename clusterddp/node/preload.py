@@ -1,7 +1,7 @@
-"""Finds what the ranks of an entry import at their start, by reading its source: what a fork server may import for all.
+"""Finds the packages that a fork server may import for all ranks, by reading the source of their entry.
 
-Nothing of the user's is executed. Only packages that are known not to look at a rank's own variables when they are
-imported are named (`PRELOADABLE`): Lightning and others read RANK then.
+No code of the user is executed. Only packages of `PRELOADABLE` are returned, which do not read a rank's variables when
+they are imported; Lightning and others read RANK.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotForkableError(Exception):
 @dataclass(slots=True)
 class _Scan:
     search_dirs: tuple[Path, ...]
-    """Where the entry's own modules lie; a package that is found there shadows an installed one."""
+    """The directories of the entry's own modules; a package there shadows an installed one."""
     modules: dict[str, None] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
 
@@ -69,7 +69,7 @@ def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
 
 
 def _read_file(file: Path, scan: _Scan) -> None:
-    """Add what a file imports, and what the files of the same project that it imports do."""
+    """Add the imports of a file, and of the files of the same project that it imports."""
     if file in scan.seen or len(scan.seen) >= _MAX_FILES:
         return
     scan.seen.add(file)
@@ -78,7 +78,7 @@ def _read_file(file: Path, scan: _Scan) -> None:
             return
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # the ranks say so
+        return  # the ranks report it
     preloads = False
     for statement in tree.body:
         for module in _imported(statement, file, scan.search_dirs):
@@ -122,7 +122,7 @@ def _root(module: str) -> str:
 
 
 def _find_with_packages(module: str, directories: tuple[Path, ...]) -> Iterator[Path]:
-    """Find the files of a module and of the packages that it lies in, which are imported first."""
+    """Find the files of a module and of its parent packages, which are imported first."""
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
         found = _find_module(".".join(parts[:end]), directories)
@@ -140,9 +140,9 @@ def _find_module(module: str, directories: tuple[Path, ...]) -> Path | None:
 
 
 def _find_environment_change(statement: ast.stmt, *, at_import: bool) -> int | None:
-    """Return the line of a statement that changes os.environ when the module is imported, or may do so.
+    """Return the line of a statement that changes, or may change, os.environ when the module is imported.
 
-    `at_import`: a function counts, too: the module may call it before it imports what reads the environment.
+    `at_import`: a function counts, too: the module may call it before an import that reads the environment.
     """
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not at_import:
         return None

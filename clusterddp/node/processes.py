@@ -1,6 +1,6 @@
-"""Processes of one node: started, signalled as long as their pid is theirs, reaped.
+"""Processes of one node: started, signalled while their pid is theirs, and reaped.
 
-What they left behind, whatever it turned into, is found and ended by run/cleanup.py.
+run/cleanup.py finds and ends the processes that they leave behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from clusterddp.ranks.environment import LISTENER_FD
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
-"""What asks the whole gang to stop, when a supervisor gets it."""
+"""A supervisor that receives one asks the whole gang to stop."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -28,8 +28,8 @@ def start_rank(
 ) -> int:
     """Start a rank in a session of its own and return its pid; it inherits `listener`, a descriptor.
 
-    Its output goes straight into files (appended): no pipe to fill, nobody whose death would break it. It starts in the
-    run directory, where no file shadows a module, and goes to its working directory itself.
+    Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, where
+    no file shadows a module, and changes to its working directory itself.
     Raises: OSError: no process, no memory, no space.
     """
     with _append_to(stdout) as out, _append_to(stderr) as err:
@@ -49,8 +49,8 @@ def start_rank(
 def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] = ()) -> tuple[int, int, int]:
     """Start the guard in a session of its own.
 
-    Return its pid, the pipe whose end tells it that we are gone, and one that ends when it is ready, or gone itself.
-    The guard inherits `keep`, descriptors.
+    Return its pid, the pipe to it, and a pipe that ends when it is ready or has ended. It inherits the descriptors
+    `keep`.
     """
     reader, writer = os.pipe()
     ready, getting_ready = os.pipe()
@@ -79,7 +79,7 @@ def start_agent(
 ) -> int:
     """Start torchrun's agent, `python WORDS`, in a session of its own; it ends with the calling process.
 
-    It ignores the signals that people and Slurm send to stop a run: they are the ranks' to hear.
+    It ignores the signals that users and Slurm send to stop a run; the ranks handle them.
     Raises: OSError: no process, no memory, no space.
     """
     with _append_to(log) as out:
@@ -132,13 +132,13 @@ def open_for_append(path: Path) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere the guard's sweep must do)."""
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere the guard's cleanup ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Signal the process group of a rank that was not reaped yet: its number cannot belong to anybody else."""
+    """Signal the process group of a rank that was not reaped yet, so that no other process has its pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
@@ -186,20 +186,20 @@ def _become_agent() -> None:
 
 
 def _take_over(process: subprocess.Popen[bytes]) -> int:
-    """Leave the waiting to `reap`, which collects whatever ends, and keep Popen from warning about it."""
+    """Leave the waiting to `reap`, which collects all children, and keep Popen from warning."""
     process.returncode = 0
     return process.pid
 
 
 class Signals:
-    """Signals as bytes on a pipe, so that the loop hears them where it waits for everything else."""
+    """Signals as bytes on a pipe, which the loop waits for like everything else."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # A handler and not SIG_IGN for those that mean nothing, too: what is ignored stays ignored in the ranks.
+        # A handler and not SIG_IGN, also for those without a meaning: an ignored signal stays ignored in the ranks.
         for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of Slurm's has blocked them

@@ -2,9 +2,9 @@
 
 With `--fork` before RUN_DIR it is the fork server of a node (fork_server.py), and the ranks are its children.
 
-It ties the rank's life to its supervisor, makes the stop signals create the stop file, and runs the entry in this
-process (a command as its child). An exception is left in TORCHELASTIC_ERROR_FILE, in torchelastic's own form. What is
-not in the environment is not done, so whoever sets RANK and the like (Slurm's srun) may start it too.
+The rank dies with its supervisor, its stop signals create the stop file, and the entry runs in this process (a command
+as its child). An exception is written to TORCHELASTIC_ERROR_FILE, in torchelastic's own form. Each of these needs its
+variable in the environment, so another launcher that sets RANK and the like may start a rank, too.
 
 It imports next to nothing: sixteen of these start at once on two cores.
 """
@@ -30,16 +30,16 @@ from clusterddp.node.entry import run_entry
 from clusterddp.node.stack_hook import answer_stack_requests
 
 ENDING = "ENDING"
-"""The file beside the stop file that tells a rank what SIGTERM means: it is there when the gang is being ended."""
+"""The file beside the stop file that exists while the gang is being ended: SIGTERM then ends a rank."""
 _PORT_LISTENS = (
-    "hint: at MASTER_PORT a socket of the run listens already, which torch's store takes over; "
-    "a program that binds the port itself is to be an entry.command (docs/entry.md)\n"
+    "hint: a socket of the run already listens at MASTER_PORT, and torch's store takes it over; "
+    "a program that binds the port itself has to be an entry.command (docs/entry.md)\n"
 )
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Be a rank, or fork those of a node."""
+    """Run a rank, or fork the ranks of a node."""
     run_dir = sys.argv[-1]
     if sys.argv[1] == "--fork":
         from clusterddp.node.fork_server import serve
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run_rank(run_dir: str) -> None:
-    """Run the entry; the exit code is the entry's own, 1 after an exception."""
+    """Run the entry; the exit code is the entry's own, or 1 after an exception."""
     _die_with_supervisor()
     _stop_on_signal()
     _keep_flight_record()
@@ -83,7 +83,7 @@ def run_rank(run_dir: str) -> None:
 
 
 def _die_with_supervisor() -> None:
-    """Have the kernel kill this process when the supervisor ends (Linux; elsewhere the guard's sweep must do)."""
+    """Have the kernel kill this process when the supervisor ends (Linux; elsewhere the guard's cleanup ends it)."""
     expected = os.environ.pop("CLUSTERDDP_SUPERVISOR_PID", None)
     if expected is None:
         return
@@ -91,13 +91,13 @@ def _die_with_supervisor() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The supervisor may have died before the call; its death is then never reported.
+    # The supervisor may have died before the call; the kernel then sends no signal.
     if os.getppid() != int(expected):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stop_on_signal() -> None:
-    """Make USR2 and TERM ask the whole gang to stop (the stop contract); TERM from a gang's end just ends us."""
+    """Make USR2 and TERM ask the gang to stop (the stop contract); while the gang is ended TERM ends this rank."""
     path = os.environ.get("CLUSTERDDP_STOP_FILE")
     if path is None:
         return
@@ -121,7 +121,7 @@ def _stop_on_signal() -> None:
 
 
 def _keep_flight_record() -> None:
-    """Have torch record collectives; with NCCL, write which of them this rank waited for when one times out.
+    """Let torch record collectives, and write NCCL's that this rank waited for beside its log when one times out.
 
     Source: FlightRecorder.hpp and ProcessGroupNCCL.hpp of torch 2.13; the second names are those of earlier versions.
     """
@@ -142,7 +142,7 @@ def _keep_flight_record() -> None:
 
 
 def _keep_to_cores() -> None:
-    """Keep to the cores near the rank's GPU, and with it all that the program starts."""
+    """Bind this process, and all that it starts, to the cores near the rank's GPU."""
     text = os.environ.pop("CLUSTERDDP_CORES", None)
     if text is None:
         return
@@ -153,9 +153,9 @@ def _keep_to_cores() -> None:
 
 
 def _ignore_late_signals() -> None:
-    """Let no stop signal end a program that is through: Python gives handlers back before it exits.
+    """Ignore stop signals after the entry has ended: Python resets its handlers before it exits.
 
-    Slurm's SIGTERM may come when another host's has already stopped everybody.
+    Slurm's SIGTERM on this host may come after the gang has stopped because of another host's.
     """
     if "CLUSTERDDP_STOP_FILE" in os.environ:
         for number in (signal.SIGUSR2, signal.SIGTERM):
@@ -163,7 +163,7 @@ def _ignore_late_signals() -> None:
 
 
 def _drop_unwritten_output() -> None:
-    """Drop what a full disk did not take of a log, else Python ends a program that is through with exit code 120."""
+    """Drop output that a full disk did not take; Python would end the rank with exit code 120 because of it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -173,17 +173,17 @@ def _drop_unwritten_output() -> None:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """Report the exception and leave at once: threads of a broken collective would hold up an orderly exit."""
+    """Report the exception and exit at once: threads of a broken collective would block an orderly exit."""
     import traceback
 
-    told = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
+    trace = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
     if getattr(error, "errno", None) == errno.EADDRINUSE and "clusterddp.node.store_listener" in sys.modules:
-        told += _PORT_LISTENS
+        trace += _PORT_LISTENS
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(told)
-    words = "".join(traceback.format_exception_only(type(error), error)).strip()
-    _write_error_file(words, told)
-    _record_end(1, words, told)
+        sys.stderr.write(trace)
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    _write_error_file(message, trace)
+    _record_end(1, message, trace)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -191,7 +191,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out our own frames and runpy's: people look for theirs."""
+    """Drop our own frames and runpy's at the top: users look for theirs."""
     step = trace
     ours = {__file__, entry.__file__, runpy.__file__, "<frozen runpy>", importlib.__file__}
     while step is not None and _is_ours(step.tb_frame.f_code.co_filename, ours):
@@ -203,23 +203,39 @@ def _is_ours(file: str, ours: set[str]) -> bool:
     return file in ours or file.startswith("<frozen importlib.")
 
 
-def _write_error_file(words: str, told: str) -> None:
+def _write_error_file(message: str, trace: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     now = time.time_ns()
-    extra = {"py_callstack": told, "timestamp": str(now // 10**9), "timestamp_ns": now}
+    extra = {"py_callstack": trace, "timestamp": str(now // 10**9), "timestamp_ns": now}
     # torch's @record may have written the same exception already.
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump({"message": {"message": words, "extraInfo": extra}}, file)
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def _record_end(exit_code: int, error: str = "", told: str = "") -> None:
-    """Record this rank's own end where no supervisor does."""
-    if "CLUSTERDDP_ALONE" in os.environ:
-        from clusterddp.node.unsupervised import record_end
+def _record_end(exit_code: int, error: str = "", trace: str = "") -> None:
+    """Record this rank's end where no supervisor does; a rank that is killed records nothing, nor does its fork."""
+    if "CLUSTERDDP_ALONE" not in os.environ:
+        return
+    import dataclasses
 
-        record_end(exit_code, error, told)
+    from clusterddp.errors import ClusterddpError
+    from clusterddp.run.directory import RunDir
+    from clusterddp.run.record import read_rank, write_rank
+    from clusterddp.system.files import write_json
+
+    with contextlib.suppress(OSError, KeyError, ValueError, ClusterddpError):
+        attempt = RunDir(Path(os.environ["CLUSTERDDP_RUN_DIR"])).attempt(int(os.environ["CLUSTERDDP_ATTEMPT"]))
+        record = read_rank(attempt, int(os.environ["RANK"]))
+        if record is None or record.pid != os.getpid():
+            return
+        message = " ".join(error.split())[:400] if exit_code else None
+        if trace:  # torchrun has named another file for it
+            extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+            content = {"message": {"message": message, "extraInfo": extra}}
+            write_json(attempt.error_file(record.rank), content, exclusive=True)
+        write_rank(attempt, dataclasses.replace(record, ended=time.time(), exit_code=exit_code, error=message))
 
 
 if __name__ == "__main__":

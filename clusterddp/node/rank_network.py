@@ -1,37 +1,140 @@
-"""The network of a node's ranks: the master address, and the interface of this host that reaches it."""
+"""The network of an attempt's ranks: the master's address and port, and each node's interface towards it.
+
+The head chooses the address and holds the port; each node finds the interface of its host that reaches the address.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from clusterddp.network.interface import Link, interface_towards, is_loopback, loopback, named_interface, read_links
+from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import (
+    LOOPBACK_ADDRESS,
+    Link,
+    interface_towards,
+    is_loopback,
+    loopback,
+    named_interface,
+    read_links,
+)
+from clusterddp.network.port import LAST_OF_ALL, hold_port, reserve_port
 from clusterddp.network.socket_links import names_in
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
 
 
+class Rendezvous:
+    """The master's address and port, for one attempt after the other."""
+
+    def __init__(self, gang: Gang, seed: str) -> None:
+        self.address = gang.master_addr
+        self.port = 0
+        self.agent_port: int | None = None
+        """Where torchrun's agents meet, from the first attempt to the last; None: torchrun starts no ranks."""
+        self._gang = gang
+        self._seed = seed
+        self._holder: socket.socket | None = None
+        self._agents_holder: socket.socket | None = None
+
+    def open(self, attempt: int, reached: Mapping[int, str]) -> None:
+        """Choose address and port for an attempt; `reached`: at which address each node has reached the head.
+
+        Raises: ClusterddpError: no port is free, or this host lacks the interface that the spec names.
+        """
+        if not self._gang.master_addr:
+            self.address = choose_address(self._gang, reached)
+        if self._gang.master_port is None:
+            self._holder, self.port = reserve_port(f"{self._seed}:{attempt}", listening=self._listens)
+        else:
+            self.port = self._gang.master_port
+            self._holder = hold_port(self.port, listening=self._listens)
+        if self._gang.start == "torchrun" and self.agent_port is None:
+            self._open_for_agents()
+
+    def start_order(self, attempt: int, restart: int, networks: object) -> Message:
+        """Return the order to start the ranks of an attempt; node 0's also needs `listeners`."""
+        return {
+            "kind": "start",
+            "attempt": attempt,
+            "restart": restart,
+            "master_addr": self.address,
+            "master_port": self.port,
+            "agent_port": self.agent_port,
+            "networks": networks,
+        }
+
+    @property
+    def listeners(self) -> Message:
+        """The descriptors that node 0 passes to rank 0 and to its torchrun agent."""
+        return {"listener": self.listener, "agents_listener": self.agents_listener}
+
+    @property
+    def listener(self) -> int | None:
+        """The socket that listens at the port, for rank 0 to take over; None: rank 0 binds the port itself."""
+        return self._holder.fileno() if self._listens and self._holder is not None else None
+
+    @property
+    def agents_listener(self) -> int | None:
+        """The socket that listens at the agents' port, for node 0's agent."""
+        return self._agents_holder.fileno() if self._agents_holder is not None else None
+
+    @property
+    def _listens(self) -> bool:
+        return self._gang.world_size > 1 and self._gang.entry.takes_listener
+
+    def close(self) -> None:
+        """Release the port."""
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
+    def _open_for_agents(self) -> None:
+        if self._gang.master_port is None:
+            self._agents_holder, self.agent_port = reserve_port(f"{self._seed}:torchrun", listening=True)
+        else:  # a neighbour, because a firewall often opens a range of ports
+            neighbour = self._gang.master_port + (1 if self._gang.master_port < LAST_OF_ALL else -1)
+            self._agents_holder, self.agent_port = hold_port(neighbour, listening=True), neighbour
+
+
+def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:
+    """Choose the address at which most nodes have reached the head; of equal ones that of the lowest node.
+
+    Raises: ClusterddpError: this host lacks the interface that the spec names.
+    """
+    if len({node.host for node in gang.nodes}) == 1:
+        return LOOPBACK_ADDRESS
+    if gang.interface:
+        return named_interface(gang.interface).address
+    addresses = [reached[node_rank] for node_rank in sorted(reached) if not is_loopback(reached[node_rank])]
+    if not addresses:
+        raise ClusterddpError("no node has reached the head at an address of its own")
+    return Counter(addresses).most_common(1)[0][0]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNetwork:
-    """What one node knows of the network once the gang has met."""
+    """The network of one node's ranks."""
 
     gang: Gang
-    """With the master address, and with the interface that this node's ranks receive; None: none."""
+    """With the master address, and with the interface that is set for this node's ranks; None: none is set."""
     interface: str | None
     address: str | None
     why: str
     nccl_interfaces: tuple[str, ...] = ()
-    """What NCCL's sockets take in its place."""
+    """Those that NCCL's sockets use instead."""
 
     def facts(self) -> Message:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "gang"}
 
 
 def find_rank_network(gang: Gang, node: Node, order: Message, links: Iterable[Link] | None = None) -> RankNetwork:
-    """Find this node's interface for an order to start; a plan that names the master address has settled it.
+    """Find this node's interface for an order to start; a plan with a master address also has the interface.
 
-    NCCL's sockets take faster networks where the order names some. `links`: this host's, by default as they are.
+    NCCL's sockets use faster networks where the order names some. `links`: those of this host; None: read them.
     Raises: ClusterddpError: this host has no such interface, or no route to the master address.
     """
     if order.get("networks"):
@@ -51,13 +154,13 @@ def find_rank_network(gang: Gang, node: Node, order: Message, links: Iterable[Li
         )
     master_addr = str(order["master_addr"])
     if is_loopback(master_addr):
-        # Ranks on one host find each other by themselves; only the record says how.
+        # Ranks on one host find each other without a setting; the interface is only recorded.
         here = loopback()
-        told = None
+        setting = None
     else:
         here = named_interface(gang.interface) if gang.interface else interface_towards(master_addr)
-        told = here.name
-    gang = dataclasses.replace(gang, master_addr=master_addr, interface=told)
+        setting = here.name
+    gang = dataclasses.replace(gang, master_addr=master_addr, interface=setting)
     return RankNetwork(
         gang=gang, interface=here.name, address=here.address, why=here.why, nccl_interfaces=node.nccl_interfaces
     )

@@ -53,7 +53,7 @@ class AskedRank:
             self.close()
 
     def step(self) -> None:
-        """Take in what has come."""
+        """Read what has arrived."""
         while not self.done:
             try:
                 data = self._socket.recv(_CHUNK)
@@ -142,7 +142,7 @@ class Probes:
         return cls(begun=now, id=report_id, probes={rank: _begin(pid, now) for rank, pid in pids.items()})
 
     def step(self) -> bool:
-        """Take in what has come; True once all ranks have answered, or had their time."""
+        """Read what has arrived; True once all ranks have answered, or had their time."""
         now = time.monotonic()
         late = now - self.begun >= PATIENCE_S
         for probe in self.probes.values():

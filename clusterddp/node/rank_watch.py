@@ -1,4 +1,4 @@
-"""Watches the ranks of a node: have they connected to the master, which transport does NCCL take, is one stopped?"""
+"""Watches the ranks of a node: whether they connect to the master, what transport NCCL uses, which are stopped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clusterddp.network.connections import was_connected
 from clusterddp.network.nccl_log import Transport, merge, read_transport
+from clusterddp.node.log import log_line
 from clusterddp.run.record import RankRecord
 from clusterddp.system.processes import is_stopped
 
@@ -21,11 +22,11 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 2.0, 300.0
 """After the start of the ranks: NCCL chooses when they first communicate, and opens links as it needs them."""
 _MAX_BYTES = 1 << 20
 LOOK_EVERY_S = 5.0
-"""A rank that is stopped at two looks is reported: the ranks of a suspended job may resume a moment after us."""
+"""A rank is reported that is stopped at two looks: the ranks of a suspended job may resume a moment after us."""
 
 
 class ConnectionWatch:
-    """Looks until a rank of this node has connected to the rendezvous: ranks that never connect train apart."""
+    """Looks for a connection of this node's ranks to the master: ranks that never connect train apart."""
 
     def __init__(self, address: str, port: int, now: float) -> None:
         self._address = address
@@ -33,10 +34,10 @@ class ConnectionWatch:
         self._wait_s = _FIRST_S
         self._next = now + self._wait_s
         self.seen = False
-        """True as well where it cannot be known."""
+        """True also where it cannot be known."""
 
     def tick(self, now: float) -> None:
-        """Look again after a while, as long as no connection was seen."""
+        """Look when it is due, until a connection was seen."""
         if not self.seen and now >= self._next:
             self._wait_s = min(2 * self._wait_s, _EVERY_S)
             self._next = now + self._wait_s
@@ -48,7 +49,7 @@ class ConnectionWatch:
 
 
 class NcclWatch:
-    """Reads NCCL's logs ever more rarely until they name the transport; the answer changes as links are opened."""
+    """Reads the transport from NCCL's logs, at growing intervals; it changes as NCCL opens links."""
 
     def __init__(self, logs: Sequence[Path], now: float) -> None:
         self._logs = logs
@@ -57,7 +58,7 @@ class NcclWatch:
         self._last: Transport | None = None
 
     def look(self, now: float) -> Transport | None:
-        """Return the transport if it is new; mostly None."""
+        """Return the transport when it is new."""
         if now < self._look_at or now > self._begun + _LAST_LOOK_S:
             return None
         self._look_at = now + max(_FIRST_LOOK_S, (now - self._begun) / 2)
@@ -69,14 +70,14 @@ class NcclWatch:
 
 
 class StoppedRanks:
-    """Finds ranks that a signal (SIGSTOP) has stopped: they hold up the whole gang, and no error reports it."""
+    """Finds ranks that SIGSTOP has stopped: they hold up the whole gang, and no error reports it."""
 
     def __init__(self) -> None:
         self._look_at = 0.0
         self._seen: frozenset[int] = frozenset()
 
     def look(self, records: Sequence[RankRecord], now: float) -> list[RankRecord]:
-        """Return the records that change: their ranks were stopped, or have resumed."""
+        """Return, and log, the records that change: their ranks were stopped, or have resumed."""
         if now < self._look_at:
             return []
         self._look_at = now + LOOK_EVERY_S
@@ -87,6 +88,9 @@ class StoppedRanks:
                 changed.append(dataclasses.replace(record, stopped=time.time()))
             elif record.rank not in seen and record.stopped is not None:
                 changed.append(dataclasses.replace(record, stopped=None))
+        for record in changed:
+            what = "was stopped by a signal" if record.stopped else "goes on"
+            log_line(f"rank {record.rank} (pid {record.pid}) {what}")
         self._seen = frozenset(seen)
         return changed
 

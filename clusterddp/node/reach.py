@@ -1,4 +1,4 @@
-"""How a supervisor is connected when it starts: to the head, or to the others as the head, and to Slurm's tasks."""
+"""The connections of a supervisor at its start: to the head, or as the head to the other nodes, and to the tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback, read_links
 from clusterddp.network.own_host import addresses_of
 from clusterddp.network.port import walk_ports
-from clusterddp.network.socket_links import tell_links
+from clusterddp.network.socket_links import report_links
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
@@ -27,11 +27,11 @@ from clusterddp.rendezvous.connection import Message
 from clusterddp.run.supervisors import SupervisorOrder
 
 LINK_PORTS = 16
-"""How many ports the link's walk has: as many jobs whose walks begin at the same port can run on one host."""
+"""The number of ports at which a job's head may listen; so many jobs with the same first port fit on one host."""
 
 
 def open_tasks(order: SupervisorOrder, selector: selectors.BaseSelector) -> Tasks | None:
-    """Wait for the tasks of this node from now on, with torchrun one; None where none have been started."""
+    """Listen for the tasks of this node, with torchrun one; None: the run has no tasks."""
     if order.tasks is None:
         return None
     listener = socket.socket(fileno=order.tasks)
@@ -48,14 +48,11 @@ def reach_head(
     allocation: Allocation | None,
     now: float,
 ) -> Uplink:
-    """Be the head, or find it; `missing` are ranks whose tasks have not come yet.
+    """Start the head, or the search for it; `missing` are ranks whose tasks have not connected yet.
 
-    Raises: OSError, ClusterddpError: no port to listen at; the head, which is known to listen, is not there.
+    Raises: OSError, ClusterddpError: no port is free to listen at.
     """
-    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
-    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
-        # Over SSH the hosts have tried all networks, and the fastest that works was taken.
-        join["links"] = tell_links(read_links())
+    join = _join_message(order, missing)
     limits = Limits(
         host_silence_s=order.gang.host_silence_s,
         heartbeat_timeout_s=order.gang.heartbeat_timeout_s,
@@ -82,8 +79,16 @@ def reach_head(
     )
 
 
+def _join_message(order: SupervisorOrder, missing: tuple[int, ...]) -> Message:
+    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
+    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
+        # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
+        join["links"] = report_links(read_links())
+    return join
+
+
 def _search_of_head(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Search:
-    """Look for the head where it is known to listen; on Slurm on the ports of the job, on its possible hosts."""
+    """Search the head where it is known to listen; on Slurm at the ports of the job, on the hosts that may run it."""
     hosts, ports = ([order.link["host"]], [order.link["port"]]) if order.link is not None else ([], [])
     if order.link is None:
         assert order.slurm is not None
@@ -99,7 +104,7 @@ def _search_of_head(order: SupervisorOrder, selector: selectors.BaseSelector, jo
 
 
 def resolve(hosts: Sequence[str]) -> list[str]:
-    """Return the addresses of these hosts, in order, without those that would only lead back to this very host."""
+    """Return the addresses of these hosts, in order, without loopback addresses."""
     addresses: list[str] = []
     for host in hosts:
         found = addresses_of(host)
@@ -125,7 +130,7 @@ def _make_head(order: SupervisorOrder, guard: Guard, here: HeadHere, allocation:
         rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
         job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
         guard=guard,
-        tell=here.tell,
+        send=here.send,
         now=now,
     )
 

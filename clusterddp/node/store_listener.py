@@ -1,9 +1,9 @@
-"""Gives torch's store on rank 0 the socket that listens at the master port already, in place of one that it would bind.
+"""Gives torch's store on rank 0 the socket that already listens at the master port, so that it binds none.
 
-Whoever starts rank 0 hands it that socket (LISTENER_FD), so the port is never without a listener of this run, and no
-other user can take it (network/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that
-Python code makes is a TCPStore, which does (`master_listen_fd`): its constructor is wrapped once torch is imported.
-A socket of Python's that the program binds to the port itself becomes the listener, too.
+Rank 0 inherits that socket (LISTENER_FD), so a process of this run always listens at the port, and no other user can
+bind it (network/port.py). torch's rendezvous (env://, tcp://) takes no descriptor, but every store that Python code
+makes is a TCPStore, which takes one (`master_listen_fd`): its constructor is wrapped once torch is imported. A Python
+socket that the program itself binds to the port becomes the listener, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from clusterddp.ranks.environment import LISTENER_FD
 
 WITH_LISTENER = "clusterddp.node.store_listener"
-"""Of `python -m MODULE ARGUMENTS` it makes `python -m clusterddp.node.store_listener MODULE ARGUMENTS`."""
+"""The module that `python -m MODULE ARGUMENTS` runs as `python -m clusterddp.node.store_listener MODULE ARGUMENTS`."""
 _MODULE = "torch.distributed"
 _TAKES_FD = 3
-"""Where `master_listen_fd` is among the arguments after `is_master`."""
+"""The position of `master_listen_fd` among the arguments after `is_master`."""
 
 
 def give_listener_to_torch() -> None:
-    """Let this process's store at the master port use the socket that LISTENER_FD names, if it names one.
+    """Let this process's store at the master port use the socket of LISTENER_FD, if that is set.
 
     Children of this process get neither the variable nor, after an exec, the socket.
     """
@@ -45,7 +45,7 @@ def give_listener_to_torch() -> None:
 
 
 def _give_to_binds(listener: socket.socket) -> None:
-    """Have each TCP socket that is bound to the listener's port be the listener: it has all addresses, and listens."""
+    """Make each TCP socket that is bound to the listener's port a duplicate of it: it listens on all addresses."""
     original, ours = socket.socket.bind, listener.getsockname()[1]
 
     @functools.wraps(original)
@@ -60,7 +60,7 @@ def _give_to_binds(listener: socket.socket) -> None:
 
 
 class _AfterImport:
-    """Finds torch.distributed as the other finders would, and wraps its store once it is loaded."""
+    """Finds torch.distributed as the other finders do, and wraps its store once it is loaded."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -82,9 +82,9 @@ class _AfterImport:
 
 
 def _wrap_store(module: ModuleType, listener: socket.socket) -> None:
-    """Have each store that serves at the listener's port take a duplicate of the socket.
+    """Make each store that serves at the listener's port take a duplicate of the socket.
 
-    A duplicate, for a program may destroy its group and make another one at the same port.
+    A duplicate, because a program may destroy its group and make another one at the same port.
     """
     store = getattr(module, "TCPStore", None)
     if store is None:  # this torch was built without torch.distributed
@@ -103,7 +103,7 @@ def _wrap_store(module: ModuleType, listener: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run a module of torch's, such as torchrun's agent, whose store takes the listener."""
+    """Run a module of torch, such as torchrun's agent, whose store takes the listener."""
     give_listener_to_torch()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

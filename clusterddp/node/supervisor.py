@@ -1,25 +1,25 @@
-"""The supervisor: the one process per node that starts the node's ranks and answers for them.
+"""The supervisor: the one process per node that starts the node's ranks, watches them and ends them.
 
     python -m clusterddp.node.supervisor        with CLUSTERDDP_COOKIE=<token>.s<node rank> in its environment
 
-The order is one line of JSON on standard input (a `SupervisorOrder`); run/supervisors.py also has what else passes
-between a supervisor and its parent. Each supervisor logs to `launcher/supervisor-<node>.log` in its run directory. It
-exits with 0 when the run was completed, stopped or cancelled, with 1 when it failed; how it ended is in the last
-attempt's `end.json`, written by the head before it exits.
+It reads its order, a `SupervisorOrder`, as one line of JSON from standard input; run/supervisors.py lists what else
+passes between it and its parent. It logs to `launcher/supervisor-<node>.log` in its run directory. It exits with 0 when
+the run was completed, stopped or cancelled, with 1 when it failed; the head writes how the run ended to the last
+attempt's `end.json` before it exits. SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
 
-SIGTERM, SIGINT and SIGUSR2 ask all ranks of the gang to stop (the stop contract).
+Kinds of messages between a node and the head, by direct call on node 0, over a link (link.py) elsewhere:
 
-Kinds of messages between a node and the head, by direct call on node 0, by link.py elsewhere. Reports: `join` (pid,
-node_rank, missing: ranks whose tasks have not come, links: see socket_links.py), `missing` (ranks), `started`
-(interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested`
-(reason, signal, ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed` (error, weight;
-rank, when its task is
-lost), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended`
-(node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done`
-(id). Orders: `start` (attempt, restart, master_addr, master_port, agent_port, networks: what NCCL's sockets take),
-`stop` (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `finish` (exit_code). Both ways: `gave_up`
-(why), the last one before the link is closed. Of a connection, without a number (peer.py): `join` and, by its side,
-port; `join_again` (node_rank, session, heard); their answer `welcome` (session, heard); `heartbeat` (heard).
+* Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; links: see socket_links.py), `missing`
+  (ranks), `started` (interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd),
+  `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
+  (error, weight; rank: when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to
+  the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
+  `stack` (id, stack: a RankStack), `stacks_done` (id).
+* Orders: `start` (attempt, restart, master_addr, master_port, agent_port; networks: those of NCCL's sockets), `stop`
+  (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `finish` (exit_code).
+* Both ways: `gave_up` (why), the last message before the link is closed.
+* Without a number (peer.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
+  `welcome` (session, received); `heartbeat` (received).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
 from clusterddp.node.failover import HeadFailover, LossOfHead, LossRecorder, TakeoverWatch
 from clusterddp.node.failure import CERTAIN
-from clusterddp.node.guard import Facts, Guard, bury
+from clusterddp.node.guard import Facts, Guard, clean_up
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
+from clusterddp.node.rank_starter import Children
 from clusterddp.node.reach import open_tasks, reach_head
-from clusterddp.node.starter import Children
 from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
@@ -51,7 +51,7 @@ from clusterddp.system.storage import set_storage_timeout
 from clusterddp.wire import read_object
 
 _POLL_S = 0.2
-_HURRIED_POLL_S = 0.02
+_FAST_POLL_S = 0.02
 
 
 class Parent:
@@ -62,7 +62,7 @@ class Parent:
         self._unread = b""
 
     def read_order(self) -> SupervisorOrder:
-        """Wait for the order; what follows it is kept for `read`."""
+        """Wait for the order; `read` returns the lines after it."""
         while b"\n" not in self._unread:
             data = os.read(sys.stdin.fileno(), 65536)
             if not data:
@@ -73,7 +73,7 @@ class Parent:
         return SupervisorOrder.from_json(read_object(line))
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Return the lines that were said since, and whether the pipe has ended."""
+        """Return the lines since the last call, and whether the pipe has ended."""
         ended = False
         try:
             while data := os.read(sys.stdin.fileno(), 4096):
@@ -86,7 +86,7 @@ class Parent:
 
 
 class Supervisor:
-    """The loop of one supervisor. One thread only: a rank's parent-death signal follows the thread that started it."""
+    """The loop of one supervisor, in one thread: a rank's parent-death signal follows the thread that started it."""
 
     def __init__(self, order: SupervisorOrder, parent: Parent, signals: Signals, guard: Guard) -> None:
         self._order = order
@@ -102,9 +102,9 @@ class Supervisor:
         environment = inherited_environment()
         self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
-        self._children = self._make_starter(environment)
-        starter = self._children or self._tasks
-        assert starter is not None
+        self._children = self._make_rank_starter(environment)
+        rank_starter = self._children or self._tasks
+        assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
         self._allocation: Allocation | None = None
         if order.slurm is not None:
@@ -124,19 +124,19 @@ class Supervisor:
             order.gang,
             order.node,
             first_attempt=order.attempt,
-            starter=starter,
+            starter=rank_starter,
             report=self.uplink.report,
             guard_pid=lambda: guard.pid,
         )
 
-    def _make_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
-        """Return what starts the ranks here; None: Slurm's tasks do."""
+    def _make_rank_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
+        """Return what starts the ranks in this process; None: Slurm's tasks start them."""
         if self._order.gang.start == "torchrun":
             return Torchrun(self._order, environment, self._selector, self._tasks, self._clock)
         return Children(environment, os.getpid(), self._order.gang.entry) if self._tasks is None else None
 
     def _make_failover(self, environment: dict[str, str]) -> HeadFailover | LossRecorder | None:
-        """Return what acts when the head is lost; None: this is the head, or its loss ends this process, too."""
+        """Return what acts when the head is lost; None: this is the head, or on the head's host."""
         order = self._order
         if order.is_head:
             return None
@@ -145,12 +145,12 @@ class Supervisor:
         return LossRecorder(order) if order.spans_hosts else None
 
     def run(self) -> int:
-        """Go on until the head says that the run is over, or is lost, and nothing of this node is left."""
+        """Run until the head ends the run, or is lost, and nothing of this node is left."""
         while True:
-            self._selector.select(_HURRIED_POLL_S if self._hurried else _POLL_S)
+            self._selector.select(_FAST_POLL_S if self._polls_fast else _POLL_S)
             now = self._clock.tick()
-            self._hear_signals()
-            self._hear_parent(now)
+            self._take_signals()
+            self._read_parent(now)
             exits = reap()
             if self._guard.on_exits(exits):
                 log_line("the guard was killed; another one was started")
@@ -160,11 +160,11 @@ class Supervisor:
                 self._allocation.on_exits(exits)
             self._ranks.tick(now)
             self._await_tasks()
-            self._watch_successors(now)
+            self._watch_takeover(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._ranks.obey(order, now)
-            self._say_joined()
+            self._report_joined()
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
@@ -176,7 +176,7 @@ class Supervisor:
         loss = LossOfHead(why=self.uplink.head_lost, interface=self._ranks.interface)
         return self._failover.step(attempt, loss, idle=idle, now=now)
 
-    def _watch_successors(self, now: float) -> None:
+    def _watch_takeover(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""
         if self._takeover is None or (later := self._takeover.look(now)) is None:
             return
@@ -186,16 +186,16 @@ class Supervisor:
         self._ranks.begin_end(now)
 
     @property
-    def _hurried(self) -> bool:
-        return self._ranks.hurried or self.uplink.hurried
+    def _polls_fast(self) -> bool:
+        return self._ranks.polls_fast or self.uplink.polls_fast
 
     def end_torchrun(self, exit_code: int) -> None:
-        """Leave nothing of torchrun behind, where it has started the ranks."""
+        """End torchrun and its processes, where it has started the ranks."""
         if isinstance(self._children, Torchrun):
             self._children.end(exit_code)
 
     def dismiss_tasks(self, exit_code: int) -> None:
-        """Let Slurm's tasks go; from then on Slurm may end this process at any moment."""
+        """Let Slurm's tasks exit; from then on Slurm may end this process at any moment."""
         if self._tasks is not None:
             self._tasks.dismiss(exit_code)
 
@@ -204,24 +204,24 @@ class Supervisor:
             self._missing = self._tasks.missing
             self.uplink.report({"kind": "missing", "ranks": self._missing})
 
-    def _say_joined(self) -> None:
+    def _report_joined(self) -> None:
         if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
             self._joined = True
             with contextlib.suppress(BrokenPipeError):
                 print(json.dumps({"joined": True}), flush=True)
 
-    def _hear_signals(self) -> None:
+    def _take_signals(self) -> None:
         for number in self._signals.take() & STOP_SIGNALS:
             name = signal.Signals(number).name
             reason = f"{name} to the supervisor of node {self._order.node.node_rank}"
             self.uplink.report({"kind": "stop_requested", "reason": reason, "signal": name})
 
-    def _hear_parent(self, now: float) -> None:
+    def _read_parent(self, now: float) -> None:
         if not self._stdin_open:
             return
         lines, ended = self._parent.read()
         for line in lines:
-            self._hear_line(line)
+            self._on_parent_line(line)
         if not ended:
             return
         self._stdin_open = False
@@ -232,13 +232,13 @@ class Supervisor:
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
             self._ranks.begin_end(now)
 
-    def _hear_line(self, line: bytes) -> None:
+    def _on_parent_line(self, line: bytes) -> None:
         try:
-            words = json.loads(line)
-            if words.get("detach"):
+            message = json.loads(line)
+            if message.get("detach"):
                 self._parent_bound = False
                 return
-            report = {"kind": "supervisor_ended", "node_rank": words["ended"], "exit_code": words["exit_code"]}
+            report = {"kind": "supervisor_ended", "node_rank": message["ended"], "exit_code": message["exit_code"]}
         except (ValueError, KeyError, TypeError, AttributeError):
             log_line(f"not understood on standard input: {line[:200]!r}")
             return
@@ -246,12 +246,12 @@ class Supervisor:
 
 
 def main() -> int:
-    """Read the order, supervise, leave nothing behind."""
+    """Read the order and supervise the node; no process of the run is left afterwards."""
     signals = Signals()
     parent = Parent()
     order = parent.read_order()
     set_storage_timeout(order.gang.host_silence_s)
-    with contextlib.suppress(OSError):  # it then logs to the standard error that it was given
+    with contextlib.suppress(OSError):  # it then logs to the standard error that it has inherited
         open_log(order.run, order.node.node_rank)
     become_subreaper()
     keep = order.hold if order.tasks is None else (order.tasks, *order.hold)
@@ -264,10 +264,10 @@ def main() -> int:
         guard.await_ready()
         exit_code = supervisor.run()
     except Exception as error:
-        # Whatever it is, our own mistake or the machine's: no rank outlives it, and it is the recorded cause.
+        # Any error, a bug or the machine's, ends all ranks and is recorded as the cause.
         log_line(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
         exit_code = 1
-        _give_up(order, guard, supervisor, error)
+        _end_after_error(order, guard, supervisor, error)
     if supervisor is not None:
         supervisor.end_torchrun(exit_code)
     guard.dismiss()
@@ -276,14 +276,14 @@ def main() -> int:
     return exit_code
 
 
-def _give_up(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
+def _end_after_error(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
     facts = guard.facts
     what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
     if supervisor is not None:
         with contextlib.suppress(Exception):
             supervisor.uplink.report_fatal_error(what)
     try:
-        bury(facts, what)
+        clean_up(facts, what)
     except Exception:
         log_line(traceback.format_exc())
 

@@ -1,11 +1,10 @@
-"""What srun starts, once per rank: `python -m clusterddp.node.task RUN_DIR ATTEMPT`; with torchrun once per node.
+"""A task of Slurm's: srun starts `python -m clusterddp.node.task RUN_DIR ATTEMPT` per rank, with torchrun per node.
 
-It starts its rank as a child of its own when its node's supervisor says so, so that Slurm's binding to cores, GPUs and
-memory, and its accounting, hold for the rank; it stays for restarts of the gang, and leaves with the rank's exit code
-when the supervisor lets it go (holder.py). The first task of each node also starts that supervisor, and forwards to it
-what asks for a stop: with `proctrack/cgroup` Slurm signals its tasks and no child of theirs, with `proctrack/linuxproc`
-all of them, so the supervisor may be asked twice. Where torchrun starts the ranks, a child of the supervisor, a task
-does nothing else.
+It starts its rank as its own child when the node's supervisor orders it, so that Slurm's binding to cores, GPUs and
+memory, and its accounting, hold for the rank. It stays for restarts of the gang, and exits with the rank's exit code
+when the supervisor lets it (holder.py). The first task of each node also starts that supervisor, and forwards to it the
+signals that ask for a stop: with `proctrack/cgroup` Slurm signals its tasks and not their children, with
+`proctrack/linuxproc` all of them, so the supervisor may receive a signal twice. With torchrun a task does nothing else.
 
 It imports next to nothing: sixteen of these start at once on two cores.
 """
@@ -31,11 +30,11 @@ from clusterddp.ranks.environment import START_AGAIN, inherited_environment
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 
 _START_TIMEOUT_S = 600.0
-"""How long the node's supervisor may take to be there, where the plan of an older version does not say."""
+"""How long the node's supervisor may take to listen, where the plan of an older version has no limit."""
 _GUARD_S = 45.0
-"""How long the guard of a supervisor that was killed may take to put things in order, its storage being away."""
+"""How long the guard of a supervisor that was killed may take for its cleanup, while its storage is away."""
 _RECORD_S = 8.0
-"""How long whoever is left of the gang may take to record its end."""
+"""How long the rest of the gang may take to record its end."""
 
 
 def main() -> int:
@@ -74,7 +73,7 @@ class Task:
         self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
 
     def serve(self) -> int:
-        """Do what the supervisor says until it lets us go, or is gone."""
+        """Carry out the supervisor's orders until it lets this task exit, or has ended."""
         binding = os.environ.get("SLURMD_TRES_BIND", "") + os.environ.get("SLURM_TRES_BIND", "")
         gpus = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus_bound": "gpu:" in binding}
         exit_code = self._holder.serve(self._sock, {"rank": self._place.rank, **gpus})
@@ -87,19 +86,19 @@ class Task:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(self._name)
         listener.listen(1024)
-        # Until it takes them itself: at its start a signal would end it.
+        # Blocked until it handles them: at its start a signal would end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             process = self._start(gang, listener)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._supervisor = process
-        # `send_signal` first looks whether the process was reaped: its number may be another's by then.
+        # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
         self._holder.forward = process.send_signal
         listener.close()
 
     def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
-        # Only here, for the other tasks of the node import next to nothing.
+        # Only here, because the other tasks of the node import next to nothing.
         from clusterddp.run.gang import Gang
         from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder, start_supervisor
 
@@ -126,7 +125,7 @@ class Task:
 
     def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         place = self._place
-        # With torchrun a task is not a rank but a node's, and the plan says which ranks that has.
+        # With torchrun a task is not a rank but a node's, and the plan has its ranks.
         shares = [node["ranks"] for node in gang["nodes"]] if _one_for_each_node(gang) else place.ranks
         return [
             {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
@@ -142,18 +141,18 @@ class Task:
                 return sock
             if time.monotonic() >= deadline:
                 raise ClusterddpError(
-                    f"rank {self._place.rank}: the first task of this node did not come within {timeout_s:g} s"
+                    f"rank {self._place.rank}: the first task of this node did not start within {timeout_s:g} s"
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.2)
 
     def _survive(self) -> int:
-        """End the rank, for its supervisor is gone; leave when what is left of the gang has put things in order.
+        """Kill the rank, because its supervisor has ended; return when the rest of the gang has recorded the end.
 
-        Our exit code makes srun end the whole step, and with it whoever still has something to record.
+        Our exit code makes srun end the whole step, and so every process that has still something to record.
         """
         self._holder.kill_rank()
-        # The supervisor's guard holds the same socket: a connection to it ends when the guard leaves.
+        # The supervisor's guard holds the same socket: a connection to it ends when the guard exits.
         guard = connect(self._name)
         if guard is not None:
             guard.settimeout(_GUARD_S)
@@ -174,7 +173,7 @@ class Task:
             time.sleep(0.1)
 
     def _await_end_of_supervisor(self) -> None:
-        """Stay until the supervisor has left: Slurm ends what is there when its last task has gone."""
+        """Stay until the supervisor has exited: Slurm ends what is left when its last task has."""
         self._sock.settimeout(5.0)
         with contextlib.suppress(OSError):
             while self._sock.recv(MAX_PACKET):

@@ -1,12 +1,12 @@
-"""Slurm's tasks as the supervisor sees them: each starts the rank that is its own, so that its binding holds for it.
+"""The supervisor's side of Slurm's tasks: each task starts its own rank, so that Slurm's binding holds for the rank.
 
-What torchrun starts for a rank (torchrun_rank.py) is a task, too.
+A process that torchrun starts for a rank (torchrun_rank.py) is a task, too.
 
-A task and its supervisor speak over an abstract unix socket of their host, in JSON, one message a packet. The task says
-`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor says
-`start` (run_dir, variables, unless, stdout, stderr; with it goes the socket that listens at the master port, to rank
-0's), `signal` (number), `reap`, `leave` (exit_code). Both ends look at
-the other one's user. The name of the socket follows from the run's token, so nobody can take it first.
+A task and its supervisor exchange JSON over an abstract unix socket of their host, one message a packet. The task sends
+`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor sends
+`start` (run_dir, variables, unless, stdout, stderr; with rank 0's the socket that listens at the master port), `signal`
+(number), `reap`, `leave` (exit_code). Both ends check the other one's user. The name of the socket follows from the
+run's token, so no other user can bind it first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.node.log import log_line
-from clusterddp.node.starter import Ended, Launch, Lost, News, Started
+from clusterddp.node.rank_starter import Ended, Launch, Lost, Started, Update
 from clusterddp.node.taskwire import MAX_PACKET, peer_of
 from clusterddp.ranks.environment import GPU, USERS
 from clusterddp.rendezvous.acceptor import Acceptor, Refusals
 
 _UNLESS_SET = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"})
-"""What is chosen for a rank only if its task's environment has no word on it."""
+"""Set for a rank only where its task's environment has no value."""
 
 
 class Tasks:
     """The tasks of one node; starts ranks through them."""
 
-    sweeps_descendants = False
+    owns_descendants = False
 
     def __init__(
         self,
@@ -45,26 +45,26 @@ class Tasks:
         *,
         what: str = "task",
     ) -> None:
-        """`what`: what a task of these is called when its end is told."""
+        """`what`: how messages name a task."""
         self._ranks = tuple(ranks)
         self._host = host
         self._what = what
         self._selector = selector
         self._acceptor = Acceptor(listener, selector)
         self._refusals = Refusals(log_line)
-        self._strangers: list[socket.socket] = []
-        """Connections that have not said yet which task they are."""
+        self._unidentified: list[socket.socket] = []
+        """Connections whose task has not sent `here` yet."""
         self._tasks: dict[int, _Task] = {}
-        """By rank; a task that is gone stays, without its socket."""
-        self._news: list[News] = []
+        """By rank; a task that has ended stays, without its socket."""
+        self._updates: list[Update] = []
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks whose task has not come yet."""
+        """Ranks whose task has not connected yet."""
         return tuple(rank for rank in self._ranks if rank not in self._tasks)
 
     def start(self, launches: Mapping[int, Launch]) -> None:
-        """Have each task start its rank; one that is gone is told of by `news`."""
+        """Order each task to start its rank; `updates` reports one that has ended."""
         for rank, launch in launches.items():
             self._start(rank, launch)
 
@@ -91,22 +91,22 @@ class Tasks:
             "stdout": str(launch.stdout),
             "stderr": str(launch.stderr),
         }
-        self._say(task, order, launch.listener)
+        self._send(task, order, launch.listener)
 
     def signal(self, rank: int, number: int) -> None:
-        self._say(self._tasks[rank], {"kind": "signal", "number": number})
+        self._send(self._tasks[rank], {"kind": "signal", "number": number})
 
-    def news(self) -> list[News]:
+    def updates(self) -> list[Update]:
         self._accept()
-        for sock in list(self._strangers):
-            self._meet(sock)
+        for sock in list(self._unidentified):
+            self._identify(sock)
         for task in self._tasks.values():
-            self._hear(task)
-        news, self._news = self._news, []
-        return news
+            self._receive(task)
+        updates, self._updates = self._updates, []
+        return updates
 
     def dismiss(self, exit_code: int) -> None:
-        """Let all tasks go, each with the exit code of its rank; with this one where that is 0 or none."""
+        """Let all tasks exit, each with its rank's exit code; with this one where that is 0 or there is none."""
         for task in self._tasks.values():
             if task.sock is not None:
                 with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class Tasks:
                     task.sock.send(json.dumps({"kind": "leave", "exit_code": exit_code}).encode())
 
     def release(self, exit_code: int) -> None:
-        """Let all tasks go as `dismiss` does, and wait for others in their places."""
+        """Let all tasks exit as `dismiss` does, and wait for new ones."""
         self.dismiss(exit_code)
         for task in self._tasks.values():
             if task.sock is not None:
@@ -132,49 +132,49 @@ class Tasks:
         for sock, _ in self._acceptor.accept(now):
             pid, uid = peer_of(sock)
             if uid != os.getuid():
-                self._refusals.add(f"process {pid} of user {uid} is none of our tasks", now)
+                self._refusals.add(f"process {pid} of user {uid} is no task of this run", now)
                 sock.close()
                 continue
             sock.setblocking(False)
-            self._strangers.append(sock)
+            self._unidentified.append(sock)
             self._selector.register(sock, selectors.EVENT_READ)
 
-    def _meet(self, sock: socket.socket) -> None:
-        words = _receive(sock)
-        if words is None:
+    def _identify(self, sock: socket.socket) -> None:
+        message = _receive(sock)
+        if message is None:
             return
-        self._strangers.remove(sock)
-        rank = words.get("rank")
-        if words.get("kind") != "here" or rank not in self._ranks or rank in self._tasks:
+        self._unidentified.remove(sock)
+        rank = message.get("rank")
+        if message.get("kind") != "here" or rank not in self._ranks or rank in self._tasks:
             self._selector.unregister(sock)
             sock.close()
             return
-        gpus = TaskGpus.of(words.get("gpus"), bound=bool(words.get("gpus_bound")))
+        gpus = TaskGpus.of(message.get("gpus"), bound=bool(message.get("gpus_bound")))
         self._tasks[rank] = _Task(rank, sock, peer_of(sock)[0], gpus)
 
-    def _hear(self, task: _Task) -> None:
-        while task.sock is not None and (words := _receive(task.sock)) is not None:
-            kind = words.get("kind")
+    def _receive(self, task: _Task) -> None:
+        while task.sock is not None and (message := _receive(task.sock)) is not None:
+            kind = message.get("kind")
             if kind == "started":
-                self._news.append(Started(task.rank, int(words["pid"])))
+                self._updates.append(Started(task.rank, int(message["pid"])))
             elif kind == "ended":
-                self._news.append(Ended(task.rank, int(words["returncode"])))
-                self._say(task, {"kind": "reap"})
+                self._updates.append(Ended(task.rank, int(message["returncode"])))
+                self._send(task, {"kind": "reap"})
             elif kind == "not_started":
-                error = f"rank {task.rank} on {self._host} was not started: {words['error']}"
-                self._news.append(Lost(task.rank, error))
+                error = f"rank {task.rank} on {self._host} was not started: {message['error']}"
+                self._updates.append(Lost(task.rank, error))
             elif kind == "gone":
                 self._lose(task)
 
-    def _say(self, task: _Task, words: dict[str, Any], descriptor: int | None = None) -> None:
+    def _send(self, task: _Task, message: dict[str, Any], descriptor: int | None = None) -> None:
         if task.sock is None:
-            if words["kind"] == "start":
-                self._news.append(Lost(task.rank, self._obituary(task)))
+            if message["kind"] == "start":
+                self._updates.append(self._loss(task))
             return
         try:
-            socket.send_fds(task.sock, [json.dumps(words).encode()], [] if descriptor is None else [descriptor])
+            socket.send_fds(task.sock, [json.dumps(message).encode()], [] if descriptor is None else [descriptor])
         except BlockingIOError:
-            log_line(f"the task of rank {task.rank} (pid {task.pid}) does not listen")
+            log_line(f"the task of rank {task.rank} (pid {task.pid}) does not read its messages")
         except OSError:
             self._lose(task)
 
@@ -184,12 +184,11 @@ class Tasks:
         self._selector.unregister(task.sock)
         task.sock.close()
         task.sock = None
-        self._news.append(Lost(task.rank, self._obituary(task)))
+        self._updates.append(self._loss(task))
 
-    def _obituary(self, task: _Task) -> str:
-        return (
-            f"the {self._what} of rank {task.rank} on {self._host} (pid {task.pid}) was killed; the rank ended with it"
-        )
+    def _loss(self, task: _Task) -> Lost:
+        who = f"the {self._what} of rank {task.rank} on {self._host} (pid {task.pid})"
+        return Lost(task.rank, f"{who} was killed; the rank ended with it")
 
 
 class _Task:
@@ -201,7 +200,7 @@ class _Task:
 
 
 def _receive(sock: socket.socket) -> dict[str, Any] | None:
-    """Return the next message; `gone` at the end of the connection; None when there is nothing."""
+    """Return the next message; `gone` at the end of the connection; None: none has arrived."""
     try:
         packet = sock.recv(MAX_PACKET)
         return dict(json.loads(packet)) if packet else {"kind": "gone"}
@@ -213,7 +212,7 @@ def _receive(sock: socket.socket) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskGpus:
-    """What one task was given."""
+    """The GPUs that Slurm gives one task."""
 
     visible: tuple[str, ...] | None
     """CUDA_VISIBLE_DEVICES; None: it is not set."""
@@ -228,23 +227,23 @@ class TaskGpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuChoice:
-    """What the ranks of a node get.
+    """The GPUs of the ranks of a node.
 
-    Users expect LOCAL_RANK to index what a rank sees. Slurm shows all tasks the same GPUs (--gpus-per-node, --gres), or
-    each its own (--gpus-per-task, --gpu-bind), and where it also confines tasks to their devices, every task's own GPU
-    is number 0.
+    Users expect LOCAL_RANK to index the GPUs that a rank sees. Slurm shows all tasks the same GPUs (--gpus-per-node,
+    --gres), or each task its own (--gpus-per-task, --gpu-bind); where it also confines tasks to their devices, every
+    task's own GPU is number 0.
     """
 
     visible: tuple[str, ...] | None = None
-    """For CUDA_VISIBLE_DEVICES of all ranks; None: each keeps what its task has."""
+    """For CUDA_VISIBLE_DEVICES of all ranks; None: each keeps its task's value."""
     device: int | None = None
-    """Which of the GPUs that it sees is a rank's own; None: LOCAL_RANK says."""
+    """The index of a rank's own GPU among those that it sees; None: LOCAL_RANK."""
     one_each: bool = False
-    """Each rank sees its own of `visible` alone: CUDA shows a process one slice (MIG)."""
+    """Each rank sees only its own of `visible`: CUDA shows a process one MIG slice."""
 
 
 def choose_gpus(tasks: Sequence[TaskGpus]) -> GpuChoice:
-    """Choose for the ranks of a node; the tasks come in the order of their local ranks."""
+    """Choose the GPUs of the ranks of a node; the tasks are in the order of their local ranks."""
     lists = [task.visible for task in tasks]
     if not lists or any(not names for names in lists):
         return GpuChoice()
@@ -259,6 +258,6 @@ def choose_gpus(tasks: Sequence[TaskGpus]) -> GpuChoice:
         return GpuChoice(device=0)
     numbered = all(name.isdigit() for names in known for name in names)
     if not numbered:
-        # Devices by their ids, perhaps hidden from the other tasks: CUDA stops reading at the first that it cannot see.
+        # Ids of devices, which other tasks may not see: CUDA stops reading at the first one that it cannot see.
         return GpuChoice(device=0)
     return GpuChoice(visible=tuple(dict.fromkeys([*firsts, *(name for names in known for name in names)])))

@@ -1,4 +1,4 @@
-"""The socket between a node's supervisor and its tasks: its name, and who is at the other end."""
+"""The socket between a node's supervisor and its tasks: its name, and the process at the other end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 
 MAX_PACKET = 1 << 20
 PREFIX = "\0clusterddp-"
-"""How the names of our sockets begin; abstract, so they lie in no directory."""
+"""The prefix of the names of our sockets; they are abstract and so in no directory."""
 _PEER = struct.Struct("3i")
 
 
@@ -19,6 +19,6 @@ def socket_name(token: str, *, job: str, start: int, step: str, attempt: int, no
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Ask the kernel who is at the other end: pid and uid."""
+    """Return the pid and the uid of the process at the other end."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid

@@ -1,7 +1,7 @@
-"""What torchrun's agent starts, once per rank: `python -m clusterddp.node.torchrun_rank SOCKET`.
+"""The process that torchrun's agent starts for each rank: `python -m clusterddp.node.torchrun_rank SOCKET`.
 
-It holds its rank for the node's supervisor, at whose socket it knocks, and leaves with an exit code that tells torchrun
-to start the ranks again, or that all is well. It imports next to nothing.
+It connects to the socket of the node's supervisor, holds the rank for it (holder.py), and exits with a code by which
+torchrun starts the ranks again or ends. It imports next to nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clusterddp.node.taskwire import PREFIX
 
 
 def main() -> int:
-    """Hold the rank that torchrun says we are."""
+    """Hold the rank that RANK names."""
     holder = Holder()
     die_with_parent()
     try:
@@ -27,7 +27,7 @@ def main() -> int:
     if sock is None:
         sys.stderr.write("clusterddp: the supervisor of this node is gone\n")
         return 1
-    # No word of GPUs: torchrun gives all of the node's to each rank, LOCAL_RANK counts to its own.
+    # It reports no GPUs: torchrun shows each rank all of the node's, and LOCAL_RANK is the index of its own.
     exit_code = holder.serve(sock, {"rank": int(os.environ["RANK"])})
     if exit_code is None:
         holder.kill_rank()

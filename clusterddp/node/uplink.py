@@ -1,4 +1,4 @@
-"""How a supervisor and the head speak: node 0 holds the head itself, every other node reaches it over the link."""
+"""How a supervisor reaches the head: node 0 has it in its own process, every other node has a link to it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _REPORT_FATAL_S = 1.0
 _CONNECT_S = 8.0
 """How long the host of a head that is known to listen may take to accept a connection at first."""
 _MAX_PROBES = 16
-"""How many connections of the head, which only asks whether we are there, are taken off the queue at a time."""
+"""How many connections of the head, which only tests whether this process listens, are closed in one turn."""
 
 
 class Uplink(Protocol):
-    """What the supervisor's loop needs of the head, wherever it is."""
+    """What the supervisor's loop needs of the head, on this host or another."""
 
     @property
     def exit_code(self) -> int | None:
-        """Not None when the supervisor is to leave as soon as nothing of its node is left."""
+        """Set when the supervisor is to exit as soon as nothing of its node is left."""
 
     @property
     def head_lost(self) -> Loss | None:
@@ -41,21 +41,21 @@ class Uplink(Protocol):
         """True once the head has accepted this node."""
 
     @property
-    def hurried(self) -> bool:
-        """True while there is something to do at once, or things change within milliseconds."""
+    def polls_fast(self) -> bool:
+        """True while something is to be done at once, or things change within milliseconds."""
 
     def report(self, message: Message) -> None:
         """Send the head a message."""
 
     def pump(self, now: float) -> list[Message]:
-        """Receive and send what there is; return the head's orders for this node."""
+        """Receive and send messages; return the head's orders for this node."""
 
     def report_fatal_error(self, error: str) -> None:
-        """Report that this supervisor is broken: to the head, or, when this is the head, by closing all links."""
+        """Report an error that ends this supervisor: to the head, or, when this is the head, by closing all links."""
 
 
 class HeadElsewhere:
-    """Every other node's uplink: the head is a peer; when it is lost the node ends its ranks and leaves."""
+    """The uplink of a node without the head: the head is a peer; when it is lost the node ends its ranks and exits."""
 
     def __init__(
         self,
@@ -70,13 +70,12 @@ class HeadElsewhere:
         on_slurm: bool,
         now: float,
     ) -> None:
-        """`listener`: the head connects to it after a connection broke, to see whether this process lives.
+        """`listener`: the head connects to it after a connection broke, to test whether this process lives.
 
-        `known`: where the head listens already; None: it may start to listen later at one of the candidates.
+        `known`: the address where the head listens already; None: it starts to listen at one of the candidates.
         """
         self.exit_code: int | None = None
         self.head_lost: Loss | None = None
-        """Why the head is lost, when it is."""
         self.joined = False
         self._token = gang.token
         self._node_rank = node_rank
@@ -90,18 +89,18 @@ class HeadElsewhere:
         self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
         self._session = ""
         self._now = now
-        self._address: tuple[object, ...] = ()
+        self._address = ("", 0)
         self._peer = Peer(limits, self._connect_again, when_quiet=True)
 
     @property
-    def hurried(self) -> bool:
+    def polls_fast(self) -> bool:
         return not self.joined or self._peer.broken
 
     def report(self, message: Message) -> None:
         if self.head_lost is None:
             self._peer.send(message)
         if self._on_slurm and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
-            self._peer.lose(HOST_SILENT)  # as Slurm has found before us: it is about to kill what is left of the job
+            self._peer.lose(HOST_SILENT)  # Slurm has found the same, and is about to kill the job
 
     def pump(self, now: float) -> list[Message]:
         if self.head_lost is not None:
@@ -111,7 +110,7 @@ class HeadElsewhere:
         messages = self._peer.receive(now) if self.joined else self._join(now)
         if self.joined and (found := self._peer.keep_up(now)) is not None:
             messages += self._welcomed(found, now)
-        orders = [self._obey(message) for message in messages]
+        orders = [self._take_order(message) for message in messages]
         if self._peer.lost is not None and self.exit_code is None:
             log_line(f"the head is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
@@ -121,7 +120,7 @@ class HeadElsewhere:
 
     def report_fatal_error(self, error: str) -> None:
         self.report({"kind": "failed", "error": error, "weight": CERTAIN})
-        behind = time.monotonic() - self._now  # as the supervisor's clock is, which does not tick any more
+        behind = time.monotonic() - self._now  # on the supervisor's clock, which does not tick any more
         until = self._now + _REPORT_FATAL_S
         while self.head_lost is None and (now := time.monotonic() - behind) < until:
             self.pump(now)
@@ -129,7 +128,7 @@ class HeadElsewhere:
                 return
             time.sleep(0.02)
 
-    def _obey(self, message: Message) -> Message:
+    def _take_order(self, message: Message) -> Message:
         if message["kind"] == "finish":
             self.exit_code = int(message["exit_code"])
         elif message["kind"] == "gave_up":
@@ -139,7 +138,7 @@ class HeadElsewhere:
     def _join(self, now: float) -> list[Message]:
         """Find the head, and wait for its welcome.
 
-        Raises: ClusterddpError: it is not there, or was not found in time.
+        Raises: ClusterddpError: it was not found in time, or cannot be reached.
         """
         found = self._search.find(now)
         if found is not None:
@@ -154,7 +153,7 @@ class HeadElsewhere:
         return []
 
     def _await_known_head(self, known: Link, now: float) -> None:
-        """Give up a head that is known to listen, once it refuses, or does not answer in time.
+        """Check a head that is known to listen: it may refuse, or not answer in time.
 
         Raises: ClusterddpError: it cannot be reached.
         """
@@ -166,13 +165,13 @@ class HeadElsewhere:
             self._peer.lose(loss)
 
     def _welcomed(self, found: Found, now: float) -> list[Message]:
-        """Go on over a connection to the head, whose first message is its welcome, or gives this node up."""
+        """Use a connection to the head, whose first message is its welcome, or `gave_up`."""
         first, *others = found.messages
         if first["kind"] != "welcome":
             found.connection.close()
             return [first]
         self._session = str(first["session"])
-        self._address = found.connection.sock.getpeername()
+        self._address = (found.connection.peer_address, found.connection.peer_port)
         self._peer.connect(found.connection, int(first["received"]), now)
         return self._peer.take(others)
 
@@ -193,7 +192,7 @@ class HeadElsewhere:
         )
 
     def _take_probes(self) -> None:
-        """Empty the queue of the listener: that it accepts is all that the head wants to know."""
+        """Close the connections that wait at the listener: the head only tests whether they are accepted."""
         with contextlib.suppress(OSError):
             for _ in range(_MAX_PROBES):
                 self._listener.accept()[0].close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from clusterddp.planning.command_lines import launcher_command, rank_command
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.planning.ssh.plan import SshPlan
-from clusterddp.ranks.torchrun import torchrun_words
+from clusterddp.ranks.torchrun import torchrun_arguments
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
@@ -90,7 +90,7 @@ def _agents(gang: Gang) -> list[tuple[str, ...]]:
     return [
         (
             sys.executable,
-            *torchrun_words(
+            *torchrun_arguments(
                 run=gang.run,
                 num_nodes=len(gang.nodes),
                 node_rank=node.node_rank,

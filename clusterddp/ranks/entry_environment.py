@@ -1,7 +1,7 @@
-"""What an entry finds in its environment besides the rank's own variables.
+"""The variables that an entry gets in addition to the rank's own.
 
-These follow from the rank's variables and the plan, so whoever started the rank (a supervisor, torchrun, a person) need
-not know of them: the start-up of the rank sets them.
+They follow from the rank's variables and the plan, so the start-up of the rank sets them, and a launcher (supervisor,
+torchrun, mpirun) need not know them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ DATA_DIR = "CLUSTERDDP_DATA_DIR"
 OUTPUT_DIR = "CLUSTERDDP_OUTPUT_DIR"
 CODE_DIR = "CLUSTERDDP_CODE_DIR"
 RENDEZVOUS_FILE = "rendezvous"
-"""The file in an attempt's directory by which ranks meet with init: file; a new attempt has a new one, never stale."""
+"""The file of torch's rendezvous with `init: file`; it is in the attempt's directory, so each attempt has a new one."""
 ENVIRONMENT_KEYS = ("init", "spawns", "counts", "data_dir", "output_dir", "code_dir")
-"""What `entry_environment` takes of an entry, as a plan has it."""
+"""The keys of a plan's entry that `entry_environment` takes."""
 _OF_TORCHRUNS_RANKS = (
     "LOCAL_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "CLUSTERDDP_GPU",
 )  # fmt: skip
-"""By these a program tells that it is one of torchrun's ranks, and need start none itself."""
+"""Variables by which a program detects that torchrun started it as a rank, so that it starts no ranks itself."""
 
 
 def init_method(init: Init, environ: Mapping[str, str]) -> str:
-    """Return what `torch.distributed.init_process_group` takes as init_method."""
+    """Return the init_method for `torch.distributed.init_process_group`."""
     if init == "env":
         return "env://"
     if init == "file":
@@ -48,7 +48,7 @@ def entry_environment(
     output_dir: str | None = None,
     code_dir: str | None = None,
 ) -> dict[str, str | None]:
-    """Compute what changes in the environment of a rank for its entry: name -> value, None: it is removed.
+    """Compute how a rank's environment changes for its entry: name -> value; None removes the variable.
 
     `spawns`: the ranks that the entry itself starts on each node, where it does.
     """
@@ -59,10 +59,10 @@ def entry_environment(
 
 
 def _for_owner_of_ranks(environ: Mapping[str, str], spawns: Sequence[int], counts: Counts) -> dict[str, str | None]:
-    """Hand over what a program reads that is started once per machine and starts its ranks there itself.
+    """Compute the variables of a program that is started once per machine and starts its ranks there itself.
 
-    RANK and WORLD_SIZE count machines, as pytorch/examples' imagenet and Kubeflow have it, or processes (RANK is then
-    that of the first one here). PET_* is what torchrun reads, should the program be torchrun.
+    RANK and WORLD_SIZE count machines, as in pytorch/examples' imagenet and Kubeflow, or processes (RANK is then that
+    of the first one here). torchrun reads PET_*.
     """
     node_rank = int(environ.get("NODE_RANK") or environ.get("GROUP_RANK") or environ.get("RANK") or 0)
     here, before = spawns[node_rank], sum(spawns[:node_rank])

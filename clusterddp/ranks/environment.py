@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's variables and clusterddp's own, each with where its value came from."""
+"""The environment of a rank: torchrun's variables and clusterddp's own, each with the origin of its value."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from clusterddp.network import nccl_log
 
 COOKIE = "CLUSTERDDP_COOKIE"
-"""Names the run (its token) and the role of a process; inherited by all descendants, a sweep goes by it."""
+"""Names the run (its token) and the role of a process. All descendants inherit it; cleanup finds processes by it."""
 STOP_FILE = "CLUSTERDDP_STOP_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
-"""Tells a starting rank whose death ends it; removed before the user's program runs."""
+"""The process with whose death a starting rank ends; removed before the user's program runs."""
 DEVICE = "CLUSTERDDP_DEVICE"
-"""What the trainer's ranks compute on: cuda or cpu."""
+"""The device of the trainer's ranks: cuda or cpu."""
 GPU = "CLUSTERDDP_GPU"
-"""Which of the GPUs that a rank sees is its own, where that is not LOCAL_RANK."""
+"""The index of the rank's GPU among those that it sees, where that is not LOCAL_RANK."""
 CORES = "CLUSTERDDP_CORES"
-"""The cores that a starting rank keeps to, near its GPU; removed before the user's program runs."""
+"""The cores near its GPU that a starting rank is bound to; removed before the user's program runs."""
 START_AGAIN = "CLUSTERDDP_START_AGAIN"
-"""From a job's batch script to the first task of a node: `SlurmOrder.start_again` as JSON."""
+"""A job's batch script passes it to the first task of a node: `SlurmOrder.start_again` as JSON."""
 LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
-"""Tells rank 0 which inherited descriptor listens at the master port; removed before the user's program runs."""
+"""The inherited descriptor on which rank 0 listens at the master port; removed before the user's program runs."""
 ALONE = "CLUSTERDDP_ALONE"
-"""Tells a rank that no supervisor answers for it: it records its own end."""
+"""Set for a rank without a supervisor: it records its own end."""
 USERS = "env in the spec"
 """The origin of the user's own variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """The value of one variable and, in words for people, where it came from."""
+    """The value of one variable and its origin, as text for the user."""
 
     value: str
     origin: str
@@ -40,7 +40,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """Where a rank sits in its gang."""
+    """The place of a rank in its gang."""
 
     rank: int
     local_rank: int
@@ -56,13 +56,13 @@ def cookie(token: str, role: str) -> str:
 
 
 def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
-    """Return the cookies of what runs on nodes and ends with them: their ranks (`n2`), their torchrun (`a2`)."""
+    """Return the cookies of the processes that end with their node: its ranks (`n2`), its torchrun (`a2`)."""
     return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "a"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSettings:
-    """What the variables of one rank follow from."""
+    """The values that the variables of one rank are computed from."""
 
     place: RankPlace
     run: str
@@ -74,22 +74,22 @@ class RankSettings:
     """Counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed."""
     master_addr: str
     master_port: int | str
-    """In a plan, where the port is not known yet, words."""
+    """A text in a plan, where the port is not known yet."""
     threads: int
     gpus: tuple[str, ...] | None
-    """None: what the rank sees is not ours to say."""
+    """None: clusterddp does not choose the GPUs that the rank sees."""
     on_cpu: bool = False
-    """True: the ranks are to compute on the CPU, whatever the machine has."""
+    """True: the ranks compute on the CPU, whatever the machine has."""
     backend: str
     interface: str | None
     nccl_interfaces: tuple[str, ...] = ()
-    """What NCCL's sockets take in place of `interface`."""
+    """The interfaces of NCCL's sockets, in place of `interface`."""
     user: Mapping[str, str]
-    """The user's own variables. They beat what clusterddp chooses, but not what makes the rank this rank."""
+    """The user's own variables. They override what clusterddp chooses, but not place, rendezvous and run."""
 
 
 def rank_variables(settings: RankSettings) -> dict[str, Variable]:
-    """Compute every variable that clusterddp sets for one rank, the user's own among them."""
+    """Compute every variable that clusterddp sets for one rank, including the user's own."""
     groups = {
         "the plan: the rank's place in the gang": _place_variables(settings.place),
         "the plan: the rendezvous": _rendezvous_variables(settings),
@@ -108,7 +108,7 @@ def rank_variables(settings: RankSettings) -> dict[str, Variable]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment, which what it starts gets as well, without clusterddp's own variables."""
+    """Return the environment that child processes inherit: this process's, without clusterddp's variables."""
     return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
 
 
@@ -153,7 +153,7 @@ def _run_variables(settings: RankSettings) -> dict[str, object]:
 
 
 def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
-    """Choose NCCL's networks and have it log the one that it takes, unless the user has it log something."""
+    """Choose NCCL's interfaces, and have it log its choice, unless the user sets NCCL's log variables."""
     variables = {}
     if settings.nccl_interfaces:
         names = f"={','.join(settings.nccl_interfaces)}"
@@ -168,7 +168,7 @@ def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
 
 
 def _chosen(settings: RankSettings) -> dict[str, Variable]:
-    """Choose what the user may choose otherwise."""
+    """Compute the variables that the user's own override."""
     gpus, interface = settings.gpus, settings.interface
     chosen = {
         "OMP_NUM_THREADS": Variable(str(settings.threads), "resources.cpus_per_task"),
@@ -178,11 +178,11 @@ def _chosen(settings: RankSettings) -> dict[str, Variable]:
         gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
         chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
     if settings.on_cpu:
-        # Without it Accelerate's ranks that find no GPU make no group: each trains alone, and all end well.
+        # Without it Accelerate's ranks make no group when they find no GPU: each trains by itself, without an error.
         chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
     if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
         if not interface.startswith("lo"):
-            # NCCL reads a bare name as a prefix; "=" makes it exact. Over loopback NCCL finds its own way.
+            # NCCL reads a bare name as a prefix; "=" makes it exact. On loopback NCCL chooses by itself.
             chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={interface}", "network.interface")
     return chosen

@@ -1,6 +1,6 @@
-"""Who started this process, which rank it is, and where the ranks meet: read from what its launcher has set.
+"""Reads from the environment which launcher started this process, which rank it is, and where the ranks meet.
 
-The table of the launchers, and what is taken from where, is docs/launchers.md.
+docs/launchers.md has the table of the launchers and their variables.
 """
 
 from __future__ import annotations
@@ -8,17 +8,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from clusterddp.errors import UsageError
 from clusterddp.network.hostlist import MAX_HOSTS, expand
 from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.ranks.environment import Variable
-from clusterddp.ranks.launched_sources import Key, Launcher, Source, read_source, read_starter, witnesses
+from clusterddp.ranks.launched_sources import (
+    Key,
+    Launcher,
+    Source,
+    read_launcher,
+    read_source,
+    sources_that_must_agree,
+)
 
 DEFAULT_PORT = 29500
-"""torchrun's, for those who set MASTER_ADDR alone."""
+"""torchrun's default, when only MASTER_ADDR is set."""
 _DAEMONS = re.compile(r"([^,\[]{1,255})(?:\[([0-9]{1,2}):([0-9,-]+)\]([^,]{0,255}))?")
 TITLES: dict[Launcher | None, str] = {
     "torchrun": "torchrun",
@@ -29,7 +36,7 @@ TITLES: dict[Launcher | None, str] = {
     "pmix": "a launcher with PMIx",
     "kubeflow": "Kubeflow",
     "hand": "RANK and WORLD_SIZE in the environment",
-    None: "nobody",
+    None: "no launcher",
 }
 _VARIABLES: dict[Key, str] = {
     "rank": "RANK",
@@ -39,14 +46,15 @@ _VARIABLES: dict[Key, str] = {
     "node_rank": "GROUP_RANK",
     "num_nodes": "GROUP_WORLD_SIZE",
 }
+_REQUIRED: dict[Key, str] = {"rank": "RANK", "world_size": "WORLD_SIZE"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """What a process knows of its place before it has met the other ranks; None: the ranks find out together."""
+    """A process's place, as far as its environment holds it; the rendezvous of the ranks completes what is None."""
 
     launcher: Launcher | None
-    """None: no launcher, the process is the only rank."""
+    """None: no launcher; the process is the only rank."""
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
@@ -54,16 +62,16 @@ class Launched:
     node_rank: int | None = None
     num_nodes: int | None = None
     master_addrs: tuple[str, ...] = ()
-    """Where rank 0 may be met, the first that answers is right; empty: PMI has to be asked (launched_pmi.py)."""
+    """Candidate addresses of rank 0, tried in this order; empty: PMI has to be asked (launched_pmi.py)."""
     master_port: int | None = None
-    """None: rank 0 takes the first free one of a walk that follows from `identity`."""
+    """None: rank 0 takes the first free port of a list that follows from `identity`."""
     port_is_taken: bool = False
-    """True: torchrun's agent listens at the master port already, the ranks' store is its."""
+    """True: torchrun's agent listens at the master port already, and serves the ranks' store."""
     identity: str = ""
-    """What tells this start from any other, the same for all its ranks; empty for a rank that is alone."""
+    """Identifies this start, the same on all its ranks; empty when there is no launcher."""
     start: int = 0
-    """How often the launcher has started these ranks again."""
-    told: Mapping[str, Variable] = field(default_factory=dict)
+    """How often the launcher has restarted these ranks."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
     """RANK and the like, as far as they are known, each with the variable that it came from."""
 
     @property
@@ -77,23 +85,22 @@ class Launched:
 
 
 def find_place(environ: Mapping[str, str]) -> Launched:
-    """Find out who started this process and which rank it is.
+    """Find out which launcher started this process and which rank it is.
 
-    Raises: UsageError: this is no place to start a rank from, or a variable is missing or makes no sense,
-    or two of them tell different numbers.
+    Raises: UsageError: no rank can start here, a variable is missing or invalid, or two contradict each other.
     """
     _refuse_wrong_places(environ)
-    starter = read_starter(environ)
-    if starter is None:
+    own = read_launcher(environ)
+    if own is None:
         return Launched(launcher=None, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
-    others = [read_source(launcher, environ) for launcher in witnesses(starter.launcher)]
-    _check_agreement(starter, others)
-    numbers = {number.key: number for source in reversed([starter, *others]) for number in reversed(source.numbers)}
-    _demand(numbers.keys(), starter)
+    others = [read_source(launcher, environ) for launcher in sources_that_must_agree(own.launcher)]
+    _check_agreement(own, others)
+    numbers = {number.key: number for source in reversed([own, *others]) for number in reversed(source.numbers)}
+    _check_complete(numbers.keys(), own)
     launched = Launched(
-        launcher=starter.launcher,
+        launcher=own.launcher,
         **{key: number.value for key, number in numbers.items()},  # type: ignore[arg-type]
-        told={_VARIABLES[key]: Variable(str(number.value), number.variable) for key, number in numbers.items()},
+        variables={_VARIABLES[each.key]: Variable(str(each.value), each.variable) for each in numbers.values()},
     )
     _check_sizes(launched)
     return _with_master(launched, environ)
@@ -109,85 +116,87 @@ def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
     procs = environ.get("PET_NPROC_PER_NODE", "")
     if _is_number(procs) and int(procs) > 1 and not environ.get("TORCHELASTIC_RUN_ID"):
         raise UsageError(
-            f"PET_NPROC_PER_NODE is {procs}: torchrun is to start {procs} ranks here, and this is none of them",
+            f"PET_NPROC_PER_NODE is {procs}: torchrun starts {procs} ranks here, and this process is none of them",
             hint="torchrun -m clusterddp worker SPEC; torchrun reads PET_* itself",
         )
     tasks = environ.get("SLURM_NTASKS", "")
-    if read_starter(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
+    if read_launcher(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
         raise UsageError(
-            f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), and this is none of them",
+            f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), this process is none of them",
             hint="srun clusterddp worker SPEC",
         )
 
 
-def _check_agreement(starter: Source, others: list[Source]) -> None:
-    """See to it that whatever tells the same number tells the same."""
+def _check_agreement(own: Source, others: list[Source]) -> None:
+    """Check that variables for the same number have the same value."""
     for other in others:
         for number in other.numbers:
-            own = starter.find(number.key)
-            if own is not None and own.value != number.value:
-                left_over = f"{TITLES[starter.launcher]} has set {own.variable}; unset {number.variable}"
+            same = own.find(number.key)
+            if same is not None and same.value != number.value:
+                left_over = f"{TITLES[own.launcher]} has set {same.variable}; unset {number.variable}"
                 raise UsageError(
-                    f"{own.variable} is {own.value} and {number.variable} is {number.value}: "
-                    f"two numbers for one thing ({_VARIABLES[number.key]}), and both are set",
-                    hint=left_over if starter.launcher != other.launcher else f"unset {number.variable}",
+                    f"{same.variable} is {same.value} and {number.variable} is {number.value}: "
+                    f"two values for one number ({_VARIABLES[number.key]}), and both are set",
+                    hint=left_over if own.launcher != other.launcher else f"unset {number.variable}",
                 )
 
 
-def _demand(known: object, starter: Source) -> None:
+def _check_complete(known: Collection[Key], own: Source) -> None:
     hints = {
-        "pmix": "PMIx tells no world size in the environment: have the launcher set WORLD_SIZE, as mpirun -x does",
+        "pmix": "PMIx sets no variable for the world size: have the launcher set WORLD_SIZE, as mpirun -x does",
         "hand": "each rank has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
     }
-    for key, name in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
-        if key not in known:  # type: ignore[operator]
-            there = ", ".join(f"{number.variable} is {number.value}" for number in starter.numbers)
-            raise UsageError(f"{there}, and {name} is not set", hint=hints.get(starter.launcher))
+    for key, name in _REQUIRED.items():
+        if key not in known:
+            found = ", ".join(f"{number.variable} is {number.value}" for number in own.numbers)
+            raise UsageError(f"{found}, and {name} is not set", hint=hints.get(own.launcher))
 
 
 def _check_sizes(launched: Launched) -> None:
-    told = launched.told
+    variables = launched.variables
     for prefix in ("", "LOCAL_", "GROUP_"):
-        number, size = f"{prefix}RANK", f"{prefix}WORLD_SIZE"
-        if number in told and size in told and int(told[number].value) >= int(told[size].value):
+        rank, size = variables.get(f"{prefix}RANK"), variables.get(f"{prefix}WORLD_SIZE")
+        if rank and size and int(rank.value) >= int(size.value):
             raise UsageError(
-                f"{told[number].origin} is {told[number].value} and {told[size].origin} is {told[size].value}: "
-                f"ranks are numbered from 0 to {int(told[size].value) - 1}"
+                f"{rank.origin} is {rank.value} and {size.origin} is {size.value}: "
+                f"ranks are numbered from 0 to {int(size.value) - 1}"
             )
     if launched.local_world_size is not None and launched.local_world_size > launched.world_size:
-        local, world = told["LOCAL_WORLD_SIZE"], told["WORLD_SIZE"]
-        raise UsageError(f"{local.origin} is {local.value} and {world.origin} is {world.value}: more than all")
+        local, world = variables["LOCAL_WORLD_SIZE"], variables["WORLD_SIZE"]
+        raise UsageError(
+            f"{local.origin} is {local.value} and {world.origin} is {world.value}: more ranks on a host than in all"
+        )
 
 
 def _with_master(launched: Launched, environ: Mapping[str, str]) -> Launched:
-    """Add where the ranks meet, and what this start of them is called."""
+    """Add where the ranks meet, and the identity of this start."""
     addresses: tuple[str, ...] = ()
     port: int | None = None
-    told = dict(launched.told)
+    variables = dict(launched.variables)
     for prefix in ("", "PET_"):
         if not addresses and environ.get(f"{prefix}MASTER_ADDR"):
             addresses = (environ[f"{prefix}MASTER_ADDR"],)
-            told["MASTER_ADDR"] = Variable(addresses[0], f"{prefix}MASTER_ADDR")
+            variables["MASTER_ADDR"] = Variable(addresses[0], f"{prefix}MASTER_ADDR")
         if port is None and environ.get(f"{prefix}MASTER_PORT"):
             port = _read_port(environ, f"{prefix}MASTER_PORT")
-            told["MASTER_PORT"] = Variable(str(port), f"{prefix}MASTER_PORT")
+            variables["MASTER_PORT"] = Variable(str(port), f"{prefix}MASTER_PORT")
     if not addresses:
         addresses, origin = _find_addresses(launched, environ)
         if addresses:
-            told["MASTER_ADDR"] = Variable(addresses[0], origin)
+            variables["MASTER_ADDR"] = Variable(addresses[0], origin)
     if port is None and launched.launcher in {"hand", "kubeflow"}:
         port = DEFAULT_PORT
-        told["MASTER_PORT"] = Variable(str(port), "torchrun's default")
-    agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched.launcher == "torchrun"
+        variables["MASTER_PORT"] = Variable(str(port), "torchrun's default")
+    port_is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched.launcher == "torchrun"
     identity, start = _identify(launched, environ, f"{addresses[0] if addresses else ''}:{port}")
     return dataclasses.replace(
         launched,
         master_addrs=addresses,
         master_port=port,
-        port_is_taken=agents,
+        port_is_taken=port_is_taken,
         identity=identity,
         start=start,
-        told=told,
+        variables=variables,
     )
 
 
@@ -199,12 +208,12 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
             if environ.get(name):
                 return expand(environ[name])[:1], f"the first host of {name}"
     if launched.launcher == "openmpi" and environ.get("OMPI_MCA_orte_hnp_uri"):
-        # mpirun's own host has rank 0 if it has any rank; else rank 0 is on the host of its first daemon.
+        # mpirun's own host has rank 0 if it has a rank; else rank 0 is on the host of mpirun's first daemon.
         others = _hosts_of(environ.get("OMPI_MCA_orte_node_regex", ""))[1:]
         addresses = (*others[:1], *_addresses_of(environ["OMPI_MCA_orte_hnp_uri"]), *others[1:])
         return addresses, "OMPI_MCA_orte_node_regex and OMPI_MCA_orte_hnp_uri: the hosts of mpirun"
     if launched.launcher == "openmpi" and environ.get("SLURM_JOB_NODELIST"):
-        # Since its version 5 no variable names the hosts; in an allocation they are the allocation's.
+        # Since Open MPI 5 no variable names the hosts; in an allocation they are the allocation's.
         return expand(environ["SLURM_JOB_NODELIST"]), "SLURM_JOB_NODELIST: the hosts of the allocation"
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         return (), "PMI"
@@ -213,7 +222,7 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
         "mpich": "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..., HOST being where rank 0 is",
     }
     raise UsageError(
-        f"rank {launched.rank} of {launched.world_size}: MASTER_ADDR is not set, so nothing tells where rank 0 is",
+        f"rank {launched.rank} of {launched.world_size}: MASTER_ADDR is not set, so the host of rank 0 is not known",
         hint=hints.get(launched.launcher or "", "export MASTER_ADDR=HOST MASTER_PORT=29500, HOST being rank 0's"),
     )
 
@@ -227,7 +236,7 @@ def _addresses_of(uri: str) -> tuple[str, ...]:
 
 
 def _hosts_of(regex: str) -> tuple[str, ...]:
-    """Name the hosts of mpirun's daemons in their order: `head,node[1:1-2]@0(3)` is head, node1, node2."""
+    """Read the hosts of mpirun's daemons in their order: `head,node[1:1-2]@0(3)` is head, node1, node2."""
     hosts: list[str] = []
     for name, width, ranges, rest in _DAEMONS.findall(regex.partition("@")[0]):
         for first, last in re.findall(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", ranges):
@@ -238,7 +247,7 @@ def _hosts_of(regex: str) -> tuple[str, ...]:
 
 
 def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> tuple[str, int]:
-    """Name this start of the ranks, and count how often the launcher has started them before."""
+    """Return the identity of this start of the ranks, and how often the launcher has restarted them."""
     if launched.launcher == "torchrun":
         run_id = environ["TORCHELASTIC_RUN_ID"]
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -258,7 +267,7 @@ def _identify(launched: Launched, environ: Mapping[str, str], meeting: str) -> t
 
 
 def _identify_mpich(launched: Launched, environ: Mapping[str, str], meeting: str) -> str:
-    """Name an mpirun by what its ranks on one host have in common: their connection to Hydra, or their parent."""
+    """Identify an mpirun by what its ranks on one host share: the connection to Hydra, or the parent process."""
     if not launched.is_on_one_host:
         return f"mpirun at {meeting}"
     try:

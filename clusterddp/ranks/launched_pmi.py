@@ -1,8 +1,8 @@
 """The part of PMI-1 that a rank of MPICH's mpirun needs to learn where rank 0 is: put, barrier, get.
 
-One line a command, over the socket that PMI_FD names. Hydra ends the whole job when a process that has used PMI leaves
-without `finalize`, so that is said at once; MPI_Init fails afterwards, which a program that wants it avoids by a
-MASTER_ADDR of its own: then PMI is left alone. Source: MPICH, src/pmi/src/pmi_v1.c; tried with MPICH 4.0.2.
+One line a command, over the socket that PMI_FD names. Hydra ends the whole job when a process that has used PMI exits
+without `finalize`, so `finalize` is sent at once. MPI_Init fails afterwards; a program that needs MPI sets MASTER_ADDR
+itself, so that PMI is not used here. Source: MPICH, src/pmi/src/pmi_v1.c; tried with MPICH 4.0.2.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from clusterddp.ranks.launched import Launched
 
 _KEY = "clusterddp-master"
 _MAX_VALUE = 240
-"""PMI's values are short; some process managers take 256 bytes and no more."""
+"""The longest value, in bytes: some process managers accept only 256."""
 
 
 def ask_pmi(launched: Launched, environ: Mapping[str, str], addresses: Sequence[str], timeout_s: float) -> Launched:
-    """Complete what only PMI tells: where rank 0 is; every rank has to call this. `addresses` are this host's own.
+    """Add the address of rank 0, which the ranks exchange over PMI; every rank has to call this.
 
-    Raises: ClusterddpError: the process manager does not answer, or not as PMI-1 says.
+    `addresses`: this host's own.
+    Raises: ClusterddpError: the process manager does not answer, or its answer is not PMI-1.
     """
     if launched.master_addrs:
         return launched
@@ -41,13 +42,13 @@ def ask_pmi(launched: Launched, environ: Mapping[str, str], addresses: Sequence[
         _ask(pmi, "barrier_in", "cmd", deadline)
         found = tuple(filter(None, _ask(pmi, f"get kvsname={space} key={_KEY}", "value", deadline).split(",")))
         _ask(pmi, "finalize", "cmd", deadline)
-    told = {**launched.told, "MASTER_ADDR": Variable(found[0], "rank 0's address, over PMI")}
-    return dataclasses.replace(launched, master_addrs=found, told=told, identity=f"mpirun {space}")
+    variables = {**launched.variables, "MASTER_ADDR": Variable(found[0], "rank 0's address, over PMI")}
+    return dataclasses.replace(launched, master_addrs=found, variables=variables, identity=f"mpirun {space}")
 
 
 def _open(number: str) -> socket.socket:
     try:
-        return socket.socket(fileno=os.dup(int(number)))  # the number itself stays, for MPI_Init
+        return socket.socket(fileno=os.dup(int(number)))  # MPI_Init needs the descriptor itself
     except (OSError, ValueError) as error:
         raise ClusterddpError(f"PMI_FD is {number!r}, which is no connection to mpirun: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What each launcher tells a process that it starts: which of its variables holds which number."""
+"""The variables that each launcher sets for a rank: which variable holds which number."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ NAMES: dict[Launcher, dict[Key, tuple[str, ...]]] = {
         "num_nodes": ("GROUP_WORLD_SIZE",),
     },
 }
-"""For each number the variables that tell it, the first that is set counts."""
+"""For each number the variables that hold it; the first that is set counts."""
 
 _MAX_ORDINARY_STEP = 0xFFFFFFF0
-"""Slurm's ids above this one are an interactive shell, a batch script and the like: those are no tasks of a step.
+"""Step ids above this one are an interactive shell, a batch script and the like, not tasks of a step.
 
-Slurm 26.05 prints them as signed numbers: SLURM_STEP_ID is -5 in a batch script.
+Slurm 26.05 prints such an id as a signed number: SLURM_STEP_ID is -5 in a batch script.
 Source: slurm.h, SLURM_MAX_NORMAL_STEP_ID.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Number:
-    """A number that a variable tells."""
+    """A number, and the variable that holds it."""
 
     key: Key
     variable: str
@@ -75,7 +75,7 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What one launcher tells."""
+    """The numbers in the variables of one launcher."""
 
     launcher: Launcher
     numbers: tuple[Number, ...]
@@ -84,33 +84,33 @@ class Source:
         return next((number for number in self.numbers if number.key == key), None)
 
 
-def read_starter(environ: Mapping[str, str]) -> Source | None:
-    """Read from the launcher that has started this very process; what surrounds that launcher is not it.
+def read_launcher(environ: Mapping[str, str]) -> Source | None:
+    """Read the variables of the launcher that started this process; not of one that started that launcher.
 
     Raises: UsageError: a variable holds no number.
     """
-    launcher = _find_starter(environ)
+    launcher = _find_launcher(environ)
     return read_source(launcher, environ) if launcher else None
 
 
 def read_source(launcher: Launcher, environ: Mapping[str, str]) -> Source:
-    """Read what one launcher tells, as much of it as is set.
+    """Read the variables of one launcher, as far as they are set.
 
     Raises: UsageError: a variable holds no number.
     """
     numbers = []
     for key, names in NAMES[launcher].items():
         found = [name for name in names if environ.get(name)]
-        # Slurm counts the step's tasks and the job's; elsewhere two names mean one thing, and may disagree.
+        # Slurm's names mean different things: the step's tasks, the job's. Elsewhere two names mean the same number.
         for name in found if launcher in {"hand", "kubeflow"} else found[:1]:
             numbers.append(Number(key=key, variable=name, value=_read(environ, name)))
     return Source(launcher=launcher, numbers=tuple(numbers))
 
 
-def witnesses(starter: Launcher) -> tuple[Launcher, ...]:
-    """Name the other sources that tell the same numbers as the starter, and must agree with it.
+def sources_that_must_agree(launcher: Launcher) -> tuple[Launcher, ...]:
+    """Return the other sources that hold the same numbers as this launcher's variables, and must agree with them.
 
-    What merely surrounds the starter counts something else: SLURM_* around torchrun or mpirun, mpirun around torchrun.
+    Those of an outer launcher count something else: SLURM_* around torchrun or mpirun, mpirun around torchrun.
     """
     return {
         "torchrun": (),
@@ -121,18 +121,18 @@ def witnesses(starter: Launcher) -> tuple[Launcher, ...]:
         "pmix": ("hand",),
         "kubeflow": ("kubeflow", "hand"),
         "hand": ("hand",),
-    }[starter]  # type: ignore[return-value]
+    }[launcher]  # type: ignore[return-value]
 
 
 def is_step_task(environ: Mapping[str, str]) -> bool:
-    """Say whether srun has started this process, or what has started it, as a task of a step."""
+    """Return whether this process or an ancestor of it is a task of a step that srun started."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     ordinary = step.isascii() and step.isdigit() and len(step) <= 10 and int(step) <= _MAX_ORDINARY_STEP
     return ordinary and bool(environ.get("SLURM_PROCID"))
 
 
-def _find_starter(environ: Mapping[str, str]) -> Launcher | None:
-    """Find who started this process; of several the innermost, which is the first here."""
+def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
+    """Find the launcher that started this process: of several the innermost, which is listed first here."""
     signs: tuple[tuple[Launcher, bool], ...] = (
         ("torchrun", bool(environ.get("TORCHELASTIC_RUN_ID") and environ.get("RANK"))),
         ("openmpi", bool(environ.get("OMPI_COMM_WORLD_RANK"))),

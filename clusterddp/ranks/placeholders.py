@@ -25,18 +25,18 @@ VARIABLES = {
 }
 """Name -> the variable that has the value; where there are two, the first that is set."""
 _PATTERN = re.compile(r"\{\{([a-z][a-z0-9_]*)\}\}|\{([a-z][a-z0-9_]*)\}")
-"""`{{name}}` stands for the text `{name}`; whatever else has braces (JSON, `{}`, `${HOME}`) is left alone."""
+"""`{{name}}` stands for the text `{name}`; other text with braces (JSON, `{}`, `${HOME}`) is not changed."""
 
 
 def find_placeholders(text: str) -> Iterator[str]:
-    """Name the placeholders in `text`, known or not."""
+    """Yield the names of the placeholders in `text`, known or not."""
     for match in _PATTERN.finditer(text):
         if match[2] is not None and text[match.start() - 1 : match.start()] != "$":
             yield match[2]
 
 
 def fill_in(text: str, values: Mapping[str, str]) -> str:
-    """Put values in place of placeholders; one without a value stays as it is."""
+    """Replace placeholders by their values; one without a value stays."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] is not None:
@@ -49,9 +49,9 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholder_values(environ: Mapping[str, str], counts: Counts = "processes") -> dict[str, str]:
-    """Return the value of every placeholder for the rank with this environment, whoever has set it.
+    """Return the value of every placeholder for the rank with this environment.
 
-    `counts` says what {rank} and {world_size} count.
+    `counts`: what {rank} and {world_size} count.
     """
     machines = {"rank": VARIABLES["node_rank"], "world_size": VARIABLES["num_nodes"]} if counts == "machines" else {}
     chosen = VARIABLES | machines

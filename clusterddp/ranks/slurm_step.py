@@ -1,4 +1,4 @@
-"""Where a task stands in its Slurm step, as srun's variables tell it; the step's own count before the job's."""
+"""Reads the place of a task in its Slurm step from srun's variables; the step's counts come before the job's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepPlace:
     job_id: str
     step_id: str
     restart_count: int
-    """How often Slurm has started this job before."""
+    """How often Slurm has restarted this job."""
     hosts: tuple[str, ...]
     """By node rank."""
     ranks: tuple[tuple[int, ...], ...]
@@ -38,9 +38,9 @@ class StepPlace:
 
 
 def read_place(environ: Mapping[str, str]) -> StepPlace:
-    """Read a task's place; tasks are laid out in blocks (`srun --distribution=block`).
+    """Read a task's place; the tasks have to be in blocks (`srun --distribution=block`).
 
-    Raises: ClusterddpError: a variable is missing or makes no sense, or two of them contradict each other.
+    Raises: ClusterddpError: a variable is missing or invalid, or two contradict each other.
     """
     hosts = expand(_one_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = expand_counts(_one_of(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -61,7 +61,7 @@ def read_place(environ: Mapping[str, str]) -> StepPlace:
 def expand_counts(text: str) -> tuple[int, ...]:
     """Read Slurm's counts per node: `2(x3),1` is 2, 2, 2, 1.
 
-    Raises: ClusterddpError: these are no counts.
+    Raises: ClusterddpError: the text has another form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -100,7 +100,7 @@ def _check(place: StepPlace, num_tasks: int) -> None:
         raise ClusterddpError(
             f"task {place.rank} is number {place.local_rank} on node {place.node_rank}, whose tasks in blocks are "
             f"{', '.join(map(str, own))}",
-            hint="srun must be given --distribution=block",
+            hint="srun needs --distribution=block",
         )
 
 

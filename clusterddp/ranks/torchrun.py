@@ -8,13 +8,13 @@ HOLDER = "clusterddp.node.torchrun_rank"
 """The module that torchrun starts for each rank."""
 
 
-def torchrun_words(
+def torchrun_arguments(
     *, run: str, num_nodes: int, node_rank: int, num_ranks: int, master_addr: str, port: int | str, restarts: int
 ) -> tuple[str, ...]:
     """Return the arguments of Python that make it torchrun's agent on a node with `num_ranks` ranks.
 
-    `port` is that of torchrun's own store on node 0; it may be words in a plan. `restarts`: how often it may start the
-    ranks again.
+    `port`: of torchrun's store on node 0; a text in a plan, where it is not known yet. `restarts`: how often torchrun
+    may restart the ranks.
     """
     return (
         "-m",

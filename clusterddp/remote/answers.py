@@ -1,4 +1,4 @@
-"""What an agent's answer to each request holds: the connection to a host that answers anything else is closed."""
+"""The keys and types of an agent's answer to each request; a connection is closed when an answer has others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Look(TypedDict):
 
 
 class ProbeResult(TypedDict):
-    """A try to connect (agent/probe.py)."""
+    """The result of a connection attempt (agent/probe.py)."""
 
     target: int
     address: str
@@ -48,7 +48,7 @@ class ProbeResult(TypedDict):
 
 
 class LinkTried(TypedDict):
-    """How fast two hosts talk (train/host_trial.py)."""
+    """The measured link between two hosts (train/host_trial.py)."""
 
     mbyte_per_s: float
     latency_ms: float

@@ -1,7 +1,7 @@
-"""Downloads files from a host in pieces: from where a copy ends, only if the copy is how the host's file begins.
+"""Downloads files from a host in pieces: each continues where the copy ends, if the file begins as the copy does.
 
-The copy is its own bookkeeping: its size says what is missing, its time of change says that nothing is. So a
-connection that breaks, or a process that is killed, at any point loses no byte and doubles none.
+The copy holds the whole state: its size is the next offset, and it has the host's mtime once it is complete. A broken
+connection or a killed process loses no byte and doubles none.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from clusterddp.remote.answers import Part
 
 ASK_TIMEOUT_S = 10.0
-"""How long a host may send nothing at all."""
+"""How long a host may send no byte."""
 PIECE_BYTES = 4 << 20
-"""So much is asked for at once, and held in memory."""
+"""How much is requested at once, and held in memory."""
 SPARE_BYTES = 16 << 20
-"""So much of the disk is left free."""
+"""How much of the disk stays free."""
 _MAX_ASIDE = 16
 _HEAD_BYTES, _TAIL_BYTES = 512, 4096
-"""What is compared of a copy before more of the file is asked for."""
+"""The parts of a copy that are compared before more of the file is requested."""
 
 Listed = tuple[int, int]
-"""What a host lists of a file: bytes, and the time of its last change in ns since the epoch."""
+"""A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
 
 
 class Answer(Protocol):
@@ -40,7 +40,7 @@ class Answer(Protocol):
 
 
 class Asks(Protocol):
-    """What is needed of a session."""
+    """The part of a session that a download needs."""
 
     host: str
 
@@ -54,21 +54,21 @@ class GoneError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """A copy here of a file on a host."""
+    """A local copy of a file on a host."""
 
     place: Path
     listed: Listed
-    """The file, as the host has listed it."""
+    """The file in the host's listing."""
     start_again: Callable[[Path], object]
-    """What is done with a copy that is not how the file begins: `set_aside`, `Path.unlink`."""
+    """Called with a copy whose bytes the file does not begin with: `set_aside`, `Path.unlink`."""
     exact: bool = False
-    """The copy is of the file as it was listed; otherwise the file may have grown since."""
+    """True: the copy is of the file as listed; False: the file may have grown since."""
 
 
 def read_parts(
     session: Asks, run_name: str, parts: list[dict[str, Any]]
 ) -> Iterable[tuple[dict[str, Any], Part, bytes]]:
-    """Ask for pieces of files of a run; yield what was asked, what the host says of it, and the piece.
+    """Request pieces of files of a run; yield for each the request, the host's answer, and the bytes.
 
     Raises: SshError.
     """
@@ -85,10 +85,11 @@ def read_parts(
 
 
 def append_pieces(session: Asks, run_name: str, copies: Mapping[str, Copy], *, max_bytes: int | None = None) -> bool:
-    """Bring copies up to what the host has listed; `copies`: path on the host -> copy.
+    """Update copies to the host's listing; `copies`: path on the host -> copy.
 
-    False: more is there, and some of it came. A host that sends nothing is not asked again before the next listing.
-    Raises: SshError. GoneError: a file of which an exact copy is wanted is not as it was listed. OSError: of the disk.
+    Return False when some bytes came and more are left. A host that sends no byte is not asked again before the next
+    listing.
+    Raises: SshError. GoneError: a file differs from its listing, and its copy is exact. OSError: of the disk.
     """
     received_bytes, is_whole = 0, True
     todo = dict(copies)
@@ -109,7 +110,7 @@ def append_pieces(session: Asks, run_name: str, copies: Mapping[str, Copy], *, m
 
 
 def _append(host: str, part: Mapping[str, Any], answer: Part, data: bytes, copy: Copy) -> str:
-    """Write a piece; return `more`, `done`, or `short`: the next listing says what there is to ask for."""
+    """Write a piece; return `more`, `done`, or `short`: the next listing shows what is left."""
     if copy.exact and (answer["gone"] or (answer["size"], answer["mtime_ns"]) != tuple(copy.listed)):
         copy.place.unlink(missing_ok=True)
         raise GoneError
@@ -117,7 +118,7 @@ def _append(host: str, part: Mapping[str, Any], answer: Part, data: bytes, copy:
         return "done"  # the copy stays
     if not answer["fits"]:
         if not copy.place.exists():
-            raise NonsenseError(host, f"{part['path']} does not begin as nothing does")
+            raise NonsenseError(host, f"{part['path']} differs from an empty copy")
         copy.start_again(copy.place)
         return "more"
     end = part["offset"] + len(data)
@@ -131,7 +132,7 @@ def _append(host: str, part: Mapping[str, Any], answer: Part, data: bytes, copy:
 
 
 def _next_parts(todo: dict[str, Copy]) -> Iterable[dict[str, Any]]:
-    """Yield what to ask for next, `PIECE_BYTES` in all; a copy that is up to date leaves `todo`."""
+    """Yield the next requests, `PIECE_BYTES` in all; remove a copy that is up to date from `todo`."""
     room = PIECE_BYTES
     for path, copy in list(todo.items()):
         found = read_listed(copy.place)
@@ -145,7 +146,7 @@ def _next_parts(todo: dict[str, Copy]) -> Iterable[dict[str, Any]]:
 
 
 def read_listed(path: Path) -> Listed | None:
-    """Return size and time of a file here, as a host lists its own; None when it is not there."""
+    """Return the size and mtime of a local file, as a host lists its own; None when there is no file."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -154,7 +155,7 @@ def read_listed(path: Path) -> Listed | None:
 
 
 def set_aside(path: Path) -> None:
-    """Keep a copy that is no longer how the host's file begins, under the next free name: `rank-000.out.1`.
+    """Keep a copy whose bytes the host's file no longer begins with, under the next free name: `rank-000.out.1`.
 
     Raises: ClusterddpError: too many are kept already.
     """
@@ -166,7 +167,7 @@ def set_aside(path: Path) -> None:
 
 
 def _spans_of(path: Path, size: int) -> list[tuple[int, int, str]]:
-    """Sum up how a copy begins and ends, for the host to compare with its own file."""
+    """Hash the beginning and the end of a copy, for the host to compare with its own file."""
     spans = []
     with open(path, "rb") as file:
         for begin, end in ((0, min(size, _HEAD_BYTES)), (max(0, size - _TAIL_BYTES), size)):
@@ -175,7 +176,7 @@ def _spans_of(path: Path, size: int) -> list[tuple[int, int, str]]:
 
 
 def _write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> None:
-    """Write a piece where it belongs; `mtime_ns`: the file is complete with it, as of then."""
+    """Write a piece at its offset; `mtime_ns`: the file's mtime, when the piece completes it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if shutil.disk_usage(path.parent).free < len(data) + SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -1,4 +1,4 @@
-"""What goes to a host that has nothing but Python: the constant command, the boot, this package as a zip file."""
+"""What is sent to a host, which needs only Python: the constant command, the boot, this package as a zip file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 @functools.cache
 def package() -> Package:
-    """Return what is uploaded; the same sources give the same sum."""
+    """Return what is uploaded; the same sources give the same checksum."""
     home = Path(clusterddp.__file__).parent
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         names = {path: path.relative_to(home).as_posix() for path in sorted(home.rglob("*.py"))}
-        names |= {path: f"templates/{path.name}" for path in list_templates()}  # a login node submits jobs
+        names |= {path: f"templates/{path.name}" for path in list_templates()}  # submits on a login node need them
         for path, name in names.items():
             info = zipfile.ZipInfo(f"clusterddp/{name}", date_time=_LONG_AGO)
             info.compress_type = zipfile.ZIP_DEFLATED
@@ -40,7 +40,7 @@ def package() -> Package:
 
 
 def constant_command() -> str:
-    """Return the command that every host is given, whatever the run: one line, for any login shell."""
+    """Return the command that every host runs, the same for all runs: one line, for any login shell."""
     lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
     text = " ".join(line for line in lines if line and not line.startswith("#"))
     assert not set("'!") & set(text)  # csh reads them otherwise

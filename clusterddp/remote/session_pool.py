@@ -1,6 +1,6 @@
-"""Sessions with hosts that are kept open, each in a thread of its own, and opened again when they break.
+"""Keeps sessions with hosts open, each in a thread of its own, and opens a broken one again.
 
-A host that hangs delays no other: a call to many hosts waits for all of them until its timeout, then goes on without.
+A host that hangs delays no other: a call to many hosts returns at its timeout without the results that are missing.
 """
 
 from __future__ import annotations
@@ -16,82 +16,81 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.remote.package import package
-from clusterddp.ssh.network import Network
+from clusterddp.ssh.connector import Connector
 from clusterddp.ssh.session import HostAccess, Session, start_session
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_PER_BASTION = 8
-_LEAVE_S = 1.0
-"""How long a thread may finish the file that it writes."""
+_CLOSE_TIMEOUT_S = 1.0
+"""How long a thread may take to finish the file that it writes."""
 
 Work = Callable[[Session], Any]
 Open = Callable[[HostAccess], Session]
 
 
 class Opener:
-    """Opens sessions, from any thread; hosts on the way are shared by all of them."""
+    """Opens sessions, from any thread; all of them share the connections to jump hosts."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._lock = threading.Lock()
-        self._network = Network(environ, _PER_BASTION)
+        self._connector = Connector(environ)
 
     def __call__(self, access: HostAccess) -> Session:
         """Open a session.
 
         Raises: SshError.
         """
-        network = self._network
+        connector = self._connector
         try:
-            connection = network.connect(access.host, pinned=access.host_key)
+            connection = connector.connect(access.host, pinned=access.host_key)
         except SshError:
-            self._forget(network)
+            self._replace(connector)
             raise
-        with self._lock:  # it is made once, and not in every thread
-            sent = package()
-        session = start_session(connection, access, sent)
+        with self._lock:  # else every thread makes the package
+            made = package()
+        session = start_session(connection, access, made)
         if isinstance(session, SshError):
             raise session
         return session
 
-    def _forget(self, network: Network) -> None:
-        """Start again: a network remembers which host on the way could not be reached."""
+    def _replace(self, failed: Connector) -> None:
+        """Use a new connector from now on: one remembers the error of a jump host and does not try it again."""
         with self._lock:
-            if self._network is not network:
+            if self._connector is not failed:
                 return
-            self._network = Network(self._environ, _PER_BASTION)
-        network.__exit__()
+            self._connector = Connector(self._environ)
+        failed.__exit__()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Our own mistake in a thread; the caller that waits raises it."""
+    """An unexpected error in a thread; the caller that waits raises it."""
 
     error: BaseException
 
 
 @dataclass(kw_only=True)
 class _Host:
-    """One host: what it is asked is done in its thread, one after the other."""
+    """One host: its thread does the work for it, one call after the other."""
 
     access: HostAccess
     open_session: Open
     changed: threading.Condition
-    """Announces a result."""
+    """Notified when there is a result."""
     jobs: queue.SimpleQueue[Work | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
     busy: bool = False
     kind: str = ""
-    """Of the last work."""
+    """The kind of the last work."""
     result: Any = None
-    """Of the last work, until it is collected."""
+    """The result of the last work, until it is collected."""
     session: Session | None = None
     closed: bool = False
     num_failures: int = 0
     last_error: SshError | None = None
     retry_at: float = 0.0
-    """Seconds of the monotonic clock: before that a host that cannot be reached is not tried again."""
+    """Monotonic time in seconds before which a host that cannot be reached is not tried again."""
 
     def post(self, kind: str, work: Work) -> None:
         if self.thread is None:
@@ -101,7 +100,7 @@ class _Host:
         self.jobs.put(work)
 
     def close(self) -> None:
-        """Have the thread end; one that waits for an answer hears that the session is closed."""
+        """End the thread; closing its session interrupts one that waits for an answer."""
         self.closed = True
         self.jobs.put(None)
         if self.busy and self.session is not None:
@@ -120,7 +119,7 @@ class _Host:
         self._drop()
 
     def _do(self, work: Work) -> Any:
-        """Do the work; when the session turns out to be broken, once more with another one."""
+        """Do the work; when the session breaks, do it once more in a new one."""
         while True:
             is_old = self.session is not None
             try:
@@ -160,11 +159,11 @@ class SessionPool:
     def run(
         self, kind: str, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool = False
     ) -> dict[HostAccess, Any]:
-        """Have work done on hosts; return the results that are there when all are done or the time is up.
+        """Do work on hosts; return the results so far when all are done, or at the timeout.
 
-        A host that is still busy with an earlier call is not waited for, and the late result of a call of the same
-        kind is one too; with `anew` it is waited for, and asked again. A host that cannot be reached has an `SshError`
-        for its result, at once while it is too early to try it again.
+        A host that is still busy with an earlier call is not waited for; the late result of an earlier call of the
+        same kind counts as its result. With `anew` it is waited for, and asked again. The result of a host that cannot
+        be reached is an `SshError`, without a new try before its `retry_at`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         hosts = {access: self._host(access) for access in works}
@@ -200,10 +199,10 @@ class SessionPool:
             self._changed.wait_for(lambda: not any(host.busy for host in hosts), timeout_s)
 
     def close(self) -> None:
-        """Let go of all hosts; a thread that still waits for one is left behind."""
+        """Close all sessions; a daemon thread that still waits for a host is not waited for."""
         for host in self._hosts.values():
             host.close()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for host in self._hosts.values():
             if host.thread is not None and host.session is not None:  # one that connects writes nothing
                 host.thread.join(max(0.0, deadline - time.monotonic()))

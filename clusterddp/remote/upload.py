@@ -14,28 +14,29 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Groups, Uploader, Watch, find_groups, results_of
-from clusterddp.ssh.session import Session, ask_all
+from clusterddp.ssh.session import Session
+from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.file_set import FileSet, choose_files, leads_out, list_files, show, to_json
 from clusterddp.wire import build, read_object
 
 _COMPARE_TIMEOUT_S = 120.0
 _SLOW_BYTES_PER_S = 50e6
-"""At least so fast a host reads its own files to sum them up."""
+"""How fast a host reads its own files for checksums, at the least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded:
-    """What is on the hosts now."""
+    """The result of `upload_run`."""
 
     groups: Groups
-    """Hosts that share the directory of what is ours."""
+    """Hosts that share clusterddp's own directory."""
     sent_bytes: int
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a host has of it: numbers of entries."""
+    """A host's comparison of a file set with its own files: indices of the entries in each state."""
 
     place: str
     absent: frozenset[int]
@@ -59,11 +60,11 @@ def upload_run(
     send: Iterable[tuple[str, str]],
     watch: Watch | None = None,
 ) -> Uploaded:
-    """Have on every host what a run needs there; what is there already is not sent.
+    """Upload what a run needs to every host; what a host has already is not sent.
 
     `code`: the snapshot, a directory named by its digest; on the hosts the directory `run_name` then has a copy of it.
-    `send`: (path here, path on the hosts) of data. `watch` is called now and then, by any thread.
-    Raises: ClusterddpError: something cannot be read here, or changes. SshError, PreflightError: hosts refuse it.
+    `send`: (path here, path on the hosts) of data. `watch` receives the progress, in any thread.
+    Raises: ClusterddpError: a file cannot be read here, or changes. SshError, PreflightError: hosts refuse it.
     """
     uploader = Uploader(sessions=sessions, watch=watch)
     groups = find_groups(sessions)
@@ -77,7 +78,7 @@ def upload_run(
 
 
 def upload_code(uploader: Uploader, digest: str, list_code: Callable[[], FileSet], hosts: Iterable[str]) -> None:
-    """Have a snapshot in the stores of hosts; `list_code` is called when one of them lacks it.
+    """Upload a snapshot to the stores of the hosts that lack it; `list_code` lists its files then.
 
     Raises: ClusterddpError: it cannot be read, or changes. SshError, PreflightError: of the hosts.
     """
@@ -89,7 +90,7 @@ def upload_code(uploader: Uploader, digest: str, list_code: Callable[[], FileSet
 
 
 def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:
-    """Have a file or directory at `target` on every host; return what people should know.
+    """Upload a file or directory to `target` on every host; return notes for the user.
 
     Raises: ClusterddpError: it cannot be read. SshError, PreflightError: a host has something else there, or refuses.
     """
@@ -110,7 +111,7 @@ def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:
 
 
 def read_data(path: Path, target: str) -> tuple[str, FileSet]:
-    """Look at data that is to be sent; return the directory on the hosts that it goes into, and the files.
+    """List data to send; return the directory on the hosts that it goes into, and the files.
 
     Raises: ClusterddpError: it cannot be read, or has links that would point nowhere on a host.
     """
@@ -150,20 +151,23 @@ def _compare(files: FileSet, target: str, uploader: Uploader, hosts: list[str]) 
             raise NonsenseError(host, str(error)) from error
         numbers = found.absent | found.unsure | found.changed | found.other
         if not numbers <= frozenset(range(len(files.entries))) or (found.other and not found.in_the_way):
-            raise NonsenseError(host, "it names files that it was not asked about")
+            raise NonsenseError(host, "entries that are not in the list")
         return found
 
     return uploader.at_all(hosts, compare)
 
 
 def _choose_leaders(groups: Iterable[tuple[str, ...]], found: Mapping[str, Found]) -> list[str]:
-    """Of hosts that see the same files take the one that knows most about them; none where one says: all is there."""
+    """Choose one host of each group that shares its storage: the one with the fewest open questions.
+
+    A group is left out when one of its hosts reports that the files are complete.
+    """
     needy = [group for group in groups if not any(found[host].complete for host in group)]
     return [min(group, key=lambda host: (len(found[host].other), len(found[host].unsure))) for group in needy]
 
 
 def _refuse_other(found: Mapping[str, Found], hosts: Iterable[str]) -> None:
-    """Raise what is in the way, before anything is sent to any host."""
+    """Raise for what is in the way, before a file is sent to any host."""
     for host in hosts:
         if found[host].other:
             first, more = found[host].in_the_way[0], len(found[host].other) - 1

@@ -1,4 +1,4 @@
-"""Uploads to several hosts at once: how files are sent, how far that is, and which hosts share their storage."""
+"""Uploads files to several hosts at once, reports the progress, and finds out which hosts share their storage."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.ssh.fan import Fan
-from clusterddp.ssh.session import Session, Upload, ask_all, raise_for
+from clusterddp.ssh.session import Session, Upload
+from clusterddp.ssh.sessions import ask_all, raise_for
 from clusterddp.system.file_set import FileSet
 from clusterddp.system.file_stream import FileStream
 
 _AT_ONCE = 8
-"""To so many hosts files go at the same time."""
+"""How many hosts are sent files at the same time."""
 UPLOAD_TIMEOUT_S = 120.0
-"""How long a host may take to look at what it has, or to store what it has received."""
+"""How long a host may take to compare its files, or to store what it has received."""
 _STEP_BYTES = 1_000_000
 _Result = TypeVar("_Result")
 Groups = tuple[tuple[str, ...], ...]
-"""Hosts that see the same files, together."""
+"""Each group: hosts that share their storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the sending is."""
+    """The progress of an upload."""
 
     sent_bytes: int
     total_bytes: int
     hosts: int
-    """How many something is sent to; hosts that share their files count once."""
+    """How many receive files; a group that shares its storage counts once."""
 
     def __str__(self) -> str:
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
@@ -70,7 +71,9 @@ class Uploader:
                 self.sessions[host].ask("store.put", facts, body=upload, timeout_s=UPLOAD_TIMEOUT_S)
             except SshError as error:
                 if stream.spoiled:
-                    raise ClusterddpError(stream.spoiled[0], hint="submit again when nobody writes to it") from error
+                    raise ClusterddpError(
+                        stream.spoiled[0], hint="submit again when no process writes to it"
+                    ) from error
                 raise
 
         self.at_all(streams, put)
@@ -92,9 +95,9 @@ class Uploader:
                 left.discard(host)
 
         try:
-            results = Fan(list(hosts), call, lambda result: None).results(_AT_ONCE)
+            results = Fan(list(hosts), call).results(_AT_ONCE)
         except BaseException:
-            for host in left:  # an upload in its middle ends only with its connection; the host then drops what it has
+            for host in left:  # only closing its channel interrupts an upload; the host discards what it has received
                 self.sessions[host].channel.close()
             raise
         return results_of(results)
@@ -114,7 +117,7 @@ class Uploader:
 
 
 def find_groups(sessions: Mapping[str, Session], target: str | None = None) -> Groups:
-    """Find out which hosts see the same files where a target is or will be; without one: where everything of ours is.
+    """Find out which hosts share the storage of a target, or of clusterddp's own directory when there is none.
 
     Raises: SshError, PreflightError: a host does not answer.
     """
@@ -131,9 +134,9 @@ def find_groups(sessions: Mapping[str, Session], target: str | None = None) -> G
 
 
 def results_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of hosts, if they are all there.
+    """Return the results when no host has failed.
 
-    Raises: ClusterddpError: one error for all of them.
+    Raises: ClusterddpError: one error for all hosts that failed.
     """
     errors = [result for result in results.values() if isinstance(result, ClusterddpError)]
     raise_for(errors, "cannot be sent what the run needs")

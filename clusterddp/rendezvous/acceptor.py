@@ -1,7 +1,7 @@
-"""Accepts the connections of a listener in a selector: a few in each turn, and none for a moment where it cannot.
+"""Accepts connections on a listener in a selector: a few in each turn, none for 1 s after the kernel had no resources.
 
-Every process that reaches a port may connect as often as it likes. What that costs in one turn is bounded, so that
-heartbeats go on, and refused connections are counted instead of being logged one by one.
+Any process may connect to the port, any number of times. The work of one turn is bounded, so heartbeats go on; refused
+connections are counted and not logged one by one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 PER_TURN = 16
 REST_S = 1.0
-"""How long no connection is accepted after the kernel had no descriptor or memory for one."""
+"""How long no connection is accepted after the kernel had no file descriptor or memory for one."""
 SUMMARY_S = 60.0
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """A listener that does not block; its selector wakes up for it, but not while it rests."""
+    """A listener that never blocks; it is in its selector except during a pause of `REST_S`."""
 
     def __init__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         listener.setblocking(False)
@@ -32,7 +32,7 @@ class Acceptor:
     def accept(self, now: float) -> list[tuple[socket.socket, Any]]:
         """Return the next connections, each with the address of its other end.
 
-        A listener that is ready and cannot accept would wake the selector at once, for ever: it leaves it for a moment.
+        A listener that is ready but cannot accept would wake the selector in a loop, so it leaves the selector then.
         """
         if self._rests_until is not None:
             if now < self._rests_until:
@@ -47,19 +47,19 @@ class Acceptor:
                 if error.errno in _EXHAUSTED:
                     self._selector.unregister(self._listener)
                     self._rests_until = now + REST_S
-                if error.errno != errno.ECONNABORTED:  # else one has gone again, and others may wait behind it
+                if error.errno != errno.ECONNABORTED:  # ECONNABORTED: this one has closed, others may wait
                     break
         return accepted
 
     def close(self) -> None:
-        """Close the listener, whose port refuses connections then."""
+        """Close the listener; its port then refuses connections."""
         if self._rests_until is None:
             self._selector.unregister(self._listener)
         self._listener.close()
 
 
 class Refusals:
-    """Reports refused connections: the first one at once, those that follow as a number every minute."""
+    """Reports refused connections: the first one at once, the following ones as a number once a minute."""
 
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report

@@ -1,7 +1,7 @@
 """The client's side of a rendezvous: it connects to the candidates until a server has authenticated and answered.
 
-Where a server listens may be known, or be one of a few addresses and ports. A stranger on such a port is left alone:
-the client sends nothing but its hello and its proof before the other end has proven that it knows the key.
+The candidates are one or several addresses and ports. Before the other end has proven that it knows the key, the client
+sends only its hello and its proof.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from clusterddp.rendezvous.connection import Connection, Loss, Message, Protocol
 
 ATTEMPT_S = 5.0
-"""How long one attempt may take: the other process may be busy, and its host's network may just have changed."""
+"""How long one attempt may take: the server may be busy, or the network of its host may have changed."""
 WAVE_S = 2.0
-"""How long one address of several may take to answer before the next one is tried."""
+"""How long an address may take to answer before the next one is tried, where there are several."""
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 1.5
 _MAX_BACKOFF_S = 0.5
@@ -31,14 +31,14 @@ Introduce = Callable[[Connection], Message]
 
 
 class Found(NamedTuple):
-    """A server that has authenticated and accepted the client's first message, and what it has answered."""
+    """A server that has authenticated, and its answer to the client's first message."""
 
     connection: Connection
     messages: list[Message]
 
 
 class NotFound(NamedTuple):
-    """The most telling one of the attempts that failed."""
+    """No server was found: the most informative of the failed attempts."""
 
     address: str
     port: int
@@ -46,16 +46,16 @@ class NotFound(NamedTuple):
 
 
 class Attempt:
-    """One attempt to connect, which never blocks; by itself it only asks whether a process listens there."""
+    """One attempt to connect, which never blocks; this class only tests whether a process listens there."""
 
     def __init__(self, address: tuple[Any, ...], now: float, selector: selectors.BaseSelector | None = None) -> None:
-        """`address`: of the socket module, for either version of IP. `selector` wakes up for the attempt."""
+        """`address`: as for `socket.connect`, IPv4 or IPv6. `selector`: the attempt's socket is registered there."""
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.address = address
         self.sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.sock.setblocking(False)
         self.connected = False
-        """True from the moment on at which a process has accepted the connection."""
+        """True once a process has accepted the connection."""
         self._began = now
         self.error = self.sock.connect_ex(address)
         if self.error == errno.EINPROGRESS:
@@ -66,18 +66,18 @@ class Attempt:
 
     @property
     def refused(self) -> bool:
-        """True when the host answers and no process listens there."""
+        """True when the host answers that no process listens there."""
         return self.error == errno.ECONNREFUSED
 
     @property
     def loss(self) -> Loss:
-        """Say why the attempt failed."""
+        """Why the attempt failed."""
         if not self.error:
             return _NO_ANSWER
         return Loss("refused" if self.refused else "broken", os.strerror(self.error))
 
     def look(self, now: float) -> Found | None:
-        """Go on; return the connection once the server has answered."""
+        """Continue the attempt; return the connection once the server has answered."""
         if self.connected or self.error:
             return None
         self.error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -87,7 +87,7 @@ class Attempt:
         return None
 
     def is_over(self, now: float) -> bool:
-        """Say whether the attempt has nothing more to wait for."""
+        """Return whether the attempt has nothing left to wait for."""
         return self.error != 0 or self.connected or now - self._began > ATTEMPT_S
 
     def close(self) -> None:
@@ -148,9 +148,9 @@ class AuthenticatedAttempt(Attempt):
 
 
 class Search:
-    """Looks for the server among candidates, all ports of one address at the same time, and never blocks.
+    """Tries the candidates, all ports of one address at the same time, and never blocks.
 
-    After a server has answered that it is not the one, `find` goes on with the other candidates.
+    After `reject` of a server that is another one, `find` continues with the other candidates.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Search:
         introduce: Introduce,
         selector: selectors.BaseSelector,
     ) -> None:
-        """`addresses` lists the candidates' addresses, in order; it is asked again before each round."""
+        """`addresses` returns the candidates' addresses, in order; it is called again before each round."""
         self.failure: NotFound | None = None
         self.answered = False
         """True once a process has accepted a connection."""
@@ -180,7 +180,7 @@ class Search:
         self._backoff_s = _BACKOFF_S
 
     def find(self, now: float) -> Found | None:
-        """Go on; return the next server that has answered."""
+        """Continue the attempts; return the next server that has answered."""
         for attempt in list(self._attempts):
             found = attempt.look(now)
             self.answered |= attempt.connected
@@ -197,9 +197,9 @@ class Search:
         return None
 
     def wait(self, deadline: float) -> Found | NotFound | None:
-        """Wait until a server has answered, a lone candidate's key or version is another one, or the time is up.
+        """Wait until a server has answered, the only candidate has another key or version, or the deadline passes.
 
-        `deadline`: of `time.monotonic`. Return None when there was no attempt: no name of a candidate is known.
+        `deadline`: of `time.monotonic`. Return None when there was no attempt: no candidate's name resolves.
         """
         while True:
             now = time.monotonic()
@@ -214,13 +214,13 @@ class Search:
             self._selector.select(min(0.1, deadline - now))
 
     def reject(self, found: Found, loss: Loss) -> None:
-        """Close the connection to a server that is not the one, and keep why; `find` goes on with the others."""
+        """Close the connection to a server that is another one, and keep the reason; `find` tries the others."""
         address, port = found.connection.peer_address, found.connection.peer_port
         self.failure = NotFound(address, port, loss)
         found.connection.close()
 
     def close(self) -> None:
-        """End all attempts that are under way."""
+        """End all attempts."""
         for attempt in self._attempts:
             attempt.close()
         self._attempts.clear()
@@ -241,13 +241,13 @@ class Search:
                     (address, port), now, self._selector,
                     protocol=self._protocol, key=self._key, introduce=self._introduce,
                 )  # fmt: skip
-            except OSError as error:  # no descriptor is left, or the address is none
+            except OSError as error:  # no file descriptor is left, or the address is invalid
                 self.failure = NotFound(address, port, Loss("broken", error.strerror or str(error)))
             else:
                 self._attempts.append(attempt)
 
     def _fail(self, attempt: AuthenticatedAttempt) -> None:
-        """End an attempt, and keep why it failed, unless the other ports of an address only refuse connections."""
+        """End an attempt and keep its failure; a refusal counts only for the first port of an address."""
         self._attempts.remove(attempt)
         address, port = attempt.address[:2]
         if port == self._ports[0] or not attempt.refused:

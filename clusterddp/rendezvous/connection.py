@@ -1,7 +1,7 @@
 """A connection between two processes of clusterddp: messages as signed lines over TCP, after one handshake.
 
-Whatever the protocol, a connection never blocks, buffers a limited number of bytes in each direction, and says by a
-`Loss` why it can no longer be used. A message waits until the other end is authenticated (handshake.py).
+In every protocol a connection never blocks, and buffers a limited number of bytes in each direction; a `Loss` names why
+it is lost. A message waits until the other end is authenticated (handshake.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from clusterddp.rendezvous.handshake import Role, Signer, UnprovenError, Version
 from clusterddp.wire import build
 
 _MAX_UNPROVEN = 4 * 1024
-"""Bytes that are kept of a stranger."""
+"""The largest buffer, in bytes, for an end that is not authenticated."""
 _MAX_UNSENT = 8 * 1024 * 1024
 _READ_BYTES = 65536
 _MAX_READS = 32
-"""In one turn."""
+"""The most reads in one turn."""
 
 Message = dict[str, Any]
 """`{"kind": ..., facts}`."""
@@ -37,12 +37,12 @@ class Protocol:
 
     name: str
     key: str
-    """What the key is called, in messages for people."""
+    """The name of the key in error messages."""
     max_bytes_to_server: int
-    """Of one message."""
+    """The size limit of one message."""
     max_bytes_to_client: int
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Kind -> key -> type, of messages that are checked as they arrive; others are checked by their reader."""
+    """Kind -> key -> type, for messages that are checked on arrival; the reader checks the others."""
 
 
 LossKind = Literal[
@@ -63,7 +63,7 @@ LossKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why a connection, or the process at its other end, is lost; `text` completes a sentence about it."""
+    """Why a connection or the process at its other end is lost; `text` is a clause for an error message."""
 
     kind: LossKind
     text: str
@@ -74,8 +74,8 @@ class Loss:
 
 CLOSED = Loss("closed", "the connection was closed")
 HOST_SILENT = Loss("host_silent", "its host does not answer")
-"""The other host, and not only a process there, is silent."""
-NOT_OURS = Loss("stranger", "it sent something that is no message of this protocol")
+"""The host does not answer, not only a process there."""
+NOT_OURS = Loss("stranger", "it sent data that is no message of this protocol")
 
 
 def no_key(protocol: Protocol) -> Loss:
@@ -95,7 +95,7 @@ class Connection:
         now: float,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
-        """`selector`: one that knows the socket; it forgets it when the connection is closed."""
+        """`selector`: the socket is registered there; `close` unregisters it."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -104,7 +104,7 @@ class Connection:
         self.lost: Loss | None = None
         self.opened = self.last_received = now
         self.peer_address, self.peer_port, self.own_address = "", 0, ""
-        with contextlib.suppress(OSError):  # it has gone, which the next turn finds
+        with contextlib.suppress(OSError):  # it is closed already, which the next turn detects
             self.peer_address, self.peer_port = plain_address(str(sock.getpeername()[0])), sock.getpeername()[1]
             self.own_address = plain_address(str(sock.getsockname()[0]))
         self._protocol = protocol
@@ -129,7 +129,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> bool:
-        """Hand to the kernel what it takes now; True when nothing is left."""
+        """Write what the kernel accepts now; return True when nothing is left."""
         try:
             while self._unsent and self.lost is None:
                 self._unsent = self._unsent[self.sock.send(self._unsent) :]
@@ -164,7 +164,7 @@ class Connection:
         return messages
 
     def wait(self, deadline: float) -> list[Message]:
-        """Wait for messages until a time of `time.monotonic`; none: see `lost`, else the time is up."""
+        """Wait for messages until `deadline` (`time.monotonic`); return [] when it passes or the connection is lost."""
         while True:
             messages = self.receive(time.monotonic())
             left_s = deadline - time.monotonic()
@@ -197,7 +197,7 @@ class Connection:
             if len(rest) > self._limit:
                 raise ValueError("a line without an end")
         except UnprovenError:
-            self.flush()  # with our proof, so that the other end knows it as well
+            self.flush()  # sends this end's proof, so that the other end finds the same error
             self._forget(no_key(self._protocol) if not self.proven else NOT_OURS)
         except VersionError as error:
             self._forget(Loss("version", str(error)))
@@ -228,7 +228,7 @@ class Connection:
 
 
 def flush_all(connections: Iterable[Connection], within_s: float) -> None:
-    """Wait until the kernel has taken what was sent, but no longer than this."""
+    """Wait until the kernel has accepted what was sent, for `within_s` at the most."""
     deadline = time.monotonic() + within_s
     unsent = list(connections)
     while (unsent := [each for each in unsent if not each.flush()]) and time.monotonic() < deadline:
@@ -236,14 +236,14 @@ def flush_all(connections: Iterable[Connection], within_s: float) -> None:
 
 
 def refusal(error: ClusterddpError) -> Message:
-    """Make the message that refuses the other end; every protocol has it."""
+    """Make the message that refuses the other end, the same in every protocol."""
     return {"kind": "refused", "reason": error.message, "hint": error.hint}
 
 
 def raise_if_refused(message: Message) -> None:
-    """Raise what the other end refuses with.
+    """Raise the other end's refusal, if the message is one.
 
-    Raises: PreflightError: it refuses.
+    Raises: PreflightError: the other end refuses.
     """
     if message["kind"] == "refused":
         hint = message.get("hint")

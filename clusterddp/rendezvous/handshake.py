@@ -1,11 +1,11 @@
-"""Proof that both ends of a connection know one key, and the signatures of all messages that follow.
+"""The handshake, in which both ends of a connection prove that they know a key; and the signatures of all messages.
 
 1. Each end sends an unsigned hello: `{"clusterddp": PROTOCOL, "version": VERSION, "nonce": NONCE}`.
 2. Every later line is `<mac> <JSON>`. The mac is the HMAC-SHA256, under the key, of both nonces, the sender's role, the
    number of the line and the JSON. The first such line is `{}`: it proves that its sender knows the key.
 
-So no line can be sent by another process, on another connection, in the other direction, or twice. Lines are signed
-and not encrypted. With an empty key the same lines are exchanged and prove nothing.
+So a line is valid once, on one connection, in one direction, and only a process with the key can make it. Lines are not
+encrypted. With an empty key the same lines are exchanged and prove nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clusterddp.wire import build, read_object
 JOIN_KEY = "CLUSTERDDP_JOIN_KEY"
 """The variable that holds the key, for `join` and `worker`."""
 VERSION = 3
-"""Of the handshake and of all messages; both ends need the same."""
+"""The version of the handshake and of all messages; both ends need the same."""
 _NONCE_LEN = 32
 
 Role = Literal["server", "client"]
@@ -36,7 +36,7 @@ class VersionError(ValueError):
 
 
 class Signer:
-    """One end of a signed connection; it has no socket."""
+    """Signs and checks the lines of one end of a connection; it has no socket."""
 
     def __init__(self, protocol: str, key: str, role: Role) -> None:
         self._protocol = protocol
@@ -58,8 +58,8 @@ class Signer:
 
     def hello(self) -> bytes:
         """Return the first line, which is not signed."""
-        words = {"clusterddp": self._protocol, "version": VERSION, "nonce": self._nonce}
-        return json.dumps(words).encode() + b"\n"
+        hello = {"clusterddp": self._protocol, "version": VERSION, "nonce": self._nonce}
+        return json.dumps(hello).encode() + b"\n"
 
     def meet(self, line: bytes) -> None:
         """Read the other end's hello.
@@ -98,11 +98,11 @@ class Signer:
         return read_object(body)
 
     def digest(self, text: str) -> str:
-        """Return what both ends compute of one text; a third party without the key learns nothing of the text."""
+        """Return a digest that both ends compute alike; it reveals nothing of the text to a process without the key."""
         return hmac.new(self._key, b"%s digest %s" % (self._both, text.encode()), hashlib.sha256).hexdigest()
 
     def mask(self, secret: str) -> str:
-        """Hide a token, in hex, from those who do not know the key, or uncover it again."""
+        """Encrypt a token (hex) with a pad from the key; a second call decrypts it."""
         pad = hmac.new(self._key, b"%s secret" % self._both, hashlib.sha256).digest()
         return bytes(a ^ b for a, b in zip(bytes.fromhex(secret), pad, strict=False)).hex()
 

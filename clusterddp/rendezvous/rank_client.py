@@ -1,4 +1,4 @@
-"""How a rank meets rank 0: it connects to where rank 0 should listen until it is accepted, refused, or out of time."""
+"""The rendezvous of ranks, on all ranks but 0: connects to rank 0 until it accepts or refuses, or the time is up."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from clusterddp.rendezvous.rank_messages import RANKS, RankHello
 
 _DECISION_S = 300.0
 """How long rank 0 may take to make the run's directory, once all ranks have been counted."""
-_VERDICT_S = 5.0
-"""How long rank 0's verdict may take that is due when our time is up."""
-_NO_RANK_0 = Loss("stranger", "something else than rank 0 answers there, or the gang has started without this rank")
+_EXTRA_S = 5.0
+"""How long rank 0's decision may take that is due when this rank's time is up."""
+_NO_RANK_0 = Loss("stranger", "another program than rank 0 answers there, or the gang has started without this rank")
 _OTHER_JOB = Loss("failed", "the ranks of another job meet there")
-_NO_VERDICT = Loss("failed", "rank 0 was there and has sent no verdict")
-_NO_KEY = Loss("unproven", f"what answers there does not know the same {JOIN_KEY}")
+_NO_DECISION = Loss("failed", "rank 0 has accepted the connection and sent no decision")
+_NO_KEY = Loss("unproven", f"the process that answers there does not know the same {JOIN_KEY}")
 
 
 def meet_rank_0(
     launched: Launched, own: RankHello, ports: Sequence[int], *, deadline: float, timeout_s: float, key: str
 ) -> dict[str, Any]:
-    """Meet rank 0; return what it has decided.
+    """Connect to rank 0; return its decision.
 
     Raises: PreflightError: rank 0 refuses, or cannot be reached in time.
     """
@@ -42,7 +42,7 @@ def meet_rank_0(
 def ask_rank_0(
     hosts: Sequence[str], own: RankHello, ports: Sequence[int], deadline: float, key: str
 ) -> dict[str, Any] | NotFound | None:
-    """Look for rank 0 until the deadline; return what it has decided, or why it was not found.
+    """Look for rank 0 until the deadline; return its decision, or why it was not found.
 
     Raises: PreflightError: rank 0 refuses the gang.
     """
@@ -58,18 +58,18 @@ def ask_rank_0(
         search = Search(list_addresses, ports, protocol=RANKS, key=key, introduce=introduce, selector=selector)
         try:
             while isinstance(found := search.wait(deadline), Found):
-                verdict = _await_verdict(found, deadline)
-                if not isinstance(verdict, Loss):
+                decision = _await_decision(found, deadline)
+                if not isinstance(decision, Loss):
                     found.connection.close()
-                    return verdict
-                search.reject(found, verdict)
+                    return decision
+                search.reject(found, decision)
         finally:
             search.close()
     return found
 
 
-def _await_verdict(found: Found, deadline: float) -> dict[str, Any] | Loss:
-    """Stay connected until rank 0 has counted all ranks; return what it has decided, or why this is not rank 0.
+def _await_decision(found: Found, deadline: float) -> dict[str, Any] | Loss:
+    """Wait until rank 0 has counted all ranks; return its decision, or why this server is not rank 0.
 
     Raises: PreflightError: rank 0 refuses the gang.
     """
@@ -84,19 +84,19 @@ def _await_verdict(found: Found, deadline: float) -> dict[str, Any] | Loss:
                 return _OTHER_JOB
             if message["kind"] == "complete":
                 deadline = time.monotonic() + _DECISION_S
-        messages = connection.wait(deadline + _VERDICT_S)
-    return _NO_VERDICT
+        messages = connection.wait(deadline + _EXTRA_S)
+    return _NO_DECISION
 
 
 def _unreached(
     launched: Launched, own: RankHello, ports: Sequence[int], failure: NotFound | None, timeout_s: float
 ) -> PreflightError:
-    told = launched.told
-    address = f"{told['MASTER_ADDR'].origin}" if "MASTER_ADDR" in told else "the launcher"
-    port = told["MASTER_PORT"].origin if "MASTER_PORT" in told and not launched.port_is_taken else "the job's name"
-    few = launched.master_addrs[:4]
-    where = " or ".join(few) + (" or elsewhere" if launched.master_addrs[4:] else "")
-    many = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+    master_addr, master_port = launched.variables.get("MASTER_ADDR"), launched.variables.get("MASTER_PORT")
+    address_from = master_addr.origin if master_addr else "the launcher"
+    port_from = master_port.origin if master_port and not launched.port_is_taken else "the job's name"
+    more = " or other addresses" if launched.master_addrs[4:] else ""
+    where = " or ".join(launched.master_addrs[:4]) + more
+    port = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
     hint = "rank 0 is not started, or that is another machine's address, or a firewall closes the port"
     found = "no attempt was made"
     if failure is not None:
@@ -105,7 +105,7 @@ def _unreached(
         if failure.loss.kind == "unproven":
             hint = f"{JOIN_KEY} has to have the same value for all ranks, or be set for none"
     return PreflightError(
-        f"{own.name} did not reach rank 0 at {where} (from {address}), {many} (from {port}), "
+        f"{own.name} did not reach rank 0 at {where} (from {address_from}), {port} (from {port_from}), "
         f"within {timeout_s:g} s; {found}",
         hint=hint,
     )

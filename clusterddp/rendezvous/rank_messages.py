@@ -1,4 +1,4 @@
-"""What ranks send to each other when they meet, and what keeps one of them from being part of the gang."""
+"""The messages of the rendezvous of ranks, and the checks that a rank belongs to the gang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = Protocol(name="worker", key=JOIN_KEY, max_bytes_to_server=10_000, max_by
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHello:
-    """How a rank introduces itself."""
+    """The first message of a rank."""
 
     rank: int
     world_size: int
@@ -30,24 +30,24 @@ class RankHello:
     """The variable that has the world size."""
     host: str
     machine: str
-    """The same for two names of one machine; differs for two machines of one name."""
+    """An id of the machine: the same for two host names of one machine."""
     pid: int
     spec: str
-    """The sha256 of the spec as it was read here, overrides included."""
+    """The sha256 of the spec that this rank has read, with overrides."""
     torch: str
-    """Its version; empty: it is not installed."""
+    """The version of torch; empty: it is not installed."""
     python: str
     local_rank: int | None = None
     gpus: int = 0
-    """How many this rank sees."""
+    """How many GPUs this rank sees."""
     links: dict[str, int] = field(default_factory=dict)
-    """Of its host, where it has GPUs; see `tell_links`."""
+    """The links of its host, where it has GPUs; see `report_links`."""
     identity: str = ""
-    """Of the job, where the port was not given; another job's ranks may connect to the same port."""
+    """The job's identity, where no port was given: ranks of another job may connect to the same port."""
     left_s: float = 0.0
-    """How long this rank still waits."""
+    """How long this rank still waits, in seconds."""
     nonce: str = ""
-    """Of the process."""
+    """A random id of the process."""
 
     @property
     def name(self) -> str:
@@ -55,14 +55,14 @@ class RankHello:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where it is: ranks with the same are on one node."""
+        """The node of this rank: equal for the ranks of one node."""
         return self.host, self.machine
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankHello:
-        """Rebuild what a rank has sent.
+        """Read a rank's first message.
 
-        Raises: ValueError: it is no such thing.
+        Raises: ValueError: it is not one.
         """
         hello: RankHello = build(cls, data, "hello")
         if min(hello.rank, hello.world_size, hello.pid) < 0:
@@ -74,22 +74,22 @@ class RankHello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksMet:
-    """All ranks of the gang, as rank 0 has counted them."""
+    """All ranks of the gang, once rank 0 has counted them."""
 
     hellos: tuple[RankHello, ...]
     """By rank."""
     reached: str
-    """The address of rank 0's host at which the others have reached it."""
+    """The address at which most other ranks have reached rank 0."""
     port: int
-    """Where rank 0 listened."""
+    """The port on which rank 0 listened."""
 
 
 Decide = Callable[[RanksMet], dict[str, Any]]
-"""Makes of the ranks that have met what rank 0 sends to all of them."""
+"""Makes rank 0's decision, which all ranks receive."""
 
 
 def introduce_rank(*, rank: int, world_size: int, world_size_from: str, spec: str, **rest: Any) -> RankHello:
-    """Introduce this process; torch is looked up and not imported."""
+    """Make this process's first message; torch's version is read without an import of torch."""
     return RankHello(
         rank=rank,
         world_size=world_size,
@@ -106,7 +106,7 @@ def introduce_rank(*, rank: int, world_size: int, world_size_from: str, spec: st
 
 
 def find_mismatch(own: RankHello, other: RankHello) -> PreflightError | None:
-    """Say what keeps a rank from being part of rank 0's gang; `own` is rank 0's."""
+    """Return why a rank does not match rank 0's gang, or None; `own` is rank 0's."""
     if other.world_size != own.world_size or other.rank >= own.world_size:
         return PreflightError(
             f"{other.name} was started for {other.world_size} ranks ({other.world_size_from}), "
@@ -115,8 +115,7 @@ def find_mismatch(own: RankHello, other: RankHello) -> PreflightError | None:
         )
     if other.spec != own.spec:
         return PreflightError(
-            f"{other.name} reads another spec than {own.name}: its sum is {other.spec[:12]}, "
-            f"there it is {own.spec[:12]}",
+            f"{other.name} reads another spec than {own.name}: the checksums are {other.spec[:12]} and {own.spec[:12]}",
             hint="the file and the KEY=VALUE arguments, CLUSTERDDP__* and profiles have to be the same",
         )
     if other.torch != own.torch:
@@ -128,7 +127,7 @@ def find_mismatch(own: RankHello, other: RankHello) -> PreflightError | None:
 
 
 def find_twin(earlier: RankHello, later: RankHello) -> PreflightError | None:
-    """Say that two processes have the same rank, or the same local rank on one host."""
+    """Return an error when two processes have the same rank, or the same local rank on one host; else None."""
     if earlier.rank == later.rank:
         return PreflightError(
             f"rank {later.rank} was started twice: on {earlier.host} (process {earlier.pid}) and on {later.host} "

@@ -1,4 +1,4 @@
-"""How rank 0 meets the other ranks: it listens, counts each rank that comes, and sends all of them the verdict."""
+"""The rendezvous of ranks, on rank 0: it listens, counts the ranks that connect, and sends its decision to all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from clusterddp.rendezvous.connection import Message, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.rendezvous.rank_client import ask_rank_0
 from clusterddp.rendezvous.rank_messages import RANKS, Decide, RankHello, RanksMet, find_mismatch, find_twin
-from clusterddp.rendezvous.server import Arrival, Member, Members, refuse
+from clusterddp.rendezvous.server import Arrival, Participant, Participants, refuse
 
 LINGER_S = 10.0
-"""How long rank 0 stays to refuse latecomers."""
+"""How long rank 0 still accepts and refuses late ranks after a failure."""
 _FLUSH_S = 5.0
 
 
@@ -51,7 +51,7 @@ def serve_ranks(
 
 
 class RankServer:
-    """The ranks that have come to rank 0."""
+    """Rank 0's server, and the ranks that have connected to it."""
 
     def __init__(self, listener: socket.socket, launched: Launched, own: RankHello, deadline: float, key: str) -> None:
         self._port = int(listener.getsockname()[1])
@@ -59,34 +59,34 @@ class RankServer:
         self._own = own
         self._deadline = deadline
         self._left: dict[int, RankHello] = {}
-        """Ranks that came and have left again."""
+        """Ranks that were counted and have disconnected."""
         self._reached: Counter[str] = Counter()
         """The addresses at which ranks of other hosts have reached this one."""
         self._reached_locally: list[str] = []
-        self._members: Members[RankHello] = Members(
+        self._participants: Participants[RankHello] = Participants(
             listener, protocol=RANKS, key=key, num_expected=launched.world_size, report=lambda refused: None
         )
-        self._elsewhere = _Elsewhere(launched, own, self._port, deadline, key)
+        self._address_check = _AddressCheck(launched, own, self._port, deadline, key)
 
     def close(self) -> None:
         """Close all connections; the listener stays open for torch's store."""
-        self._members.close(_FLUSH_S)
+        self._participants.close(_FLUSH_S)
 
     def await_all(self, timeout_s: float) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has connected.
 
-        Raises: PreflightError: one does not fit, or does not come in time.
+        Raises: PreflightError: a rank does not match this gang, or does not connect in time.
         """
-        while len(self._members.by_number) + 1 < self._launched.world_size:
-            if self._elsewhere.error:
-                raise self._elsewhere.error
+        while len(self._participants.by_number) + 1 < self._launched.world_size:
+            if self._address_check.error:
+                raise self._address_check.error
             if time.monotonic() >= self._deadline:
-                raise self._absence(timeout_s)
-            for member in self.take_turn():
-                self._admit(member)
+                raise self._missing_ranks(timeout_s)
+            for participant in self.take_turn():
+                self._admit(participant)
 
     def met(self) -> RanksMet:
-        hellos = {0: self._own} | {rank: member.introduction for rank, member in self._members.by_number.items()}
+        hellos = {0: self._own} | {rank: each.introduction for rank, each in self._participants.by_number.items()}
         reached = self._reached or Counter(self._reached_locally)
         return RanksMet(
             hellos=tuple(hellos[rank] for rank in sorted(hellos)),
@@ -95,54 +95,54 @@ class RankServer:
         )
 
     def send_all(self, message: Message) -> None:
-        self._members.send_all(message)
+        self._participants.send_all(message)
 
     def refuse_all(self, error: ClusterddpError) -> None:
-        """Send all ranks, and for a moment also those that come too late, why there is no gang."""
-        refused = set(self._members.by_number)
+        """Send all ranks the error that ends the gang, and for `LINGER_S` also those that connect late."""
+        refused = set(self._participants.by_number)
         self.send_all(refusal(error))
         until = time.monotonic() + LINGER_S
         while len(refused) + 1 < self._launched.world_size and time.monotonic() < until:
-            for member in self.take_turn():
-                refuse(member.connection, error)
-                refused.add(member.introduction.rank)
+            for participant in self.take_turn():
+                refuse(participant.connection, error)
+                refused.add(participant.introduction.rank)
 
-    def take_turn(self, wait_s: float = 0.2) -> list[Member[RankHello]]:
-        """Wait a moment; return the ranks that have introduced themselves."""
-        arrivals, left = self._members.take_turn(wait_s)
-        self._left |= {rank: member.introduction for rank, member in left.items()}
-        introduced = [self._introduced(arrival) for arrival in arrivals]
-        return [member for member in introduced if member is not None]
+    def take_turn(self, wait_s: float = 0.2) -> list[Participant[RankHello]]:
+        """Wait up to `wait_s`; return the ranks that have introduced themselves."""
+        arrivals, left = self._participants.take_turn(wait_s)
+        self._left |= {rank: participant.introduction for rank, participant in left.items()}
+        introduced = [self._read_introduction(arrival) for arrival in arrivals]
+        return [participant for participant in introduced if participant is not None]
 
-    def _introduced(self, arrival: Arrival) -> Member[RankHello] | None:
-        """Read how a client introduces itself; None: it is no rank of this job."""
+    def _read_introduction(self, arrival: Arrival) -> Participant[RankHello] | None:
+        """Read the introduction of a client; None: it is no rank of this job."""
         connection, message = arrival
         try:
             hello = RankHello.from_json(message)
         except ValueError:
             connection.close()
             return None
-        if hello.nonce == self._own.nonce:  # a name that is no address of this host leads here all the same
-            self._elsewhere.found = ""
+        if hello.nonce == self._own.nonce:  # MASTER_ADDR is no address of this host, but leads here, as behind NAT
+            self._address_check.found = ""
         elif hello.identity == self._own.identity:
-            return Member(connection, hello)
+            return Participant(connection, hello)
         connection.send({"kind": "other_job"})
         connection.close()
         return None
 
-    def _admit(self, member: Member[RankHello]) -> None:
+    def _admit(self, participant: Participant[RankHello]) -> None:
         """Count a rank.
 
-        Raises: PreflightError: there can be no gang with it.
+        Raises: PreflightError: it does not match the other ranks.
         """
-        connection, hello = member.connection, member.introduction
+        connection, hello = participant.connection, participant.introduction
         error = find_mismatch(self._own, hello)
-        for other in [self._own, *(each.introduction for each in self._members.by_number.values())]:
+        for other in [self._own, *(each.introduction for each in self._participants.by_number.values())]:
             error = error or find_twin(other, hello)
         if error:
             refuse(connection, error)
             raise error
-        self._members.by_number[hello.rank] = member
+        self._participants.by_number[hello.rank] = participant
         self._left.pop(hello.rank, None)
         if hello.place == self._own.place:
             self._reached_locally.append(connection.own_address)
@@ -151,40 +151,40 @@ class RankServer:
         self._deadline = min(self._deadline, time.monotonic() + max(0.0, float(hello.left_s)))
         connection.send({"kind": "welcome"})
 
-    def _absence(self, timeout_s: float) -> PreflightError:
-        """Name the ranks that are missing and those that are here, so that the missing machine is known."""
+    def _missing_ranks(self, timeout_s: float) -> PreflightError:
+        """Make the error that names the missing ranks, and the connected ones, which show the missing machine."""
         size = self._launched.world_size
-        missing = [rank for rank in range(1, size) if rank not in self._members.by_number]
+        missing = [rank for rank in range(1, size) if rank not in self._participants.by_number]
         hosts: dict[str, list[int]] = {self._own.host: [0]}
-        for rank, member in sorted(self._members.by_number.items()):
-            hosts.setdefault(member.introduction.host, []).append(rank)
+        for rank, participant in sorted(self._participants.by_number.items()):
+            hosts.setdefault(participant.introduction.host, []).append(rank)
         here = "; ".join(f"{spell_ranks(ranks)} on {host}" for host, ranks in hosts.items())
-        gone = "".join(f"; {hello.name} came and left again" for hello in self._left.values())
-        if self._members.server.unproven:
-            address, count = self._members.server.unproven.most_common(1)[0]
+        gone = "".join(f"; {hello.name} had connected and has disconnected" for hello in self._left.values())
+        if self._participants.server.unproven:
+            address, count = self._participants.server.unproven.most_common(1)[0]
             gone += f"; {count} connections from {address} did not know the same {JOIN_KEY}"
-        astray = self._elsewhere.found
+        other_address = self._address_check.found
         return PreflightError(
-            f"{spell_ranks(missing)} of {size} did not come to {self._own.host}, port {self._port}, "
-            f"within {timeout_s:g} s (here: {here}{gone})" + (f"; {astray}" if astray else ""),
+            f"{spell_ranks(missing)} of {size} did not connect to {self._own.host}, port {self._port}, "
+            f"within {timeout_s:g} s (here: {here}{gone})" + (f"; {other_address}" if other_address else ""),
             hint="look at the output of those ranks; network.start_timeout waits longer",
         )
 
 
-class _Elsewhere:
-    """Looks where MASTER_ADDR leads when that is not here: there may be another rank 0, or no process."""
+class _AddressCheck:
+    """Connects to MASTER_ADDR when that is not this host: another rank 0 may listen there, or no process."""
 
     def __init__(self, launched: Launched, own: RankHello, port: int, deadline: float, key: str) -> None:
         self.error: PreflightError | None = None
         self.found = ""
         elsewhere = [address for address in launched.master_addrs if not _is_here(address)]
         if elsewhere and len(elsewhere) == len(launched.master_addrs):
-            origin = launched.told["MASTER_ADDR"].origin if "MASTER_ADDR" in launched.told else "the launcher"
+            origin = launched.variables["MASTER_ADDR"].origin if "MASTER_ADDR" in launched.variables else "the launcher"
             self.found = f"{elsewhere[0]} (from {origin}) is no address of {own.host}, where rank 0 is"
-            look = threading.Thread(target=self._look, args=(elsewhere[0], own, port, deadline, key), daemon=True)
-            look.start()
+            arguments = (elsewhere[0], own, port, deadline, key)
+            threading.Thread(target=self._connect, args=arguments, daemon=True).start()
 
-    def _look(self, address: str, own: RankHello, port: int, deadline: float, key: str) -> None:
+    def _connect(self, address: str, own: RankHello, port: int, deadline: float, key: str) -> None:
         try:
             ask_rank_0([address], own, [port], deadline, key)
         except PreflightError as error:
@@ -192,7 +192,7 @@ class _Elsewhere:
 
 
 def _is_here(address: str) -> bool:
-    """Say whether this host has an address, or the one that a name means."""
+    """Return whether an address, or one that a name resolves to, is this host's."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,9 +1,9 @@
 """The rendezvous of ranks that another launcher starts: over TCP, before torch is imported.
 
-Whatever keeps a gang from coming together ends every rank that came, with one error that names the machine and the
-value, instead of a hang in init_process_group. Rank 0 is the server (rank_server.py), every other rank a client
-(rank_client.py). With a key both sides prove that they know it before anything of the run is sent. Without one no
-process is authenticated: the rendezvous then guards against mistakes, as torch's own store behind it does.
+When the gang is not complete or does not match, every rank that has connected ends with the same error, which names the
+machine and the value, instead of a hang in init_process_group. Rank 0 is the server (rank_server.py), every other rank
+a client (rank_client.py). With a key both sides prove that they know it before they send data of the run. Without one
+no process is authenticated: the rendezvous then detects mistakes only, and torch's own store does no more.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from clusterddp.rendezvous.rank_server import serve_ranks
 DEFAULT_TIMEOUT_S = 120.0
 """How long ranks wait for each other where the spec does not say (network.start_timeout)."""
 IN_USE_S = 10.0
-"""How long a port may be in use: by an earlier start that is just ending."""
+"""How long to retry while a port is in use: an earlier start may just be ending."""
 _PORTS = 8
-"""How many ports rank 0 tries where none is given."""
+"""How many ports rank 0 tries when none is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterPort:
-    """Where rank 0 listens: for the rendezvous, and afterwards for torch's store.
+    """The port on which rank 0 listens: for this rendezvous, then for torch's store.
 
-    `holder` keeps the port, without listening, for the program that binds it afterwards (network/port.py).
+    `holder` reserves the port, without listening, for a program that binds it later (network/port.py).
     """
 
     listener: socket.socket
     holder: socket.socket
 
     def keep_over_exec(self, *, listening: bool) -> dict[str, str]:
-        """Let the port be held by the program that this process becomes; return the variables that pass it on.
+        """Keep the port open in the program that this process executes; return the variables for it.
 
-        `listening`: its store takes over the listener (node/store_listener.py); else it binds the port itself.
+        `listening`: its store takes over the listener (node/store_listener.py); otherwise it binds the port itself.
         """
         kept, closed = (self.listener, self.holder) if listening else (self.holder, self.listener)
         closed.close()
@@ -56,11 +56,11 @@ class MasterPort:
 def meet_ranks(
     launched: Launched, own: RankHello, decide: Decide, timeout_s: float, key: str = ""
 ) -> tuple[dict[str, Any], MasterPort | None]:
-    """Meet the other ranks; return what rank 0 has decided, and on rank 0 the port, which it still holds.
+    """Meet the other ranks; return rank 0's decision, and on rank 0 the port, which is still open.
 
-    `key`: what all ranks have to know; empty: nothing.
+    `key`: the key that all ranks have; empty: none.
 
-    Raises: PreflightError: the gang does not come together; all ranks that came receive the same error.
+    Raises: PreflightError: the gang is not complete or does not match; all connected ranks raise the same error.
     """
     deadline = time.monotonic() + timeout_s
     if launched.world_size == 1:
@@ -76,7 +76,7 @@ def meet_ranks(
 
 
 def _ports(launched: Launched) -> list[int]:
-    """List where rank 0 may listen: at the master's port itself, unless torchrun's agent does."""
+    """List the ports on which rank 0 may listen: the master port, unless torchrun's agent listens there."""
     if launched.master_port is not None and not launched.port_is_taken:
         return [launched.master_port]
     return walk_ports(f"{launched.identity}:{launched.start}", _PORTS)
@@ -87,7 +87,7 @@ def _open_master_port(
 ) -> MasterPort:
     """Listen on the first port that is free.
 
-    Raises: PreflightError: none is, or another rank 0 listens there.
+    Raises: PreflightError: no port is free, or another rank 0 listens there.
     """
     until = min(deadline, time.monotonic() + IN_USE_S)
     while True:
@@ -98,7 +98,7 @@ def _open_master_port(
         if len(ports) == 1:  # raises, if it is another rank 0 that has the port
             ask_rank_0([LOOPBACK_ADDRESS], own, ports, min(until, time.monotonic() + 1.0), key)
         if time.monotonic() >= until:
-            which = launched.told.get("MASTER_PORT")
+            which = launched.variables.get("MASTER_PORT")
             named = f"port {ports[0]} (from {which.origin})" if which and len(ports) == 1 else f"ports {list(ports)}"
             raise PreflightError(
                 f"{own.name}: {named} is in use by another program", hint="MASTER_PORT names another one"
@@ -107,7 +107,7 @@ def _open_master_port(
 
 
 def _try_port(port: int, own: RankHello) -> MasterPort | None:
-    """Hold a port and listen on it, IPv6 and IPv4 alike; None: another process has it."""
+    """Reserve a port and listen on it, with IPv6 and IPv4; None: another process uses it."""
     sockets: list[socket.socket] = []
     try:
         for listening in (False, True):

@@ -1,1 +1,1 @@
-"""Copies the files of remote runs back and keeps them as new as can be."""
+"""Downloads the files of remote runs and keeps the local copies up to date."""

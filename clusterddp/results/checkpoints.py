@@ -1,7 +1,7 @@
-"""Downloads what is large of a run: checkpoints, each with its manifest and whole or not at all, and its output.
+"""Downloads the large files of a run: its output and its checkpoints, each complete with its manifest or not at all.
 
-A file grows beside its place, so that a connection that breaks costs nothing that has come. It takes its place when it
-is what the manifest says, or has not changed while it was copied.
+A file is downloaded under a temporary name, so a later try resumes after a broken connection. It gets its name once it
+matches the manifest, or has not changed during the download.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from clusterddp.remote.download import (
 )
 from clusterddp.results.download import Downloaded, downloading
 from clusterddp.results.host_run import HostRun
+from clusterddp.run.attempts import Report
 from clusterddp.system.file_set import read_sum
 from clusterddp.system.files import sync_directory, write_bytes
 from clusterddp.wire import read_object
@@ -37,20 +38,18 @@ _LOCK_S = 1.0
 
 
 class _DamagedError(Exception):
-    """What the host has cannot be believed."""
+    """A checkpoint on the host does not match its manifest, or the manifest is invalid."""
 
 
 class Sum(NamedTuple):
-    """What a manifest says of a file."""
+    """The sum and size of a file in a manifest."""
 
     sha256: str
     num_bytes: int
 
 
-def download_large(
-    session: Asks, host_run: HostRun, files: Mapping[str, Listed], say: Callable[[str], None]
-) -> Downloaded:
-    """Download what is large and wanted of a run; `files` is what the host lists, `say` is called with how much it is.
+def download_large(session: Asks, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> Downloaded:
+    """Download the large files of a run that are wanted, out of `files`, which the host lists.
 
     Raises: SshError.
     """
@@ -64,14 +63,14 @@ def download_large(
         if missing:
             num_bytes = sum(listed[0] for listed in missing.values())
             count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-            say(f"fetching {count}, {num_bytes / 1e6:.1f} MB, from {host_run.host}")
-            _demand_room(host_run, num_bytes)
+            report(f"downloading {count}, {num_bytes / 1e6:.1f} MB, from {host_run.host}")
+            _check_room(host_run, num_bytes)
             _download_all(session, host_run, missing, wanted, done)
     return done
 
 
 def checkpoints_among(files: Mapping[str, Listed]) -> tuple[str, ...]:
-    """Name the checkpoints, oldest first: a later attempt's is newer, whatever its step."""
+    """Return the names of the checkpoints, oldest first: by attempt, then by step."""
     found = [match for path in files if (match := _MANIFEST.fullmatch(path))]
     found.sort(key=lambda match: (int(match["attempt"]), int(match["step"])))
     return tuple(Path(match.string).stem for match in found)
@@ -80,27 +79,27 @@ def checkpoints_among(files: Mapping[str, Listed]) -> tuple[str, ...]:
 def _download_all(
     session: Asks, host_run: HostRun, missing: Mapping[str, Listed], files: Mapping[str, Listed], done: Downloaded
 ) -> None:
-    """Download the newest checkpoint first, then the older ones, then whatever else there is."""
+    """Download the newest checkpoint first, then the older ones, then the other files."""
     generations = [f"checkpoints/{name}" for name in reversed(checkpoints_among(missing))]
     of_checkpoints = {f"{generation}{suffix}" for generation in generations for suffix in (".json", ".pt")}
     for generation in generations:
         try:
             _download_checkpoint(session, host_run, generation, files)
         except GoneError:
-            done.complete = False  # a newer one has taken its place, and is listed next time
+            done.complete = False  # a newer one has replaced it; the next listing has that
         except _DamagedError as error:
-            done.notes.append(f"{host_run.host}: the checkpoint {Path(generation).name} was left there: {error}")
+            done.notes.append(f"{host_run.host}: the checkpoint {Path(generation).name} was not downloaded: {error}")
     for path in missing.keys() - of_checkpoints:
         try:
             _download_file(session, host_run, path, missing[path])
         except GoneError:
-            done.complete = False  # it changes: the next listing says what it is then
+            done.complete = False  # it changes; the next listing has its new size
 
 
 def _download_checkpoint(session: Asks, host_run: HostRun, generation: str, files: Mapping[str, Listed]) -> None:
     """Download a checkpoint, then its manifest.
 
-    Raises: GoneError: it is no longer there. _DamagedError: it is not what its manifest says.
+    Raises: GoneError: it is no longer there. _DamagedError: it does not match its manifest.
     """
     path, data = f"{generation}.json", f"{generation}.pt"
     part = {"path": path, "offset": 0, "limit": PIECE_BYTES}
@@ -109,7 +108,7 @@ def _download_checkpoint(session: Asks, host_run: HostRun, generation: str, file
         raise GoneError
     expected = _read_manifest(generation, text)
     place = host_run.place_of(data)
-    if _is(place, expected):
+    if _matches(place, expected):
         os.utime(place, ns=(files[data][1], files[data][1]))
     else:
         _download_file(session, host_run, data, files[data], expected)
@@ -118,21 +117,21 @@ def _download_checkpoint(session: Asks, host_run: HostRun, generation: str, file
 
 
 def _read_manifest(generation: str, text: bytes) -> Sum:
-    """Raises: _DamagedError: it is none, or of another file."""
+    """Raises: _DamagedError: it is no manifest, or that of another file."""
     try:
         manifest = read_object(text)
         name, expected = manifest["file"], Sum(str(manifest["sha256"]), int(manifest["bytes"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise _DamagedError("its manifest is none") from error
+        raise _DamagedError("its manifest is invalid") from error
     if f"checkpoints/{name}" != f"{generation}.pt":
         raise _DamagedError(f"its manifest names {name!r}")
     return expected
 
 
 def _download_file(session: Asks, host_run: HostRun, path: str, listed: Listed, expected: Sum | None = None) -> None:
-    """Download one file to its place; `expected`: what its manifest says.
+    """Download one file to its place; `expected`: the sum and size in its manifest.
 
-    Raises: GoneError: it is no longer there, or is another one. _DamagedError: it is not what the manifest says.
+    Raises: GoneError: it is no longer there, or was replaced. _DamagedError: it does not match the manifest.
     """
     place = host_run.place_of(path)
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,11 +143,11 @@ def _download_file(session: Asks, host_run: HostRun, path: str, listed: Listed, 
     try:
         append_pieces(session, host_run.name, {path: copy})
     except OSError:
-        partial.unlink(missing_ok=True)  # the disk is full: it shall not stay so because of us
+        partial.unlink(missing_ok=True)  # the disk is full: free what the download took
         raise
-    if expected is not None and not _is(partial, expected):
+    if expected is not None and not _matches(partial, expected):
         partial.unlink()
-        raise _DamagedError("its sum is not its manifest's")
+        raise _DamagedError("its sum differs from its manifest's")
     _put_in_place(partial, place)
 
 
@@ -162,23 +161,22 @@ def _put_in_place(partial: Path, place: Path) -> None:
 def _is_here(place: Path, listed: Listed) -> bool:
     try:
         return read_listed(place) == tuple(listed)
-    except OSError:  # a name that this disk does not take keeps no other file from being downloaded
+    except OSError:  # a name that this file system refuses must not stop the other downloads
         return False
 
 
-def _is(path: Path, expected: Sum) -> bool:
-    """Say whether the file at `path` is the one that a manifest speaks of."""
+def _matches(path: Path, expected: Sum) -> bool:
     try:
         return path.stat().st_size == expected.num_bytes and read_sum(os.fsencode(path)).hex() == expected.sha256
     except FileNotFoundError:
         return False
 
 
-def _demand_room(host_run: HostRun, num_bytes: int) -> None:
+def _check_room(host_run: HostRun, num_bytes: int) -> None:
+    """Raises: ClusterddpError: the disk has too little room."""
     free = shutil.disk_usage(host_run.run.path).free
     if num_bytes + SPARE_BYTES > free:
         raise ClusterddpError(
-            f"{host_run.run.path}: {num_bytes / 1e6:.1f} MB are to be fetched from {host_run.host}, "
-            f"{free / 1e6:.1f} MB are free here",
-            hint=f"make room, then clusterddp status {host_run.run.name} fetches them",
+            f"{host_run.run.path}: {num_bytes / 1e6:.1f} MB to download from {host_run.host}, {free / 1e6:.1f} MB free",
+            hint=f"free some space, then clusterddp status {host_run.run.name} downloads them",
         )

@@ -1,4 +1,4 @@
-"""Downloads what has changed of one run on one host: logs by their ends, records whole, the end of the run last."""
+"""Downloads what has changed of one run on one host: new ends of logs, whole records, the end of the run last."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from clusterddp.run.directory import RunDir
 from clusterddp.system.files import MAX_RECORD_BYTES, write_bytes
 
 _TURN_BYTES = 64 << 20
-"""So much comes of growing files before the records are looked at again."""
+"""How many bytes of growing files are downloaded before the records."""
 _MAX_PARTS = 256
-"""Of so many small files the content is asked for at once."""
+"""How many small files one request asks for."""
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.05
 
 
 @dataclass(kw_only=True, slots=True)
 class Downloaded:
-    """What a download has done."""
+    """The result of a download."""
 
     complete: bool = True
-    """False: more is there."""
+    """False: the host has more."""
     is_locked: bool = False
-    """Another process is at it, and nothing was done here."""
+    """True: another process downloads this run, and this one did nothing."""
     notes: list[str] = field(default_factory=list)
-    """What was not downloaded and never will be, and why."""
+    """What cannot be downloaded, and why."""
     problem: ClusterddpError | None = None
-    """Why something could not be written here; what has come of it is kept for the next time if there is room."""
+    """Why something could not be written locally."""
 
 
 def download_records(session: Asks, host_run: HostRun, files: Mapping[str, Listed]) -> Downloaded:
-    """Download the small and the growing files of a run, as far as they are wanted; `files` is what the host lists.
+    """Download the small and the growing files of a run that are wanted, out of `files`, which the host lists.
 
     Raises: SshError.
     """
@@ -56,7 +56,7 @@ def download_records(session: Asks, host_run: HostRun, files: Mapping[str, Liste
         kind = host_run.kind_of(path)
         if kind is not None and (kind != "events" or listed[0] <= MAX_RECORD_BYTES):
             by_kind.setdefault(kind, {})[path] = listed
-    # A lock per node: hosts do not wait for each other, and no file comes from two.
+    # A lock per host: hosts do not wait for each other, and two never write the same file.
     with downloading(host_run.run, f"mirror-{min(host_run.nodes)}") as done:
         if done.is_locked:
             return done
@@ -69,14 +69,14 @@ def download_records(session: Asks, host_run: HostRun, files: Mapping[str, Liste
         if "events" in by_kind:
             _merge_events(host_run)
         _replace(session, host_run, by_kind.get("whole", {}))
-        # Last: a reader that sees the end sees all that was written before it.
+        # Last: a reader that sees the end also sees everything that was written before it.
         _replace(session, host_run, by_kind.get("end", {}), only_missing=True)
     return done
 
 
 @contextlib.contextmanager
 def downloading(run: RunDir, what: str, lock_timeout_s: float = _LOCK_S) -> Iterator[Downloaded]:
-    """Lock what is downloaded of a run while the block lasts; what this machine refuses becomes the `problem`.
+    """Hold the lock `what` of a run while the block lasts; a local error becomes the `problem`.
 
     Raises: SshError.
     """
@@ -95,7 +95,7 @@ def downloading(run: RunDir, what: str, lock_timeout_s: float = _LOCK_S) -> Iter
 
 @contextlib.contextmanager
 def locked(run: RunDir, what: str, timeout_s: float = _LOCK_S) -> Iterator[bool]:
-    """Be the only process on this machine that does `what` with the copy of a run; False: another one is at it.
+    """Hold a lock on the local copy of a run; False: another process holds it after `timeout_s`.
 
     Raises: ClusterddpError: the file system refuses.
     """
@@ -106,13 +106,13 @@ def locked(run: RunDir, what: str, timeout_s: float = _LOCK_S) -> Iterator[bool]
     try:
         yield _take_lock(file, time.monotonic() + timeout_s)
     finally:
-        os.close(file)  # which frees it
+        os.close(file)  # which releases the lock
 
 
 def unwritable(run: RunDir, error: OSError) -> ClusterddpError:
     return ClusterddpError(
-        f"{error.filename or run.path}: what comes from the hosts cannot be written here: {error.strerror}",
-        hint="the run goes on and loses nothing; it is fetched when there is room",
+        f"{error.filename or run.path}: the download cannot be written: {error.strerror}",
+        hint="the run goes on and its hosts keep the files; the next command downloads them",
     )
 
 
@@ -131,14 +131,14 @@ def _take_lock(file: int, deadline: float) -> bool:
 
 
 def _replace(session: Asks, host_run: HostRun, files: Mapping[str, Listed], *, only_missing: bool = False) -> None:
-    """Download small files that are others than here; with `only_missing` the first content stays."""
+    """Download small files that differ from the local ones; with `only_missing`, only those that are not here."""
     changed = [path for path, listed in files.items() if _differs(host_run, path, listed, only_missing=only_missing)]
     while changed:
         batch, changed = changed[:_MAX_PARTS], changed[_MAX_PARTS:]
         parts = [{"path": path, "offset": 0, "limit": PIECE_BYTES} for path in batch]
         for part, answer, data in read_parts(session, host_run.name, parts):
             if answer["gone"] or answer["length"] < answer["size"]:
-                continue  # being replaced, or too large for a record; or the answer was full: the next listing decides
+                continue  # it is being replaced, too large for a record, or the answer was full: retried next time
             place = host_run.place_of(part["path"])
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(place, data, exclusive=only_missing)
@@ -152,7 +152,7 @@ def _differs(host_run: HostRun, path: str, listed: Listed, *, only_missing: bool
 
 
 def _merge_events(host_run: HostRun) -> None:
-    """Add the head's rows to the run's history, which has rows of this machine too; none is added twice."""
+    """Add the head's rows to the run's local history, which also has rows of this machine; add none twice."""
     theirs = host_run.place_of("events.jsonl")
     ours = host_run.run.events
     known = set(ours.read_bytes().splitlines()) if ours.exists() else set()

@@ -1,16 +1,17 @@
-"""A run as one host has it: which of its files are downloaded, how, and where they lie here."""
+"""A run on one host: which of its files are downloaded, how, and to which local path."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_reports import start_of
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from clusterddp.ssh.session import HostAccess
 
 Kind = Literal["grows", "whole", "end", "events", "large"]
-"""How a file is downloaded. grows: it is only added to. whole: small, replaced at once. end: small, the first one
-stays. events: its rows are added to ours. large: beside its place first, and checked."""
+"""How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
+events: its rows are added to the local ones. large: under a temporary name first, and checked."""
 
 _ATTEMPT_FACTS = re.compile(r"attempts/\d+/(start|stopped|stacks/[A-Za-z0-9-]{1,40})\.json")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
@@ -36,25 +37,25 @@ _NODE_LOG = re.compile(r"launcher/(?:supervisor|torchrun)-(\d+)\.log")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wants:
-    """What is wanted beside the records, which always are."""
+    """What is downloaded besides the records, which always are."""
 
     logs: frozenset[int] = frozenset()
     """Ranks whose logs are wanted while the run goes on."""
     first_attempt: int | None = None
     """The first attempt whose logs are wanted; None: the newest one."""
     results: bool = False
-    """True when the run has ended: everything that its spec says to fetch."""
-    patient: bool = False
-    """With `results`: more may be written while a supervisor or guard of the run is alive."""
+    """True when the run has ended: everything that `ssh.fetch` of its spec names."""
+    while_supervised: bool = False
+    """With `results`: ask again while a supervisor or guard of the run lives, which may write more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRun:
-    """A run, as one host has it."""
+    """A run on one host."""
 
     run: RunDir
     name: str
-    """Of its directory on the host."""
+    """The name of its directory on the host."""
     token: str
     host: str
     nodes: frozenset[int]
@@ -63,15 +64,15 @@ class HostRun:
     fetch: tuple[str, ...]
     wants: Wants = Wants()
     start: str = ""
-    """Which start of the run is asked about."""
+    """Which start of the run the host is asked about (`start_of`)."""
 
     def wanting(self, wants: Wants) -> HostRun:
-        """Return it as it is asked for now."""
-        # Read before anybody is asked: an answer never counts for a later start.
+        """Return it with these wants and the current start of the run."""
+        # The start is read before the host is asked: an answer never counts for a later start.
         return dataclasses.replace(self, wants=wants, start=start_of(read_run(self.run)))
 
     def wanting_from(self, newest: int) -> HostRun:
-        """Return it with the attempt filled in from which logs are wanted, when that is the newest one."""
+        """Return it with the first attempt whose logs are wanted filled in; `newest`: the newest attempt."""
         if self.wants.first_attempt is not None:
             return self
         return dataclasses.replace(self, wants=dataclasses.replace(self.wants, first_attempt=newest))
@@ -80,13 +81,13 @@ class HostRun:
         return self.wants.results and what in self.fetch
 
     def place_of(self, path: str) -> Path:
-        """Return where a file of the host lies here."""
+        """Return the local path of a file of the host."""
         return self.run.launcher_dir / "head-events.jsonl" if path == "events.jsonl" else self.run.path / path
 
     def kind_of(self, path: str) -> Kind | None:
-        """Say how a file is downloaded; None when it is not.
+        """Return how a file is downloaded; None if it is not.
 
-        It is decided here, whatever a host lists: no name leads out of the run's directory, or into its code.
+        A host may list any name; only names below the run's directory, and none below its code, get a kind.
         """
         rank = _RANK.fullmatch(path)
         if rank:
@@ -111,17 +112,17 @@ class HostRun:
             return "whole"
         if path in {"metrics.jsonl", "events.jsonl"}:
             return "grows" if path == "metrics.jsonl" else "events"
-        if path.startswith("tb/") and _is_harmless(path):
+        if path.startswith("tb/") and _is_safe(path):
             return "grows" if self.fetches("metrics") else None
-        if path.startswith(("checkpoints/", "output/")) and _is_harmless(path):
+        if path.startswith(("checkpoints/", "output/")) and _is_safe(path):
             return "large" if self.fetches("checkpoints") else None
         return None
 
 
-def find_host_runs(run: RunDir, say: Callable[[str], object] = lambda text: None) -> list[tuple[HostAccess, HostRun]]:
-    """Find out which hosts have a part of a run; none when it is not on SSH hosts, or its record is damaged.
+def find_host_runs(run: RunDir, report: Report = no_report) -> list[tuple[HostAccess, HostRun]]:
+    """Return the hosts of a run; none if it is not on SSH hosts, or its record is damaged.
 
-    `say` is called with the reason why the hosts of a run that this user has not submitted are not asked.
+    `report` receives the reason why the hosts of another user's run are not asked.
     """
     try:
         record = read_run(run)
@@ -133,10 +134,10 @@ def find_host_runs(run: RunDir, say: Callable[[str], object] = lambda text: None
         plan = read_plan_json(run)
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
     except ClusterddpError as error:
-        say(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+        report(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
         return []
     except (OSError, TypeError, KeyError, ValueError, AttributeError):
-        return []  # read_state says what is wrong with it
+        return []  # read_state reports what is wrong with it
     if gang.token != record.token:
         return []
     host_runs = [_host_run(node, run, record, ssh, gang) for node in ssh.hosts]
@@ -144,7 +145,7 @@ def find_host_runs(run: RunDir, say: Callable[[str], object] = lambda text: None
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
-    """Return the number of the newest attempt that is here, or that has one of these files on a host."""
+    """Return the number of the newest attempt, here or among these paths on a host."""
     there = [int(path.split("/")[1]) for path in paths if _OF_ATTEMPT.match(path)]
     return max([*there, *(attempt.number for attempt in run.attempts())], default=0)
 
@@ -165,8 +166,8 @@ def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang:
     )
 
 
-def _is_harmless(path: str) -> bool:
-    """Say whether a name stays below the run's directory, and is not of this machine's own."""
+def _is_safe(path: str) -> bool:
+    """Return whether a name stays below the run's directory and is no hidden file, which are this machine's own."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Synchronises the copies of runs on SSH hosts: downloads what is new there, so that it can be read here.
+"""Synchronises the local copies of runs on SSH hosts: downloads what is new on the hosts.
 
-`launcher/hosts.json` says when each host was asked, and what it answered or why it could not be reached. A command that
-watches a run keeps the connections, and asks about once a second; a host that is lost is tried again, and named once.
+`launcher/hosts.json` records when each host was asked, and its answer or the reason why it could not be reached. A
+command that watches a run keeps the connections and asks once a second; it retries a lost host and reports it once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from clusterddp.remote.download import ASK_TIMEOUT_S, Asks, Listed
 from clusterddp.results.checkpoints import download_large
 from clusterddp.results.download import download_records
 from clusterddp.results.host_run import HostRun, Wants, find_host_runs, newest_attempt
-from clusterddp.results.reports import failure_of, is_on_hosts, is_open, reason_of, report_of, write_news
+from clusterddp.results.reports import failure_of, is_on_hosts, must_ask, reason_of, report_of, update_reports
+from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import HostReport
 from clusterddp.ssh.fan import EACH_S
@@ -30,65 +31,60 @@ if TYPE_CHECKING:
     from clusterddp.ssh.session import HostAccess
 
 FIRST_ANSWER_S = 12.0
-"""How long the first answers are waited for: hosts may have to be connected to."""
+"""How long the first answers may take; they include the time to connect."""
 _ANSWER_S = 3.0
 _PAUSE_S = 0.2
-_LEAVE_S = 5.0
-"""How long the last processes of a run may take to leave after its end, and still write what is downloaded."""
-
+_EXIT_S = 5.0
+"""How long the last processes of a run may take to exit after its end; until then they may write results."""
 _RETURN_S = 15.0
-"""After a host is back that was silent, so long may the others take: it was the network, and not one host."""
-
-
-def _ignore(text: str) -> None:
-    pass
+"""How long after one host answers again the others may take: all of them may have lost the same network."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Visit:
+class _Result:
     """What one host has answered about one run, and what was downloaded of it."""
 
     run: RunDir
     report: HostReport | None = None
-    """None: its files were not downloaded, so what it says of its processes must not stand alone."""
+    """None: its files were not downloaded, so its report is not recorded either."""
     complete: bool = True
-    """False: more is there."""
+    """False: the host has more."""
     problem: ClusterddpError | None = None
     notes: Sequence[str] = ()
 
 
 @dataclass(kw_only=True, slots=True)
 class _Listing:
-    """The files that a host has listed before, so that it need not list them again."""
+    """The last list of files from a host; the host sends a new one only if it has changed."""
 
     total: str = ""
     files: dict[str, Listed] = field(default_factory=dict)
 
 
 class Synchroniser:
-    """Keeps the copies of runs up to date; a run that was not started on SSH hosts costs nothing."""
+    """Keeps the local copies of runs up to date; for runs that are not on SSH hosts it does nothing."""
 
     def __init__(
         self,
         runs: Iterable[RunDir],
         environ: Mapping[str, str],
         *,
-        say: Callable[[str], None] = _ignore,
+        report: Report = no_report,
         names_hosts: bool = True,
         interval_s: float = 1.0,
         open_session: Open | None = None,
     ) -> None:
-        """Find the hosts of runs; they are asked again after `interval_s`.
+        """Find the hosts of runs; `update` asks them at most every `interval_s`.
 
-        `say` is called with what is downloaded and what cannot be written here, and, with `names_hosts`, with the hosts
-        that cannot be reached.
+        `report` receives what is downloaded, what cannot be written and, with `names_hosts`, which hosts cannot be
+        reached.
         """
-        self._say = say
+        self._report = report
         self._names_hosts = names_hosts
         self._interval_s = interval_s
         self._host_runs: dict[HostAccess, list[HostRun]] = {}
         for run in filter(is_on_hosts, runs):
-            for access, host_run in find_host_runs(run, say):
+            for access, host_run in find_host_runs(run, report):
                 self._host_runs.setdefault(access, []).append(host_run)
         self._sessions: SessionPool | None = None
         if self._host_runs:
@@ -97,13 +93,14 @@ class Synchroniser:
             self._sessions = SessionPool(open_session or Opener(environ))
         self._wants = Wants()
         self._listings: dict[tuple[HostAccess, str], _Listing] = {}
-        self._said: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
+        """The last message by subject."""
         self._updated_at: float | None = None
         """Seconds of the monotonic clock; None: never."""
         self._is_behind = False
-        self._silent: set[HostAccess] = set()
+        self._unreached: set[HostAccess] = set()
         self._returned_at = -math.inf
-        """When a host answered that had been silent, in seconds of the monotonic clock."""
+        """When a host last answered again, in seconds of the monotonic clock."""
 
     def __enter__(self) -> Synchroniser:
         return self
@@ -116,11 +113,11 @@ class Synchroniser:
             self._sessions.close()
 
     def want_logs(self, ranks: Iterable[int], first_attempt: int | None) -> None:
-        """Download the logs of these ranks, too, from an attempt on; None: of the newest one."""
+        """Download the logs of these ranks, too, from `first_attempt` on; None: only of the newest attempt."""
         self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt)
 
     def update(self, *, timeout_s: float | None = None) -> None:
-        """Download what is new, unless that was just done; a host that does not answer in time is left out."""
+        """Download what is new, at most every `interval_s`; hosts that do not answer in time are left out."""
         now = time.monotonic()
         is_first = self._updated_at is None
         if not is_first and not self._is_behind and now - (self._updated_at or 0.0) < self._interval_s:
@@ -130,45 +127,45 @@ class Synchroniser:
         self._ask(works, answer_s, anew=False)
 
     def update_logs(self) -> None:
-        """Download all that there is at this moment of the logs that are wanted, however long that takes."""
+        """Download the wanted logs up to their current ends, without a timeout."""
         while True:
             self._ask(self._choose_hosts(self._wants, only_logs=True), None, anew=True)
             if not self._is_behind:
                 return
 
     def download(self) -> bool:
-        """Download what the specs of these runs say, all of which have ended; False when a part could not be."""
-        deadline = time.monotonic() + _LEAVE_S
-        while works := self._choose_hosts(Wants(results=True, patient=time.monotonic() < deadline)):
+        """Download the results of these runs, all of which have ended; False if a part could not be downloaded."""
+        deadline = time.monotonic() + _EXIT_S
+        while works := self._choose_hosts(Wants(results=True, while_supervised=time.monotonic() < deadline)):
             self._ask(works, None, anew=True)
-            follow = self._silent & works.keys() and time.monotonic() < self._returned_at + _RETURN_S
-            if not (self._is_behind or follow):
+            may_return = self._unreached & works.keys() and time.monotonic() < self._returned_at + _RETURN_S
+            if not (self._is_behind or may_return):
                 return not self._choose_hosts(Wants(results=True))
             time.sleep(_PAUSE_S)
         return True
 
     def ask_hosts(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
-        """Ask the hosts of a run something, over the connections that are there already; empty: it has none."""
+        """Send a request to the hosts of a run over the open connections; host -> its answer, empty without hosts."""
 
-        def put(session: Asks) -> dict[str, Any]:
+        def ask(session: Asks) -> dict[str, Any]:
             return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
 
         asked = [access for access, host_runs in self._host_runs.items() if any(each.run == run for each in host_runs)]
         timeout_s = FIRST_ANSWER_S + EACH_S * len(asked)
-        results = self._run(do, dict.fromkeys(asked, put), timeout_s, anew=True)
-        silent = f"no answer within {timeout_s:g} s"
-        return {each.host: results.get(each, SshError(each.host, "ask", silent)) for each in asked}
+        results = self._run(do, dict.fromkeys(asked, ask), timeout_s, anew=True)
+        reason = f"no answer within {timeout_s:g} s"
+        return {each.host: results.get(each, SshError(each.host, "ask", reason)) for each in asked}
 
     def _choose_hosts(self, wants: Wants, *, only_logs: bool = False) -> dict[HostAccess, list[HostRun]]:
-        """Choose who is asked about which runs; `only_logs`: heads, and hosts of ranks whose logs are wanted."""
+        """Choose which hosts are asked about which runs; `only_logs`: heads, and hosts of ranks with wanted logs."""
         works: dict[HostAccess, list[HostRun]] = {}
         for access, host_runs in self._host_runs.items():
             for host_run in host_runs:
                 if only_logs and not (host_run.is_head or wants.logs & host_run.ranks):
                     continue
-                # A run whose record is damaged, or is being removed, keeps no other from being updated.
+                # A run whose record is damaged, or that is being removed, must not stop the others.
                 with contextlib.suppress(ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
-                    if is_open(host_run, wants):
+                    if must_ask(host_run, wants):
                         works.setdefault(access, []).append(host_run.wanting(wants))
         return works
 
@@ -178,87 +175,87 @@ class Synchroniser:
         return self._sessions.run(kind, works, timeout_s, anew=anew) if self._sessions is not None else {}
 
     def _ask(self, works: Mapping[HostAccess, list[HostRun]], timeout_s: float | None, *, anew: bool) -> None:
-        """Ask hosts for what is new, download it, and write down what they have reported."""
+        """Ask hosts for what is new, download it, and write their reports."""
         is_first = self._updated_at is None
-        visits = {access: functools.partial(self._visit, access, host_runs) for access, host_runs in works.items()}
-        results = self._run("visit", visits, timeout_s, anew=anew)
+        asks = {access: functools.partial(self._ask_host, access, host_runs) for access, host_runs in works.items()}
+        answers = self._run("update", asks, timeout_s, anew=anew)
         self._is_behind = False
-        news: dict[RunDir, list[HostReport]] = {}
+        reports: dict[RunDir, list[HostReport]] = {}
         for access, host_runs in works.items():
-            result = results.get(access)
-            if result is None and is_first:
-                result = SshError(access.host, "connect", f"no answer within {timeout_s:g} s")
-            if isinstance(result, SshError):
-                self._silent.add(access)
-                self._say_of(access.host, f"cannot be reached: {reason_of(result)}", result.hint)
+            answer = answers.get(access)
+            if answer is None and is_first:
+                answer = SshError(access.host, "connect", f"no answer within {timeout_s:g} s")
+            if isinstance(answer, SshError):
+                self._unreached.add(access)
+                self._report_host(access.host, f"cannot be reached: {reason_of(answer)}", answer.hint)
                 for host_run in host_runs:
-                    news.setdefault(host_run.run, []).append(failure_of(host_run, result))
-            elif result is not None:
-                if access in self._silent:
-                    self._silent.discard(access)
+                    reports.setdefault(host_run.run, []).append(failure_of(host_run, answer))
+            elif answer is not None:
+                if access in self._unreached:
+                    self._unreached.discard(access)
                     self._returned_at = time.monotonic()
-                self._say_of(access.host, "", None)
-                for visit in result:
-                    self._take(visit, news)
-        for run, reports in news.items():
+                self._report_host(access.host, "", None)
+                for result in answer:
+                    self._take(result, reports)
+        for run, of_run in reports.items():
             try:
-                write_news(run, reports)
+                update_reports(run, of_run)
             except ClusterddpError as error:
-                self._say_once("here", error.message, error.hint)
+                self._report_once("here", error.message, error.hint)
         self._updated_at = time.monotonic()
 
-    def _take(self, visit: _Visit, news: dict[RunDir, list[HostReport]]) -> None:
-        self._is_behind = self._is_behind or not visit.complete
-        if visit.report is not None:
-            news.setdefault(visit.run, []).append(visit.report)
-        for note in visit.notes:
-            self._say_once(note, note, None)
-        if visit.problem is not None:
-            self._say_once("here", visit.problem.message, visit.problem.hint)
+    def _take(self, result: _Result, reports: dict[RunDir, list[HostReport]]) -> None:
+        self._is_behind = self._is_behind or not result.complete
+        if result.report is not None:
+            reports.setdefault(result.run, []).append(result.report)
+        for note in result.notes:
+            self._report_once(note, note, None)
+        if result.problem is not None:
+            self._report_once("here", result.problem.message, result.problem.hint)
 
-    def _say_once(self, about: str, text: str, hint: str | None) -> None:
-        """Say something, unless it was the last that was said about that."""
-        before, self._said[about] = self._said.get(about, ""), text
+    def _report_once(self, subject: str, text: str, hint: str | None) -> None:
+        """Report a message, unless it was the last one on this subject."""
+        before, self._reported[subject] = self._reported.get(subject, ""), text
         if text != before:
-            self._say(text + (f" (hint: {' '.join(hint.split())})" if hint else ""))
+            self._report(text + (f" (hint: {' '.join(hint.split())})" if hint else ""))
 
-    def _say_of(self, host: str, trouble: str, hint: str | None) -> None:
-        """Say that a host has trouble, or, with none, that it is over."""
-        if self._names_hosts and (trouble or host in self._said):
-            self._say_once(host, f"{host} {trouble or 'answers again'}", hint)
+    def _report_host(self, host: str, problem: str, hint: str | None) -> None:
+        """Report the problem of a host, or, if it is empty, that an earlier one is over."""
+        if self._names_hosts and (problem or host in self._reported):
+            self._report_once(host, f"{host} {problem or 'answers again'}", hint)
 
-    def _visit(self, access: HostAccess, host_runs: list[HostRun], session: Asks) -> list[_Visit]:
-        """Ask a host for what is new of runs, and download it; in the host's own thread."""
+    def _ask_host(self, access: HostAccess, host_runs: list[HostRun], session: Asks) -> list[_Result]:
+        """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
         known = {each.name: self._listings.setdefault((access, each.name), _Listing()) for each in host_runs}
         asked = [{"name": each.name, "token": each.token, "seen": known[each.name].total} for each in host_runs]
         reply = session.ask("results.list", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
-        visits = []
+        results = []
         for host_run in host_runs:
             answer, listing = reply.facts["runs"].get(host_run.name), known[host_run.name]
             if answer is None:
                 raise NonsenseError(access.host, f"nothing of {host_run.name}")
             if answer["files"] is not None:
                 listing.total, listing.files = answer["sum"], answer["files"]
-            visits.append(self._download(session, host_run, answer, listing.files))
-        return visits
+            results.append(self._download(session, host_run, answer, listing.files))
+        return results
 
-    def _download(self, session: Asks, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]) -> _Visit:
+    def _download(self, session: Asks, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]) -> _Result:
         host_run = host_run.wanting_from(newest_attempt(host_run.run, files))
         records = download_records(session, host_run, files)
         if records.problem or records.is_locked:
-            return _Visit(run=host_run.run, problem=records.problem, complete=not records.is_locked)
-        report = report_of(host_run, answer, files)
-        visit = _Visit(run=host_run.run, report=report, complete=records.complete)
+            return _Result(run=host_run.run, problem=records.problem, complete=not records.is_locked)
+        host_report = report_of(host_run, answer, files)
+        result = _Result(run=host_run.run, report=host_report, complete=records.complete)
         if not host_run.wants.results or not records.complete:
-            return visit
-        large = download_large(session, host_run, files, self._say)
-        visit.problem, visit.notes = large.problem, large.notes
-        goes_on = not large.complete or (report.answers and host_run.wants.patient)
-        visit.complete = not goes_on or large.problem is not None
+            return result
+        large = download_large(session, host_run, files, self._report)
+        result.problem, result.notes = large.problem, large.notes
+        goes_on = not large.complete or (host_report.is_supervised and host_run.wants.while_supervised)
+        result.complete = not goes_on or large.problem is not None
         if not goes_on:
-            visit.report = dataclasses.replace(report, complete=newest_attempt(host_run.run))
-        return visit
+            result.report = dataclasses.replace(host_report, complete=newest_attempt(host_run.run))
+        return result
 
 
 NO_HOSTS = Synchroniser((), {})
-"""For runs whose files lie here."""
+"""For runs without remote files."""

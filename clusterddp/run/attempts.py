@@ -1,4 +1,4 @@
-"""Attempts of a run, seen from its launcher: claim the next one, record the end that nobody else is left to record."""
+"""Attempts of a run: make the next one, and record an end that the run's own processes did not record."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Closeable(Protocol):
     def close(self) -> object: ...
 
 
-Tell = Callable[[str], object]
-"""Takes words about what is being waited for."""
+Report = Callable[[str], object]
+"""Receives messages about the progress of slow steps."""
 
 
-def silence(words: str) -> None:
-    """Tell nobody."""
+def no_report(message: str) -> None:
+    """Drop a progress message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a launcher has started."""
+    """The result of a launcher's start."""
 
     job_id: str
     connections: Closeable | None = None
-    """The open connections that an attached run depends on: when they are closed, or this process ends, it ends."""
+    """The open connections that an attached run depends on; it ends when they are closed or this process ends."""
 
 
 def make_attempt(run: RunDir, number: int) -> AttemptDir:
     """Make the directory of an attempt, which claims its number.
 
-    Raises: FileExistsError: somebody else has claimed it. OSError: the file system refuses.
+    Raises: FileExistsError: another process has claimed the number. OSError: the file system refuses.
     """
     attempt = run.attempt(number)
     attempt.path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -60,41 +60,43 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
 
 
 def refuse_to_end(path: Path) -> None:
-    """Refuse to end what another user has started, a run or a sweep.
+    """Refuse to end a run or a sweep of another user.
 
     Raises: UsageError: the directory belongs to another user.
     """
     if is_of_another_user(path):
         owner = os.stat(path).st_uid
-        raise UsageError(f"{path.name} belongs to another user (uid {owner}), who alone can end it")
+        raise UsageError(f"{path.name} belongs to another user (uid {owner}); only that user can end it")
 
 
-def refuse_resume(run: RunDir, view: RunView, *, instead: str) -> None:
-    """Let only a run go on that has ended before it was done; `instead`: what else to do with one that is done.
+def refuse_resume(run: RunDir, view: RunView, *, instead: str, more: bool = False) -> None:
+    """Refuse to resume a run that has completed or still runs; `instead`: the hint for a run that has completed.
+
+    `more`: a completed run may go on, with values that give it more to do.
 
     Raises: UsageError.
     """
-    if view.state is RunState.COMPLETED:
-        raise UsageError(f"{run.name}: is done, there is nothing to resume", hint=instead)
+    if view.state is RunState.COMPLETED and not more:
+        raise UsageError(f"{run.name}: already completed", hint=instead)
     if not view.finished:
         raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
 def make_next_attempt(run: RunDir, number: int) -> None:
-    """Make the directory of the attempt that a run goes on with.
+    """Make the directory of the attempt that resumes a run.
 
-    Raises: UsageError: somebody else has. ClusterddpError: the file system refuses.
+    Raises: UsageError: another process has made it. ClusterddpError: the file system refuses.
     """
     try:
         make_attempt(run, number)
     except FileExistsError:
-        raise UsageError(f"{run.name}: somebody else is resuming it") from None
+        raise UsageError(f"{run.name}: another process is resuming it") from None
     except OSError as error:
         raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
 
 
 def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
-    """Write down that this process goes on with a run; `queued`: it waits for a queue to start it.
+    """Record that this process resumes a run; `queued`: a queue will start it.
 
     Raises: ClusterddpError: the file system refuses.
     """
@@ -114,10 +116,10 @@ def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
 
 
 def end_run(run: RunDir, end: AttemptEnd) -> None:
-    """Record how the run ended, unless that is recorded already.
+    """Record how the run ended, unless an end is recorded already.
 
-    When it was about to restart, the end is that of the attempt that never came to be.
-    Raises: ClusterddpError, OSError: its storage does not take it.
+    If the run was about to restart, this makes the next attempt and records the end there.
+    Raises: ClusterddpError, OSError: the storage does not take the record.
     """
     attempt = run.newest_attempt()
     last = read_end(attempt)
@@ -129,7 +131,7 @@ def end_run(run: RunDir, end: AttemptEnd) -> None:
 
 
 def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
-    """Record how the run ended; what its storage does not take is spooled. `attempt`: the newest one that is known."""
+    """Record how the run ended; spool the end if the storage does not take it. `attempt`: the newest known attempt."""
     try:
         retry_outage(lambda: end_run(run, end))
     except (ClusterddpError, OSError) as error:
@@ -140,7 +142,7 @@ def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) 
 
 
 def end_queued(run: RunDir, reason: str) -> bool:
-    """End a run that waits in the queue of a sweep; False: it does not, or somebody is just starting it."""
+    """End a run that waits in the queue of a sweep; False: it does not wait, or another process is starting it."""
     if not read_run(run).queued or final_end(run) is not None or not claim(run.attempts()[-1]):
         return False
     end_run(run, cancelled(reason))
@@ -148,7 +150,7 @@ def end_queued(run: RunDir, reason: str) -> bool:
 
 
 def final_end(run: RunDir) -> AttemptEnd | None:
-    """Read how the run ended; None while an attempt goes on, or is to follow."""
+    """Read how the run ended; None while an attempt runs or another one follows."""
     attempts = run.attempts()
     end = None
     if attempts:

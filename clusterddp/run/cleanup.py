@@ -1,9 +1,9 @@
-"""The sweep: find and end the processes of a run by the cookie that each of them carries in its environment.
+"""Find and end the processes of a run by the cookie in their environment.
 
-A cookie is `<token>.<role>`: `task` (what carries the run), `s2` (node 2's supervisor), `g2` (its guard), `n2` (node
-2's ranks and everything that they started), `a2` (its torchrun, where that starts the ranks), `w2` (ranks of a run that
-another launcher has started). The environment that a process was started with cannot be lost by a double fork, a new
-session or a dead parent, and no pid of a stranger ever matches it.
+A cookie is `<token>.<role>`. The roles: `task` (the process that carries the run), `s2` (node 2's supervisor), `g2`
+(its guard), `n2` (node 2's ranks and their descendants), `a2` (its torchrun, if that starts the ranks), `w2` (ranks
+that another launcher started). A process keeps the environment that it was started with through a double fork, a new
+session or the death of its parent, and a pid that the kernel reuses does not match.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from clusterddp.ranks.environment import COOKIE
 from clusterddp.system.processes import Process, find_carriers, find_descendants, read_environment
 
 _EMPTY_PASSES = 2
-"""A pass over the process table can miss a process that is being forked or is between two programs."""
+"""A pass over the process table can miss a process during its fork or exec, so one empty pass proves nothing."""
 
 
 def find_processes(*cookie_prefixes: str, uid: int | None = None) -> list[Process]:
-    """Find the live processes that carry one of the cookies; of this user (or of `uid`) only, and never the caller.
+    """Find the live processes of this user (or of `uid`) that carry one of the cookies, except the caller.
 
-    `<token>.` means every process of the run, `<token>.n2` exactly that role (node 2, not node 20).
+    `<token>.` matches every process of the run, `<token>.n2` only that role (node 2, not node 20).
     """
     families = tuple(prefix for prefix in cookie_prefixes if prefix.endswith("."))
 
@@ -35,31 +35,34 @@ def find_processes(*cookie_prefixes: str, uid: int | None = None) -> list[Proces
 
 
 def read_cookie(process: Process) -> str:
-    """Read a process's cookie; empty when it has none, or is gone."""
+    """Read a process's cookie; empty if it has none or has ended."""
     return read_environment(process.pid).get(COOKIE, "")
 
 
-def answers_for_its_run(process: Process) -> bool:
-    """Say whether a process of a run puts things in order when the run ends, and records the end; ranks do not.
+def is_supervising(process: Process) -> bool:
+    """Return whether a process cleans up when its run ends and records the end; ranks do not.
 
-    What another launcher has started is that launcher's to end.
+    Ranks that another launcher started count: that launcher ends them.
     """
     role = read_cookie(process).rpartition(".")[2]
     return role == "task" or role[:1] in {"s", "g", "w"}
 
 
 @dataclass(slots=True)
-class Sweep:
-    """Ends everything that carries one of the cookies (`<token>.n2`; `<token>.` means the whole run).
+class Cleanup:
+    """Kills the processes that carry one of the cookies (`<token>.n2`; `<token>.` means the whole run).
 
-    One `step` is one pass; passes are a few dozen milliseconds and the caller may do other things in between.
+    One `step` is one pass over the process table, a few dozen milliseconds; the caller decides when the next one is.
     """
 
     cookies: tuple[str, ...]
     descendants_but: int | None = None
-    """End the caller's descendants too, except this pid (0: none). Finds a process that overwrote its environment."""
+    """End the caller's descendants, too, except this pid and its own (0: no exception).
+
+    This finds processes that have overwritten their environment.
+    """
     left: list[int] = field(default_factory=list)
-    """What the last pass found: after `clear` is False for long, what cannot be killed."""
+    """The pids that the last pass found; pids that stay here for seconds cannot be killed."""
     killed: set[int] = field(default_factory=set)
     _empty: int = 0
 
@@ -68,7 +71,7 @@ class Sweep:
         return self._empty >= _EMPTY_PASSES
 
     def step(self) -> None:
-        """Kill what is found now."""
+        """Find processes once and kill them."""
         found = {process.pid: process for process in find_processes(*self.cookies)}
         if self.descendants_but is not None:
             found |= _descendants(self.descendants_but)
@@ -79,17 +82,17 @@ class Sweep:
         self._empty = 0 if found else self._empty + 1
 
 
-def sweep(*cookies: str, timeout_s: float) -> list[int]:
-    """Sweep until nothing is found twice in a row, or the time is up; return the pids that would not die.
+def end_processes(*cookies: str, timeout_s: float) -> list[int]:
+    """Kill the processes until two passes in a row find none, or the time is up; return the pids that are left.
 
-    Nothing is reaped: the exit code of a child of the caller stays for the caller.
+    It does not reap: the caller still reads the exit codes of its children.
     """
-    work = Sweep(cookies=cookies)
+    cleanup = Cleanup(cookies=cookies)
     deadline = time.monotonic() + timeout_s
     while True:
-        work.step()
-        if work.clear or (work.left and time.monotonic() >= deadline):
-            return work.left
+        cleanup.step()
+        if cleanup.clear or (cleanup.left and time.monotonic() >= deadline):
+            return cleanup.left
         time.sleep(0.02)
 
 

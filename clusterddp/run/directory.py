@@ -1,4 +1,4 @@
-"""The run directory: where each file of a run lies, and how a run is found by its name."""
+"""The run directory: where each file of a run lies."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
-
-from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
-from clusterddp.system.files import is_file, read_record
 
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 MAX_ATTEMPTS = 1_000_000
 """More than any run has."""
+ASKED = "ASKED"
+"""The file that a rank makes beside STOP when its program first asks whether to stop."""
 STAGING_PREFIX = ".staging-"
 SWEEP_RECORD = "sweep.json"
-"""What makes a directory of the runs directory a sweep: its runs lie in it (run/sweep_dir.py)."""
-
-
-class _Created(TypedDict):
-    created_ns: int
+"""A directory with this file is a sweep, which contains its runs (run/sweep.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +60,17 @@ class AttemptDir:
         return self.path / "stacks"
 
     @property
+    def asked(self) -> Path:
+        """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
+        return self.path / ASKED
+
+    @property
     def claim(self) -> Path:
-        """Who starts this attempt, where several could: a start of a job on Slurm; who takes it out of a queue."""
+        """The process or job that starts this attempt, if several could: on Slurm, and from the queue of a sweep."""
         return self.path / "claim.json"
 
     def is_claimed(self) -> bool:
-        """Say whether a claim is there, from the directory's list: NFS may answer for one file from its cache."""
+        """Return whether the claim exists; it lists the directory, since NFS may answer for one file from its cache."""
         return self.claim.name in os.listdir(self.path)
 
     @property
@@ -89,7 +88,7 @@ class AttemptDir:
         return self.ranks / f"{rank:03d}.json"
 
     def error_file(self, rank: int) -> Path:
-        """What TORCHELASTIC_ERROR_FILE names: the rank's traceback, in torchelastic's own form."""
+        """The file of TORCHELASTIC_ERROR_FILE: the rank's traceback in torchelastic's format."""
         return self.ranks / f"{rank:03d}.error.json"
 
     def stdout(self, rank: int) -> Path:
@@ -101,7 +100,7 @@ class AttemptDir:
         return self.logs / f"rank-{rank:03d}.err"
 
     def nccl(self, rank: int) -> Path:
-        """What NCCL itself says, unless the user's NCCL_DEBUG sends that elsewhere."""
+        """NCCL's own log, unless the user sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS or NCCL_DEBUG_FILE."""
         return self.logs / f"rank-{rank:03d}.nccl"
 
 
@@ -127,7 +126,7 @@ class RunDir:
 
     @property
     def record(self) -> Path:
-        """What the run is: name, launcher, job id, when it was submitted and by which process."""
+        """The identity of the run: name, launcher, job id, when and by which process it was submitted."""
         return self.path / "run.json"
 
     @property
@@ -137,7 +136,7 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """A link to the snapshot of the code, which runs with the same content share."""
+        """A link to the snapshot of the code; runs with the same code share one snapshot."""
         return self.path / "code"
 
     @property
@@ -147,22 +146,22 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """What the trainer measured; docs/metrics.md has the keys."""
+        """What the trainer measured, or a script logged; docs/metrics.md has the keys."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """The trainer's result, when it came to its end."""
+        """The trainer's result, written at its end."""
         return self.path / "summary.json"
 
     @property
     def checkpoints(self) -> Path:
-        """The trainer's checkpoints, each with a manifest that has its sum."""
+        """Checkpoints of the trainer, or of `clusterddp.checkpoint`, each with a manifest that has its sum."""
         return self.path / "checkpoints"
 
     @property
     def output(self) -> Path:
-        """Where an entry puts its results that names no other place."""
+        """The default directory for the results of an entry."""
         return self.path / "output"
 
     @property
@@ -172,12 +171,12 @@ class RunDir:
 
     @property
     def launcher_dir(self) -> Path:
-        """What the launcher itself keeps: submitit's folder, supervisors' own logs."""
+        """The launcher's own files: submitit's folder, the logs of supervisors."""
         return self.path / "launcher"
 
     @property
     def job_environment(self) -> Path:
-        """On Slurm: the variables that go from the submitting shell to the ranks; mode 0600, like all files."""
+        """On Slurm: the variables that are passed from the submitting shell to the ranks; mode 0600, as all files."""
         return self.launcher_dir / "environment.json"
 
     @property
@@ -200,8 +199,8 @@ class RunDir:
     def attempts(self) -> list[AttemptDir]:
         """List the attempts so far, oldest first.
 
-        It opens the directory, which makes NFS ask the server: a file that another host has made is seen.
-        Raises: OSError: the run's directory is away.
+        Opening the directory makes NFS ask the server, so an attempt that another host has made is seen.
+        Raises: OSError: the run's directory cannot be reached.
         """
         try:
             names = [name for name in os.listdir(self.path / "attempts") if _NUMBER.fullmatch(name)]
@@ -213,7 +212,7 @@ class RunDir:
     def newest_attempt(self) -> AttemptDir:
         """Return the newest attempt of a run that has one.
 
-        Raises: OSError: the run's directory is away, or has lost its attempts.
+        Raises: OSError: the run's directory cannot be reached, or has lost its attempts.
         """
         attempts = self.attempts()
         if not attempts:
@@ -222,73 +221,24 @@ class RunDir:
 
 
 def is_of_another_user(path: Path) -> bool:
-    """Say whether a run's directory, or a sweep's, is another user's; to root each is its own."""
+    """Return whether the directory of a run or sweep belongs to another user; False for root."""
     return os.geteuid() not in {0, os.stat(path).st_uid}
 
 
 def is_run_name(name: str) -> bool:
-    """Say whether another process may name a run so: it is one directory below that of all runs."""
+    """Return whether a name from another process can be a run's: one directory below that of all runs."""
     return _RUN_NAME.fullmatch(name) is not None
 
 
 def is_token(text: str) -> bool:
-    """Say whether this is the token of a run."""
+    """Return whether a text has the form of a run's token."""
     return _TOKEN.fullmatch(text) is not None
 
 
-def list_runs(runs_dir: Path) -> list[RunDir]:
-    """List the runs in `runs_dir`, those of sweeps too, oldest first; a directory without a record is no run."""
-    runs: list[RunDir] = []
-    for place in list_places(runs_dir):
-        runs += [RunDir(place)] if is_file(RunDir(place).record) else list_runs(place)
-    return sorted(runs, key=lambda run: (created_ns(run), run.name))
-
-
-def list_places(runs_dir: Path) -> list[Path]:
-    """List the directories in `runs_dir` that are runs or sweeps, in no order; what may not be seen is left out."""
-    try:
-        paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [path for path in paths if is_file(RunDir(path).record) or is_file(path / SWEEP_RECORD)]
-
-
 def make_attempt_dirs(attempt: AttemptDir) -> None:
-    """Make what is missing of an attempt's directories.
+    """Make the missing directories of an attempt.
 
-    Raises: OSError: the run's own directory is away; it is never made anew.
+    Raises: OSError: the run's own directory does not exist; it is never made here.
     """
     for path in (attempt.path.parent, attempt.path, attempt.ranks, attempt.logs):
         path.mkdir(mode=0o700, exist_ok=True)
-
-
-def find_run(runs_dir: Path, name: str) -> RunDir:
-    """Find a run by its name, an unambiguous beginning of it, `@last`, or the path of its directory.
-
-    Raises: RunNotFoundError: there is none. UsageError: several runs begin so.
-    """
-    if os.sep in name and RunDir(Path(name)).record.is_file():
-        return RunDir(Path(name).resolve())
-    runs = list_runs(runs_dir)
-    if name == "@last" and runs:
-        return runs[-1]
-    exact = [run for run in runs if run.name == name]
-    matches = exact or [run for run in runs if name and run.name.startswith(name)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
-        raise UsageError(f"{name}: {len(matches)} runs begin so: {few}")
-    raise RunNotFoundError(
-        f"{name}: no such run in {runs_dir}",
-        hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
-    )
-
-
-def created_ns(run: RunDir) -> int:
-    """Read when a run was made; one whose record is damaged must not hide all the others: it counts as the oldest."""
-    try:
-        found = read_record(_Created, run.record)
-    except (ClusterddpError, OSError):
-        return 0
-    return found["created_ns"] if found else 0

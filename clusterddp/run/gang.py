@@ -1,7 +1,7 @@
 """The gang: which ranks run on which nodes, and what each of them executes.
 
-The submission side computes a `Gang`, writes it into `plan.json`, and hands it to each node's supervisor as JSON;
-the supervisor starts exactly that. Nothing here touches the machine.
+The submitting side computes a `Gang`, writes it into `plan.json` and sends it to each node's supervisor as JSON; the
+supervisor starts exactly that. Nothing here touches the machine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MAX_SPAWNS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """What a rank runs, and how it wants to be started."""
+    """The program of a rank, and how it is started."""
 
     kind: Literal["module", "script", "function", "command"]
     target: str
-    """A module, the path of a script, `module:function` or `path.py:function`, a program; a shell's text."""
+    """A module, the path of a script, `module:function` or `path.py:function`, a program, or a shell command."""
     words: tuple[str, ...] = ()
-    """The words that a command has of itself, after its program and before `args`."""
+    """The words of a command between its program and `args`."""
     args: tuple[Any, ...] = ()
-    """Words; for a function, values of any kind."""
+    """Strings; for a function, values of any type."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """For a function."""
     shell: bool = False
@@ -40,32 +40,37 @@ class Entry:
     import_paths: tuple[str, ...] = ()
     """Directories put at the head of `sys.path`, the snapshot of the code among them."""
     stop_aware: bool = False
-    """True when the entry confirms a stop itself (the built-in trainer does)."""
+    """True if the entry confirms a stop itself (the built-in trainer does)."""
     init: Init = "tcp"
-    """How ranks meet that use CLUSTERDDP_INIT_METHOD or {init_method}."""
+    """The rendezvous of ranks that use CLUSTERDDP_INIT_METHOD or {init_method}."""
     spawns: tuple[int, ...] = ()
-    """How many ranks the entry itself starts on each node, where it does: it is one rank on each to us."""
+    """How many ranks the entry itself starts on each node, where the gang then has one rank; empty: it starts none."""
     counts: Counts = "processes"
     """What {rank} and {world_size} count."""
     local_rank_arg: bool = False
     """True: --local_rank=N comes before the arguments."""
     fork: bool = True
-    """False: each rank is a Python of its own; else a node's ranks may be forked from one (node/fork_server.py)."""
+    """False: each rank is a new Python process; True: a node's ranks may be forked from one (node/fork_server.py)."""
     smoke_test: dict[str, Any] | None = None
-    """The program in whose place the smoke test runs (train/smoke_test.py): its kind, its target, and whether it is a
-    shell's; None for the trainer."""
+    """The program that the smoke test replaces (train/smoke_test.py): its kind, its target, whether a shell runs it;
+    None for the trainer."""
     stop_signal: str = "none"
-    """By which a command is told to stop: TERM and the like."""
+    """The signal that asks a command to stop, such as TERM."""
     data_dir: str | None = None
     output_dir: str | None = None
     code_dir: str | None = None
-    """Where the run was submitted from, in the copy of the code; the working directory where there is no copy."""
+    """The directory of the submit within the snapshot of the code; without a snapshot, the working directory."""
+
+    @property
+    def always_stops(self) -> bool:
+        """True when the entry is known to stop on request; of another program that shows when it first asks."""
+        return self.stop_aware or self.stop_signal != "none"
 
     @property
     def takes_listener(self) -> bool:
-        """True when rank 0's own process serves at the master port, and with torch's store, as far as we can tell.
+        """True if rank 0's own process is expected to listen at the master port, with torch's store.
 
-        A command is another process than the rank; a program that starts ranks itself has those serve.
+        A command is another process than the rank, and with `spawns` a process that the entry starts listens.
         """
         return self.kind != "command" and not self.spawns and self.counts == "processes"
 
@@ -83,26 +88,26 @@ class Node:
     ranks: tuple[int, ...]
     """Global ranks, in the order of their local ranks."""
     gpus: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES of this node's ranks holds; empty: the ranks see no GPU."""
+    """The value of CUDA_VISIBLE_DEVICES of this node's ranks; empty: the ranks see no GPU."""
     interface: str | None = None
-    """The interface of this host that carries the gang's traffic, where the launcher has looked; else the gang's."""
+    """The interface of this host that carries the gang's traffic, if the launcher has found it; None: the gang's."""
     address: str | None = None
-    """Its address."""
+    """The address of `interface`."""
     why: str = ""
-    """Why that one."""
+    """Why `interface` was chosen."""
     nccl_interfaces: tuple[str, ...] = ()
-    """What NCCL's sockets take in place of the interface, where there is something faster; known at the start."""
+    """Faster interfaces for NCCL's sockets, if there are any; set at the start."""
     slurm_chooses_gpus: bool = False
-    """True: `gpus` says nothing, each rank sees what Slurm has made visible to its task."""
+    """True: `gpus` is not used; each rank sees the GPUs that Slurm makes visible to its task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gang:
-    """All ranks of one run, and the rules that they live and die by."""
+    """All ranks of one run, with its timeouts and limits."""
 
     run: str
     token: str
-    """Secret of the run: every process carries it, a sweep goes by it, the supervisors' link is signed with it."""
+    """Secret of the run: it is in the cookie of every process, and signs the messages between the supervisors."""
     nodes: tuple[Node, ...]
     entry: Entry
     threads_per_rank: int
@@ -115,22 +120,22 @@ class Gang:
     on_cpu: bool = False
     """True: no rank has a GPU."""
     env: dict[str, str] = field(default_factory=dict)
-    """The user's own variables for every rank; they beat everything that clusterddp would set."""
+    """The user's own variables for every rank; they override those of clusterddp."""
     restarts: int = 0
     start: Start = "ranks"
-    """What is started on a node: its ranks, or torchrun, which starts them."""
+    """What the supervisor of a node starts: the ranks, or torchrun, which starts the ranks."""
     time_limit_s: float | None = None
     """Seconds that one attempt may last."""
     stop_lead_s: float = 60.0
-    """How long before the time limit the ranks are asked to stop."""
+    """Seconds before the time limit at which the ranks are asked to stop."""
     stop_grace_s: float = 120.0
-    """How long ranks may take from the request to stop until they have ended."""
+    """Seconds that ranks may take from the request to stop until they have ended."""
     start_timeout_s: float = 60.0
-    """How long the supervisors, and on Slurm the tasks, may take to find each other."""
+    """Seconds that the supervisors, and on Slurm the tasks, may take to connect to the head."""
     host_silence_s: float = HOST_SILENCE_S
-    """How long another host may be silent before its node counts as lost."""
+    """Seconds without an answer from another host's kernel after which its node counts as lost."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
-    """How long a supervisor on a host that answers may be silent before its node counts as lost."""
+    """Seconds without a heartbeat from a supervisor after which its node counts as lost."""
     hang: HangPolicy = "report"
     """What follows when the run shows no progress."""
     hang_after_s: float | None = None
@@ -138,9 +143,9 @@ class Gang:
 
     @property
     def give_up_s(self) -> float:
-        """Seconds from the SIGTERM after which a process that is still there is reported as one that cannot be killed.
+        """Seconds from the SIGTERM after which a process that is still there is reported as impossible to kill.
 
-        It hangs in the kernel. The driver of a GPU frees the memory of a process there, for eight of them in a row.
+        It hangs in the kernel, where a GPU driver frees its memory; the driver does that for eight ranks in turn.
         """
         return 6.0 if self.on_cpu else 30.0
 
@@ -153,7 +158,7 @@ class Gang:
         return next(node for node in self.nodes if rank in node.ranks)
 
     def carried_by(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that these of ours stand for: themselves, or those that the entry starts on their nodes."""
+        """Return the ranks of the user's program for these ranks of the gang: with `spawns`, those that each starts."""
         spawns = self.entry.spawns
         if not spawns:
             return tuple(sorted(ranks))
@@ -163,9 +168,9 @@ class Gang:
     def variables_of(
         self, rank: int, *, run_dir: str, attempt: int, master_port: int | str, restart: int = 0
     ) -> dict[str, Variable]:
-        """Compute the variables of one rank: what the plan shows is what the supervisor sets.
+        """Compute the environment variables of one rank; the plan shows them and the supervisor sets them.
 
-        See `RankSettings` for `restart`, and for a `master_port` in words.
+        See `RankSettings` for `restart`, and for a `master_port` that is a text.
         """
         node = self.node_of(rank)
         gpus, variables = node.gpus, {}
@@ -200,14 +205,14 @@ class Gang:
         return variables | rank_variables(settings)
 
     def to_json(self) -> dict[str, Any]:
-        # Not dataclasses.asdict, which copies every number: a sweep writes a thousand gangs.
+        # dataclasses.asdict copies every number, which is slow for the thousand gangs of a sweep.
         return _fields(self) | {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
-        """Rebuild a gang from what `to_json` gave.
+        """Read a gang that `to_json` wrote.
 
-        Raises: ValueError: it is none; see `build`.
+        Raises: ValueError: the data is invalid; see `build`.
         """
         return build(cls, data, "gang")
 

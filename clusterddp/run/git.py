@@ -1,4 +1,4 @@
-"""The few questions that are put to git: where the repository begins, which files are its own, which commit it is."""
+"""What git knows of a directory: the root of its repository, the repository's files, the commit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TIMEOUT_S = 60.0
 
 
 def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
-    """Find the top of the git work tree around `start`; None when there is none.
+    """Find the root of the git work tree around `start`; None if there is none.
 
-    Raises: ClusterddpError: there is one, and git does not answer (not installed, or it distrusts the owner).
+    Raises: ClusterddpError: git fails there (it is not installed, or distrusts the owner).
     """
     here = start.resolve()
     if not any((folder / ".git").exists() for folder in (here, *here.parents)):
@@ -26,17 +26,17 @@ def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
 
 
 def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
-    """List tracked files, and files that are neither tracked nor ignored; sorted, relative to `root`."""
+    """List the tracked files and the untracked files that are not ignored; sorted, relative to `root`."""
     listing = run_git(["ls-files", "-z", "--cached", "--others", "--exclude-standard"], root, environ)
-    # Of a file in conflict git lists every stage: the set makes the names unique.
+    # git lists a file in conflict once per stage; the set makes the names unique.
     return sorted({os.fsdecode(name) for name in listing.split(b"\0") if name})
 
 
 def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
-    """Say which commit the work tree around `start` is at, and whether it was changed since; None without a repository.
+    """Return the commit of the work tree around `start`, and whether files were changed since; None: no repository.
 
-    A commit of None means that there is none yet. The remote is left out: its URL may hold a password. Of code that was
-    sent here it is what git said where it came from.
+    A commit of None means that there is none yet. The remote is left out, since its URL may contain a password. For
+    uploaded code it is the commit on the machine that it came from.
     """
     if sent := find_sent(start):
         return sent.git
@@ -59,11 +59,11 @@ def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object
 
 
 def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -> bytes:
-    """Run git for its answer.
+    """Run git and return its output.
 
-    The caller's GIT_* variables are taken away, for they point at another repository (inside a hook they do), and so
-    is the file system monitor, which is a program that the repository itself names.
-    Raises: ClusterddpError: it cannot be run, fails, or takes too long.
+    It runs without the caller's GIT_* variables, which inside a hook name another repository, and without the file
+    system monitor, a program that the repository itself names.
+    Raises: ClusterddpError: git cannot be run, fails, or takes more than `TIMEOUT_S`.
     """
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments]
     clean = {name: value for name, value in environ.items() if not name.startswith("GIT_")}
@@ -81,6 +81,6 @@ def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -
     except OSError as error:
         raise ClusterddpError(f"{directory}: a git repository, but git cannot be run: {error.strerror}") from error
     if answer.returncode != 0:
-        complaint = answer.stderr.decode(errors="replace").strip().splitlines()[:1] or ["no reason given"]
-        raise ClusterddpError(f"{directory}: git {arguments[0]} failed: {complaint[0]}")
+        reason = answer.stderr.decode(errors="replace").strip().splitlines()[:1] or ["no reason given"]
+        raise ClusterddpError(f"{directory}: git {arguments[0]} failed: {reason[0]}")
     return answer.stdout

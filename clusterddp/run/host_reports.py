@@ -1,4 +1,4 @@
-"""Reports of the hosts of an ssh run: `launcher/hosts.json`, written by the command that asks them, read by all."""
+"""Reports of the hosts of an ssh run (`launcher/hosts.json`): written by commands that ask the hosts, read by all."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from clusterddp.wire import build
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReport:
-    """One host, as far as a run on it goes; times are those of the machine that asked, in seconds since the epoch."""
+    """What one host last reported of a run; times are of the machine that asked, in seconds since the epoch."""
 
     host: str
     asked: float
-    """When it was tried last."""
+    """When it was last asked."""
     reached: float | None = None
-    """When it answered last; None: never."""
+    """When it last answered; None: never."""
     error: str | None = None
-    """Why it did not answer when it was tried last; None: it did."""
+    """Why it did not answer when it was last asked; None: it answered."""
     alive: tuple[str, ...] = ()
     """Roles of the run's processes there: `s0` supervisor of node 0, `g0` its guard, `n0` its ranks."""
     boot: str = ""
-    """Which boot of the host it was."""
+    """The boot id of the host."""
     has_run: bool = False
-    """True when the run's directory is there."""
+    """True if the run's directory is there."""
     end_attempt: int | None = None
     end: dict[str, Any] | None = None
-    """The newest `end.json` in its own copy of the run, which on other hosts than the head's is not the truth."""
+    """The newest `end.json` in the host's copy of the run; only that of the head's host is final."""
     checkpoints: tuple[str, ...] = ()
     """Names of the checkpoints there, oldest first."""
     start: str = ""
-    """Which start of the run it was asked about (`start_of`): before a resume it says nothing of what follows."""
+    """Which start of the run this is about (`start_of`); a report from before a resume does not count after it."""
     complete: int | None = None
-    """The attempt with whose end everything that the spec wants from this host was fetched."""
+    """The attempt after whose end everything that the spec fetches from this host was downloaded."""
 
     @property
-    def answers(self) -> bool:
-        """True when a process is there that will still record how the run ends; ranks will not."""
+    def is_supervised(self) -> bool:
+        """True while a supervisor or guard lives there, which will record how the run ends."""
         return any(role[:1] in {"s", "g"} for role in self.alive)
 
     @property
@@ -54,7 +54,7 @@ class HostReport:
 
 
 def start_of(record: RunRecord) -> str:
-    """Name a start of a run, by a submit or a resume."""
+    """Return a name for the last start of a run, by a submit or a resume."""
     return f"attempt {record.base_attempt}, {record.job_id}"
 
 
@@ -63,9 +63,9 @@ def reports_path(run: RunDir) -> Path:
 
 
 def read_reports(run: RunDir) -> dict[str, HostReport]:
-    """Read what is known of the hosts that were ever asked, by their SSH names; keys of newer versions are dropped.
+    """Read the reports of all hosts that were ever asked, by their SSH names; keys of newer versions are dropped.
 
-    A file that is damaged counts as none: the hosts report it all again.
+    A damaged file counts as none: the hosts report everything again.
     """
     try:
         data = read_json(reports_path(run)) or {}
@@ -75,5 +75,5 @@ def read_reports(run: RunDir) -> dict[str, HostReport]:
 
 
 def write_reports(run: RunDir, reports: Iterable[HostReport]) -> None:
-    """Replace what is known of the hosts."""
+    """Replace the reports of all hosts."""
     write_json(reports_path(run), {"hosts": {report.host: dataclasses.asdict(report) for report in reports}})

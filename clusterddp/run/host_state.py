@@ -1,9 +1,9 @@
-"""The state of a run on SSH hosts: from the copy of its files, and from the last reports of its hosts.
+"""The state of a run on SSH hosts, derived from the local copy of its files and the last reports of its hosts.
 
-No host is asked here: a command that wants news synchronises the copy first (results/sync.py). Node 0's host holds the
-truth, and its `end.json` is downloaded. Without one, processes of the run that can still write it decide. One on any
-host: the run goes on. None on any: LOST. A head that does not answer leaves it open, unless another node has recorded
-that it was lost.
+This module connects to no host; a command that needs the current state synchronises first (results/sync.py). The
+`end.json` of node 0's host decides. Without one, a supervisor or guard on any host means that the run goes on, and
+none on all hosts means LOST. If node 0's host does not answer, the state is UNKNOWN, unless another node has recorded
+an end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from clusterddp.system.files import read_tail
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
+    """The facts that the state is derived from."""
+
     run: RunDir
     record: RunRecord
     attempt: AttemptDir | None
@@ -31,26 +33,27 @@ class _Known:
     start: Start | None
     """`start.json` of the newest attempt."""
     hosts: tuple[str, ...]
-    """In the order of the nodes: the head's first."""
+    """In the order of the nodes, the head's first."""
     reports: dict[str, HostReport]
-    """Of the hosts that were asked since the run was started last."""
+    """Of the hosts that were asked since the last start of the run."""
 
     @property
     def head(self) -> HostReport | None:
         return self.reports.get(self.hosts[0])
 
     @property
-    def silent(self) -> list[str]:
-        """The hosts of which it is not known what is there now."""
+    def unreached(self) -> list[str]:
+        """The hosts that were not asked, or did not answer the last time."""
         return [host for host in self.hosts if host not in self.reports or self.reports[host].error is not None]
 
     @property
-    def answered_for(self) -> bool:
-        return any(report.answers and report.error is None for report in self.reports.values())
+    def supervised_on(self) -> list[str]:
+        """The hosts that answered and have a supervisor or guard of the run."""
+        return [host for host, report in self.reports.items() if report.is_supervised and report.error is None]
 
     @property
     def goes_on_as(self) -> RunState:
-        """What it is while a process answers for it."""
+        """The state while a supervisor or guard lives."""
         if self.end:
             return RunState.REQUEUED
         return RunState.PENDING if self.start is None else RunState.RUNNING
@@ -61,7 +64,7 @@ class _Known:
 
 
 def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None) -> RunView:
-    """Judge the state of a run that has not ended for good; `end` is that of `attempt`, the newest one."""
+    """Derive the state of a run without a final end; `attempt` is the newest one, `end` the end of that."""
     known = _Known(
         run=run,
         record=record,
@@ -75,12 +78,13 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
     if record.job_id is None and submitter and submitter.alive():
         return known.view(RunState.REQUEUED if end else RunState.PENDING, "is being started")
     if is_foreign(run):
-        return known.view(RunState.UNKNOWN, f"belongs to another user, who alone can ask its hosts; {_last(known)}")
-    if known.answered_for and known.hosts[0] not in known.silent:
+        reason = f"belongs to another user, and only that user can connect to its hosts; {_last(known)}"
+        return known.view(RunState.UNKNOWN, reason)
+    if known.supervised_on and known.hosts[0] not in known.unreached:
         after = f"restarts after: {end.reason}" if end else "is being started" if known.start is None else "runs"
-        silence = [_why_silent(known.reports, host) for host in known.silent if host in known.reports]
-        return known.view(known.goes_on_as, "; ".join([after, *silence]))
-    return _unanswered(known, submitter)
+        unreached = [_why_unreached(known.reports, host) for host in known.unreached if host in known.reports]
+        return known.view(known.goes_on_as, "; ".join([after, *unreached]))
+    return _unsupervised(known, submitter)
 
 
 def read_hosts(run: RunDir) -> tuple[str, ...]:
@@ -89,29 +93,29 @@ def read_hosts(run: RunDir) -> tuple[str, ...]:
 
 
 def is_foreign(run: RunDir) -> bool:
-    """Say whether root looks at a run of another user, whose hosts know that user and not root."""
+    """Return whether root looks at the run of another user; its hosts accept that user's keys, not root's."""
     return os.geteuid() == 0 and os.stat(run.path).st_uid != 0
 
 
-def read_silence(run: RunDir) -> dict[str, str]:
-    """Read which hosts of a run did not answer when they were asked last, and say so: host -> words."""
+def read_unreached(run: RunDir) -> dict[str, str]:
+    """Read which hosts of a run did not answer when they were last asked: host -> a sentence with the reason."""
     reports = read_reports(run)
-    return {host: _why_silent(reports, host) for host, report in reports.items() if report.error is not None}
+    return {host: _why_unreached(reports, host) for host, report in reports.items() if report.error is not None}
 
 
-def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
-    """Judge the state of a run that no process answers for on the hosts that were reached, or whose head was not."""
+def _unsupervised(known: _Known, submitter: ProcessIdentity | None) -> RunView:
+    """Derive the state of a run if the head's host was not reached, or no reached host has a supervisor or guard."""
     ended = _ended_on_a_host(known)
     if ended:
         return ended
-    if known.hosts[0] in known.silent:
-        others = [host for host, report in known.reports.items() if report.answers and report.error is None]
-        words = [f"it is answered for on {', '.join(others)}"] if others else []
-        reason = "; ".join([_why_silent(known.reports, known.hosts[0]), *words, _last(known)])
+    if known.hosts[0] in known.unreached:
+        others = [f"it is still supervised on {', '.join(known.supervised_on)}"] if known.supervised_on else []
+        reason = "; ".join([_why_unreached(known.reports, known.hosts[0]), *others, _last(known)])
         return known.view(RunState.UNKNOWN, reason)
-    if known.silent:
-        silent = "; ".join(_why_silent(known.reports, host) for host in known.silent)
-        return known.view(RunState.UNKNOWN, f"nobody answers for it on {known.hosts[0]}; {silent}; {_last(known)}")
+    if known.unreached:
+        unreached = "; ".join(_why_unreached(known.reports, host) for host in known.unreached)
+        reason = f"it is not supervised on {known.hosts[0]}; {unreached}; {_last(known)}"
+        return known.view(RunState.UNKNOWN, reason)
     if known.record.job_id is None and submitter and submitter.alive() is None:
         reason = f"is being submitted on {submitter.host}, which cannot be asked from here"
         return known.view(RunState.UNKNOWN, reason)
@@ -119,10 +123,10 @@ def _unanswered(known: _Known, submitter: ProcessIdentity | None) -> RunView:
 
 
 def _ended_on_a_host(known: _Known) -> RunView | None:
-    """Return how the run ended as a host has recorded it whose record is not here; None when none has.
+    """Return the end that a host has recorded and that was not downloaded; None if no host has recorded one.
 
-    That of the head comes first. Another node records what it saw when it lost the head, or when the head's own storage
-    takes no record.
+    The head's record comes first. Another node records an end when it loses the head, or when the head's storage takes
+    no record.
     """
     number = known.attempt.number if known.attempt else 0
     for report in sorted(known.reports.values(), key=lambda report: report.host != known.hosts[0]):
@@ -135,26 +139,26 @@ def _ended_on_a_host(known: _Known) -> RunView | None:
 
 def _why_lost(known: _Known) -> str:
     if known.end:
-        words = f"was to restart after: {known.end.reason}; what carried it is gone"
+        reason = f"should have restarted after: {known.end.reason}; its supervisors are gone"
     elif known.start is None and known.record.job_id is None:
-        words = "was never started: what submitted it is gone"
+        reason = "was never started: the process that submitted it is gone"
     else:
-        when = "ended without a word" if known.start else "ended before any rank was started"
-        words = f"{when}: nobody answers for it on {', '.join(known.hosts)}, and no end is recorded"
+        when = "" if known.start else "no rank was started: "
+        reason = f"{when}its supervisors on {', '.join(known.hosts)} are gone and recorded no end"
     head = known.head
     if head and not head.has_run and known.record.job_id is not None:
-        words += f"; its directory on {head.host} is gone"
+        reason += f"; its directory on {head.host} is gone"
     supervisor = (known.start or {}).get("supervisor")
     boot = supervisor.boot if supervisor else None
     if head and boot and head.boot and head.boot != boot:
-        words += f"; {head.host} was started anew since"
+        reason += f"; {head.host} has rebooted since"
     left = [report.host for report in known.reports.values() if report.alive]
     if left:
-        words += f"; processes of it are left on {', '.join(left)} (clusterddp cancel {known.run.name} ends them)"
-    return words
+        reason += f"; its processes are left on {', '.join(left)} (clusterddp cancel {known.run.name} ends them)"
+    return reason
 
 
-def _why_silent(reports: Mapping[str, HostReport], host: str) -> str:
+def _why_unreached(reports: Mapping[str, HostReport], host: str) -> str:
     report = reports.get(host)
     if report is None or report.error is None:
         return f"{host} has not been asked"
@@ -162,20 +166,20 @@ def _why_silent(reports: Mapping[str, HostReport], host: str) -> str:
 
 
 def _last(known: _Known) -> str:
-    """Say what was known last: `last known: RUNNING, step 1200, 3 min ago`."""
+    """Return the last known state: `last known: RUNNING, step 1200, 3 min ago`."""
     if known.start is None and not known.end and known.record.job_id is not None:
-        words = [f"started as {known.record.job_id}"]
+        facts = [f"started as {known.record.job_id}"]
     else:
-        words = [known.goes_on_as.value]
+        facts = [known.goes_on_as.value]
     step = _read_step(known.run) if known.start else None
-    words += [f"step {step}"] if step is not None else []
+    facts += [f"step {step}"] if step is not None else []
     reached = known.head.reached if known.head else None
-    words += [ago(time.time() - reached)] if reached else []
-    return f"last known: {', '.join(words)}"
+    facts += [ago(time.time() - reached)] if reached else []
+    return f"last known: {', '.join(facts)}"
 
 
 def _read_step(run: RunDir) -> int | None:
-    """Read how far the metrics have come, from their last rows."""
+    """Read the newest step from the last rows of the metrics."""
     for line in reversed(read_tail(run.metrics).splitlines()):
         try:
             step = json.loads(line)["step"]
@@ -187,7 +191,7 @@ def _read_step(run: RunDir) -> int | None:
 
 
 def ago(seconds: float) -> str:
-    """Say how long ago something was, in the largest unit that fits."""
+    """Write how long ago something was, in the largest unit that fits."""
     for unit, length_s in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length_s or (seconds >= length_s and unit != "days"):
             return f"{seconds // length_s:.0f} {unit} ago"

@@ -1,8 +1,7 @@
-"""What lives of runs on this machine, whether anybody answers for it, and the end of what nobody does.
+"""The live processes of runs on this machine: which are supervised, and the end of those that are not.
 
-It goes by the cookie in the environment that a process was started with, and looks at this user's processes only. A
-process that has overwritten its environment (some do when they change their title) or was started without the cookie
-cannot be found.
+It finds this user's processes by the cookie in the environment that they were started with. It cannot find a process
+that has overwritten its environment (some do when they set their title) or that was started without the cookie.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.cleanup import answers_for_its_run
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.cleanup import is_supervising
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.system.files import read_json
 from clusterddp.system.processes import (
     Process,
@@ -33,7 +33,7 @@ from clusterddp.system.processes import (
 
 END_TIMEOUT_S = 5.0
 _LOOKS = 2
-"""A look at the process table can miss a process that is just being forked or is between two programs."""
+"""A pass over the process table can miss a process during its fork or exec."""
 _PAUSE_S = 0.05
 
 
@@ -43,29 +43,29 @@ class RunProcess:
 
     pid: int
     role: str
-    """`task`, `s2`, `g2`, `n2`: as in its cookie (sweep.py)."""
+    """`task`, `s2`, `g2`, `n2`: the role in its cookie (cleanup.py)."""
     age_s: float
     command: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHere:
-    """What lives of one run on this machine."""
+    """The live processes of one run on this machine."""
 
     token: str
     run: str | None
-    """Its name; None where neither its processes nor any record here tells it."""
+    """Its name; None if neither its processes nor a record here has it."""
     processes: tuple[RunProcess, ...]
     gpus: tuple[str, ...]
-    """What CUDA_VISIBLE_DEVICES of its ranks names."""
+    """The GPUs in CUDA_VISIBLE_DEVICES of its ranks."""
     answered_by: str | None
-    """Who sees to the end of these processes, in words; None: they are left over."""
+    """The processes that will end these, for people; None: they are left over."""
     unmarked: tuple[int, ...] = ()
-    """Of what is left over: what these processes have started and what carries no cookie."""
+    """If they are left over: pids of their descendants without a cookie."""
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """Its name for people."""
         return self.run or f"run {self.token[:8]}"
 
     @property
@@ -75,20 +75,20 @@ class RunHere:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """What became of the left-over processes of one run."""
+    """The result of ending the left-over processes of one run."""
 
     token: str
     ended: int
     left: tuple[str, ...] = ()
-    """What would not die: pid and command."""
+    """Processes that could not be killed: pid and command."""
     answered_by: str | None = None
-    """Somebody answers for the run now, so the rest of it was left alone."""
+    """The processes that supervise the run now; then the rest of it was not touched."""
 
 
 def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = None) -> list[RunHere]:
-    """Find this user's runs on this machine, the oldest first; `only` those with these tokens.
+    """Find this user's live runs on this machine, the oldest first; `only`: those with these tokens.
 
-    `records`: directories of runs, in which the name of a run is looked up when its processes do not tell it.
+    `records`: directories of runs, which are searched for the name of a run if its processes do not have it.
     """
     ours = _own_ancestors()
     found = [_describe(token, family, ours) for token, family in _find_families(only).items()]
@@ -98,10 +98,10 @@ def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = No
 
 
 def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
-    """End every process of a run for which nobody answers, and make sure that nothing is left.
+    """Kill every process of a run that is not supervised, until two passes in a row find none.
 
-    A pass ends only what one look at the process table has found, and only when nobody answered in that look nor in
-    the one before: a run that somebody resumes meanwhile is not harmed.
+    A pass kills only if neither it nor the pass before found a supervising process: a run that is resumed meanwhile
+    survives.
     """
     seen: dict[tuple[int, float], Process] = {}
     deadline = time.monotonic() + timeout_s
@@ -120,13 +120,13 @@ def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
                 carrier.process.send_signal(signal.SIGKILL)
         time.sleep(_PAUSE_S)
     left = [process for process in seen.values() if process.alive()]
-    words = tuple(_spell_left(process) for process in left) if answered_by is None else ()
-    return Ended(token=token, ended=len(seen) - len(left), left=words, answered_by=answered_by)
+    spelled = tuple(_spell_left(process) for process in left) if answered_by is None else ()
+    return Ended(token=token, ended=len(seen) - len(left), left=spelled, answered_by=answered_by)
 
 
 @dataclass(frozen=True, slots=True)
 class _Carrier:
-    """A live process, and what it was started with."""
+    """A live process, and the environment that it was started with."""
 
     process: Process
     environment: dict[str, str]
@@ -150,7 +150,7 @@ def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
     families: dict[str, list[_Carrier]] = {}
     for process in find_carriers(COOKIE, wanted, uid=os.getuid()):
         carrier = _Carrier(process, read_environment(process.pid))
-        if wanted(f"{carrier.token}.{carrier.role}"):  # else it has ended meanwhile
+        if wanted(f"{carrier.token}.{carrier.role}"):  # it may have ended meanwhile
             families.setdefault(carrier.token, []).append(carrier)
     return families
 
@@ -178,14 +178,14 @@ def _describe(token: str, family: list[_Carrier], ours: Collection[int]) -> RunH
 
 
 def _answered_by(family: list[_Carrier], ours: Collection[int]) -> str | None:
-    """Say who sees to the end of a run's processes on this machine."""
+    """Name the processes that will end a run's processes on this machine."""
     if any(carrier.process.pid in ours for carrier in family):
-        return "this command itself, which was started inside of the run"
-    words = [_spell(carrier) for carrier in family if answers_for_its_run(carrier.process)]
-    if words:
-        return ", ".join(words)
+        return "this command, which was started inside the run"
+    supervising = [_spell(carrier) for carrier in family if is_supervising(carrier.process)]
+    if supervising:
+        return ", ".join(supervising)
     for ancestor in (ancestor for carrier in family for ancestor in _ancestors(carrier.process)):
-        # Slurm ends what is left of its steps; and a rank may have a step of its own on another host.
+        # Slurm ends the processes of its steps, also a step of a rank on a host without a supervisor.
         if "".join(read_command(ancestor.pid)[:1]).startswith("slurmstepd"):
             return f"Slurm (slurmstepd {ancestor.pid})"
     return None
@@ -202,7 +202,7 @@ def _spell_left(process: Process) -> str:
 
 
 def _own_ancestors() -> set[int]:
-    """List this process and those it descends from: whoever asks inside of a run does not ask to be ended."""
+    """Return the pids of this process and its ancestors: a command that runs inside a run must not end that run."""
     me = read_process(os.getpid())
     return {me.pid, *(process.pid for process in _ancestors(me))}
 
@@ -223,7 +223,7 @@ def _gpus(family: list[_Carrier]) -> tuple[str, ...]:
 
 
 def _unmarked(family: list[_Carrier]) -> tuple[int, ...]:
-    """Find what a run's processes have started and what carries no cookie, neither this run's nor another's."""
+    """Find the descendants of a run's processes that carry no cookie, neither this run's nor another's."""
     known = {carrier.process.pid for carrier in family}
     return tuple(sorted(pid for pid in find_descendants(known) if pid not in known and _is_ours_unmarked(pid)))
 
@@ -236,7 +236,7 @@ def _is_ours_unmarked(pid: int) -> bool:
 
 
 def _name(token: str, family: list[_Carrier]) -> str | None:
-    """Find the name of a run in the environment of its ranks, or by the directory in which its supervisors work."""
+    """Find the name of a run in the environment of its ranks, or by the working directory of its supervisors."""
     for carrier in family:
         if name := carrier.environment.get("CLUSTERDDP_RUN"):
             return name
@@ -259,7 +259,7 @@ def _read_names(records: Iterable[Path], tokens: set[str]) -> dict[str, str]:
 
 
 def _read_name(folder: Path, tokens: set[str]) -> dict[str, str]:
-    """Read token and name of the run that lies in a directory, if it is one of these."""
+    """Read the token and name of the run in a directory, if its token is among these."""
     try:
         record = read_json(RunDir(folder).record)
         return {record["token"]: str(record["run"])} if record and record["token"] in tokens else {}

@@ -1,8 +1,8 @@
-"""The end of an attempt: the one account of how it ended and why, whichever process gives it.
+"""The end of an attempt: how it ended and why.
 
-The head gives it as a rule. Where the head cannot, its guard does, another node, the task or the batch script that
-carries the run, the next start of a Slurm job, or the process that could not start it. All build an `AttemptEnd` by the
-functions here; the first to write `end.json` is right.
+Usually the head records it. If the head cannot, its guard does, another node, the task or the batch script that carries
+the run, the next start of a Slurm job, or the process that failed to start it. All build an `AttemptEnd` with the
+functions here; the first `end.json` that is written counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterddp.system.files import build_record, read_json, write_json
 
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 _LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
-"""What a root cause may name as its log, relative to the run's directory."""
+"""The paths that a root cause may have as its log, relative to the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class RootCause:
     """The rank that failed first; for a lost node the lowest of its ranks; None when it failed before any started."""
     host: str
     exit_code: int | None
-    """As a shell would say it: 128 + signal for a rank that a signal ended."""
+    """As in a shell: 128 + signal for a rank that a signal ended."""
     error: str
     log: str | None
     traceback: str | None = None
@@ -42,7 +42,7 @@ class RootCause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """`end.json`: how an attempt ended. The first to write it is right."""
+    """`end.json`: how an attempt ended. The first one that is written counts."""
 
     outcome: AttemptOutcome
     reason: str
@@ -52,7 +52,7 @@ class AttemptEnd:
     """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
     ended: float = 0.0
     warning: str = ""
-    """What the outcome does not tell and a person should look at."""
+    """A problem that did not change the outcome; empty: none."""
 
 
 def cancelled(reason: str) -> AttemptEnd:
@@ -69,9 +69,9 @@ def failed(
     log: str | None = None,
     goes_on: bool = False,
 ) -> AttemptEnd:
-    """Return the end of an attempt that failed, `reason` being all that is known of its cause.
+    """Return the end of an attempt that failed with this reason as its root cause.
 
-    `host`: where it failed, by default here. `goes_on`: another start of its Slurm job begins the next attempt.
+    `host`: where it failed, by default this one. `goes_on`: another start of its Slurm job begins the next attempt.
     """
     where = socket.gethostname() if host is None else host
     cause = RootCause(rank=rank, host=where, exit_code=exit_code, error=reason, log=log)
@@ -92,28 +92,28 @@ def loss_of_node(
     attempt: AttemptDir | None,
     whose: str = "its ",
 ) -> RootCause:
-    """Return the root cause where ranks ended because of something that is no rank's fault: a lost host or supervisor.
+    """Return the root cause of ranks that ended because a host or a supervisor was lost.
 
-    `what` says what happened. `attempt`: the one whose ranks had started; None: none had.
+    `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had.
     """
     if attempt is None:
-        words = f"{what} before any rank was started"
-        return RootCause(rank=None, host=host, exit_code=None, error=words, log=None)
+        error = f"{what} before any rank was started"
+        return RootCause(rank=None, host=host, exit_code=None, error=error, log=None)
     rank = min(ranks)
     log = str(attempt.stderr(rank).relative_to(attempt.path.parents[1]))
-    words = f"{what}; {whose}{ranks_in_words} ended with it"
-    return RootCause(rank=rank, host=host, exit_code=None, error=words, log=log)
+    error = f"{what}; {whose}{ranks_in_words} ended with it"
+    return RootCause(rank=rank, host=host, exit_code=None, error=error, log=log)
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
-    """Record how the attempt ended; False when another process has (what it wrote stands).
+    """Record how the attempt ended; False if another process has done so, whose record stays.
 
-    With the end of the run its secrets go, whichever process records it.
+    If the run ends with it, its secrets are removed.
     """
     is_first = write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
     run = RunDir(attempt.path.parents[1])
     with contextlib.suppress(OSError):
-        # Not when the run has been resumed meanwhile: then they are the new attempt's.
+        # If the run has been resumed meanwhile, its new attempt needs the secrets.
         if is_first and not end.will_restart and run.newest_attempt().number == attempt.number:
             drop_secrets(run)
     return is_first
@@ -125,10 +125,10 @@ def read_end(attempt: AttemptDir) -> AttemptEnd | None:
 
 
 def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
-    """Make an end of what `end.json` holds.
+    """Read an end from the JSON of `end.json`.
 
-    The log of a root cause is one of the run's own, or none: a host or another user may have written the file.
-    Raises: ClusterddpError: it holds something else, `where`.
+    A host or another user may have written the file: a log that is not one of the run's own is dropped.
+    Raises: ClusterddpError: the data is invalid; the message begins with `where`.
     """
     end = build_record(AttemptEnd, data, where)
     cause = end.root_cause
@@ -138,7 +138,7 @@ def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
 
 
 def signal_name(number: int) -> str:
-    """Name a signal as people know it."""
+    """Return the name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,7 +1,7 @@
-"""The record of a run: who it is (`run.json`), how an attempt began, what became of each rank; outcome.py has its end.
+"""The records of a run: its identity (`run.json`), the start of each attempt and each rank; outcome.py has the end.
 
-Each file has one writer, or several of whom the first wins (`end.json`), so no lock is needed and a crash at any point
-leaves files that can be read.
+Each file has one writer, or several of which the first wins (`end.json`). So no lock is needed, and the files can be
+read after a crash at any point.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
 FOREIGN = "none"
-"""The launcher of a run that torchrun, mpirun or the like has started; `job_id` says who."""
+"""The launcher of a run that torchrun, mpirun or another program has started; `job_id` names the program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessIdentity:
-    """A process that cannot be confused with a later one of the same pid.
+    """A process, told apart from a later one with the same pid.
 
-    `started` is the process's start time as the kernel of `host` counts it: seconds since that boot. Seconds since the
-    epoch would do only where the clock is never set: the kernel's notion of when it booted moves with it.
+    `started` is the process's start time as the kernel of `host` counts it: seconds since the boot. Seconds since the
+    epoch would change when the clock is set.
     """
 
     host: str
@@ -44,21 +44,21 @@ class ProcessIdentity:
     def of(cls, pid: int | None = None) -> ProcessIdentity:
         """Identify a process of this machine, by default this one.
 
-        Raises: ProcessLookupError: there is none of that pid.
+        Raises: ProcessLookupError: no process has that pid.
         """
         process = read_process(os.getpid() if pid is None else pid)
         return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.started)
 
     @classmethod
     def from_json(cls, data: Any) -> ProcessIdentity:
-        """Rebuild one from a record.
+        """Read one from a record.
 
-        Raises: ClusterddpError: it is none.
+        Raises: ClusterddpError: the data is invalid.
         """
         return build_record(cls, data, "the process of a record")
 
     def alive(self) -> bool | None:
-        """Say whether the process lives; None when it belongs to another machine, which cannot be asked from here."""
+        """Return whether the process lives; None if it is on another machine, which cannot be asked from here."""
         if self.host != socket.gethostname():
             return None
         if self.boot != boot_id():
@@ -72,7 +72,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """`run.json`: written by the submitting side alone."""
+    """`run.json`: written only by the submitting side."""
 
     run: str
     token: str
@@ -82,32 +82,32 @@ class RunRecord:
     parent: str | None = None
     """The run that this one repeats (`rerun`)."""
     job_id: str | None = None
-    """What the launcher answered; None: not started, or the answer was lost. On Slurm it is in a file of its own."""
+    """The launcher's answer; None: not started, or the answer was lost. On Slurm it is in a `JobAnswer`."""
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The `ProcessIdentity` of the process that submits, to tell a submit under way from one that died."""
+    """The `ProcessIdentity` of the process that submits; it shows whether a submit is under way or has died."""
     keeper: dict[str, Any] | None = None
-    """The `ProcessIdentity` of the process that carries the run; None where a scheduler does."""
+    """The `ProcessIdentity` of the process that carries the run; None if a scheduler does."""
     base_attempt: int = 0
     """The attempt of the last submit or resume; `restarts` counts from it."""
     job_tag: str | None = None
-    """On Slurm: what is in the job's name and tells it from any other (slurm/identity.py)."""
+    """On Slurm: the part of the job's name that no other job has (slurm/identity.py)."""
     job_attempt: int = 0
-    """On Slurm: the attempt that the job `job_id` begins with; a requeue goes on counting under the same job."""
+    """On Slurm: the first attempt of the job `job_id`; requeues of the job count on from it."""
     array_index: int | None = None
     """On Slurm: the task of a job array (a sweep) that carries this run; all its runs share job and tag."""
     variant: str = ""
-    """In a sweep: what tells this run from the others, `lr=0.1 seed=0`."""
+    """In a sweep: the values of this run, `lr=0.1 seed=0`."""
     cluster: str | None = None
-    """On Slurm: the cluster that sbatch named, where it names one."""
+    """On Slurm: the cluster that sbatch named; None if it named none."""
     queued: bool = False
-    """In a sweep elsewhere than on Slurm: the queue of the sweep has still to start the newest attempt."""
+    """In a sweep without Slurm: the queue of the sweep has not started the newest attempt yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAnswer:
-    """`launcher/job-<tag>.json`: what sbatch answered to one submit.
+    """`launcher/job-<tag>.json`: sbatch's answer to one submit.
 
-    Not in `run.json`: by the time of the answer the job may have run, and its follow-up job may be in the record.
+    It is not in `run.json`: when the answer arrives, the job may have run and recorded its follow-up job there.
     """
 
     job_id: str
@@ -128,9 +128,9 @@ class RankRecord:
     master_port: int
     started: float
     process: dict[str, Any] | None = None
-    """Its `ProcessIdentity`, where no supervisor answers for it."""
+    """Its `ProcessIdentity`, if no supervisor watches it."""
     stopped: float | None = None
-    """Since when it is known that a signal (SIGSTOP) has stopped it; None: it goes on, or has ended."""
+    """When it was first seen stopped by a signal (SIGSTOP); None: it runs, or has ended."""
     ended: float | None = None
     exit_code: int | None = None
     signal: str | None = None
@@ -138,7 +138,7 @@ class RankRecord:
 
 
 class StartedNode(TypedDict, total=False):
-    """What `start.json` says of a node, as far as it is read."""
+    """A node in `start.json`: the keys that are read."""
 
     node_rank: int
     host: str
@@ -147,7 +147,7 @@ class StartedNode(TypedDict, total=False):
 
 
 class Start(TypedDict, total=False):
-    """What is read of `start.json`: how an attempt began."""
+    """`start.json`, the start of an attempt: the keys that are read."""
 
     started: float
     supervisor: ProcessIdentity
@@ -157,7 +157,7 @@ class Start(TypedDict, total=False):
 
 
 class _Planned(TypedDict):
-    """What every plan holds."""
+    """A key that every plan has."""
 
     gang: Gang
 
@@ -181,17 +181,17 @@ def write_job_answer(directory: RunDir, tag: str, answer: JobAnswer) -> None:
 
 
 def read_gang(directory: RunDir) -> Gang:
-    """Read who takes part in a run from its plan.
+    """Read the gang of a run from its plan.
 
-    Raises: ClusterddpError: it is no plan. FileNotFoundError: there is none.
+    Raises: ClusterddpError: the plan is invalid. FileNotFoundError: there is none.
     """
     return _read(_Planned, directory.plan)["gang"]
 
 
 def read_start(attempt: AttemptDir) -> Start | None:
-    """Read how an attempt began; None: it has not.
+    """Read the start of an attempt; None: it has not started.
 
-    Raises: ClusterddpError: it holds something else.
+    Raises: ClusterddpError: the file is invalid.
     """
     return read_record(Start, attempt.start)
 
@@ -222,16 +222,13 @@ def read_rank(attempt: AttemptDir, rank: int) -> RankRecord | None:
 
 
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
-    """Append to the run's history: what happened, when, in the words of the one who saw it.
-
-    The history is a convenience: storage that does not take the row changes nothing else.
-    """
+    """Append an event and its time to the run's history; a failed write is ignored, since no code depends on it."""
     with contextlib.suppress(OSError):
         append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
 
 
 def boot_id() -> str:
-    """Tell this boot of this machine from the next one."""
+    """Return an id of this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

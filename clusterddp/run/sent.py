@@ -1,7 +1,7 @@
-"""Code that was sent to a login node, to be submitted from there: `trees/<number>/`, one for each submit.
+"""Code that was uploaded to a login node to be submitted there: `trees/<number>/`, one for each submit.
 
-tree/        the files, with room for what a job writes beside them; they may lie below it
-sent.json    which files they are, where they begin, and what git said of them where they came from
+tree/        the files, or directories above them; a job may write beside them
+sent.json    the names of the files, their directory below tree/, and their git commit on the machine they came from
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ RECORD = "sent.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentCode:
-    """Code that came from elsewhere."""
+    """Uploaded code."""
 
     root: Path
     files: tuple[str, ...]
-    """Relative to `root`: what else lies there was not sent."""
+    """The uploaded files, relative to `root`; other files there were not uploaded."""
     git: dict[str, Any] | None
-    """As `describe_commit` gave it there."""
+    """The result of `describe_commit` on the machine they came from."""
 
 
 def find_sent(start: Path) -> SentCode | None:
-    """Find the code that was sent and that `start` belongs to; None: none was."""
+    """Find the uploaded code that `start` belongs to; None: it belongs to none."""
     here = start.resolve()
     for folder in (here, *here.parents):
         if folder.parent.name == FOLDER and (record := read_json(folder / RECORD)):

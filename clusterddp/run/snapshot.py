@@ -1,7 +1,7 @@
-"""The snapshot of the code: what a run executes, kept as it was at submit, whatever is edited afterwards.
+"""The snapshot of the code: a copy made at submit, which the run executes.
 
-It holds what git knows (tracked files, with the changes not yet committed) and new files that git would not ignore.
-The store is addressed by content, so that a hundred runs of one state of the code keep one copy.
+It contains the tracked files of the git repository, with uncommitted changes, and the untracked files that are not
+ignored. The store is addressed by content, so runs of the same code share one copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STAGING_PREFIX, list_places
+from clusterddp.run.directory import STAGING_PREFIX
+from clusterddp.run.find import list_places
 from clusterddp.run.git import find_root, list_git_files
 from clusterddp.run.sent import find_sent
 from clusterddp.system.file_set import has_digest, list_files
@@ -37,14 +38,14 @@ class SnapshotPlan:
     files: tuple[str, ...]
     total_bytes: int
     notes: tuple[str, ...] = ()
-    """What was left out, and why."""
+    """What is not in the snapshot, and why."""
 
 
 def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan | None:
-    """Choose the files of the git repository around `start`; None when there is none.
+    """Choose the files of the git repository around `start`; None if there is none.
 
-    Code that was sent here counts for one: the files that were sent.
-    Raises: ClusterddpError: git does not answer, or the files are larger than `MAX_BYTES`.
+    Uploaded code counts as a repository: all its files are chosen.
+    Raises: ClusterddpError: git fails, or the files are larger than `MAX_BYTES`.
     """
     if sent := find_sent(start):
         return _measure("git", sent.root, list(sent.files))
@@ -67,10 +68,11 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
     for folder, folders, files in os.walk(root):
         walked += len(folders) + len(files)
         if walked > _MAX_WALKED:
-            # A script in a home directory: its snapshot must not take all of that.
+            # The script may lie in a home directory, which must not be copied.
             beside = {name for name in os.listdir(root) if name.endswith(".py")}
             note = (
-                f"{root}: too much lies below it, only {script.name} and the *.py files beside it are in the snapshot"
+                f"{root}: more than {_MAX_WALKED:,} files lie below it; the snapshot has only {script.name} and the "
+                "*.py files beside it"
             )
             return _measure(str(script), root, sorted(beside | {script.name}), note)
         here = Path(folder)
@@ -80,10 +82,10 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
 
 
 def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
-    """Copy the files into `store` unless it has them already, point the symlink `link` there, return the sum.
+    """Copy the files into `store` unless it has them, make `link` a symlink to them, and return their digest.
 
-    The copy is made beside `link` and renamed, so the store never holds half of one; what lies there already is read
-    again before it is trusted.
+    The copy is made beside `link` and renamed, so the store never contains a partial one. The digest of a copy in the
+    store is checked before it is used.
     Raises: ClusterddpError: a file cannot be read, or the disk is full.
     """
     staging = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
@@ -105,9 +107,9 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
 
 
 def store_of(runs_dir: Path) -> Path:
-    """Return where this user's snapshots lie in a runs directory, which several users may share.
+    """Return the directory of this user's snapshots in a runs directory, which several users may share.
 
-    Code that our ranks execute never lies in another user's directory, who could change it.
+    It is never another user's directory, since that user could change the code that the ranks execute.
     """
     store = runs_dir / STORE_NAME
     with contextlib.suppress(FileNotFoundError):
@@ -118,7 +120,7 @@ def store_of(runs_dir: Path) -> Path:
 
 
 def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
-    """Name what belongs to runs and not to the code: as a rule the runs directory lies in the repository."""
+    """Return the paths of runs, which are not code: usually the runs directory lies in the repository."""
     if runs_dir != root and runs_dir.is_relative_to(root):
         return (runs_dir,)
     with contextlib.suppress(OSError):
@@ -129,7 +131,7 @@ def _left_out(root: Path, runs_dir: Path) -> tuple[Path, ...]:
 
 
 def _measure(source: str, root: Path, names: list[str], *notes: str) -> SnapshotPlan:
-    """Keep what is there and can be copied, and weigh it."""
+    """Keep the names that exist and can be copied, and sum up their sizes."""
     sizes: dict[str, int] = {}
     strange = []
     for name in names:
@@ -155,7 +157,7 @@ def _measure(source: str, root: Path, names: list[str], *notes: str) -> Snapshot
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file or a link as it is on disk now; one that was deleted since it was listed is left out."""
+    """Copy a file or a link; one that was deleted since it was listed is left out."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         if source.is_symlink():
@@ -163,7 +165,7 @@ def _copy(source: Path, target: Path) -> None:
             return
         with open(source, "rb") as original:
             executable = os.fstat(original.fileno()).st_mode & stat.S_IXUSR
-            # Without the right to write: who edits the snapshot by mistake learns it at once.
+            # Read-only: an editor refuses to change the snapshot by mistake.
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o500 if executable else 0o400)
             with open(descriptor, "wb") as copy:
                 shutil.copyfileobj(original, copy)
@@ -172,7 +174,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _install(staging: Path, target: Path) -> None:
-    """Put a complete copy into the store; of several writers of one content any may win."""
+    """Move a complete copy into the store; of several writers of the same content any may win."""
     if target.exists():
         target.rename(target.with_name(f".damaged-{target.name}-{secrets.token_hex(4)}"))
     try:
@@ -184,7 +186,7 @@ def _install(staging: Path, target: Path) -> None:
 
 
 def _may_hold_code(folder: Path) -> bool:
-    """Say whether a folder may hold code, and is none that tools keep beside it: environments, caches."""
+    """Return whether a folder may contain code: it is no virtual environment, cache or hidden folder."""
     return not folder.name.startswith(".") and folder.name != "__pycache__" and not (folder / "pyvenv.cfg").exists()
 
 

@@ -1,7 +1,7 @@
-"""The spool: ends of attempts that a run's own storage does not take, kept in the user's state directory.
+"""The spool: ends of attempts that could not be written to a run's own storage, in the user's state directory.
 
-A disk that is full or read-only, or storage that is away for good, must not hide why a run ended. Whoever finds no
-`end.json` looks here. On a cluster this is of use where home directories are shared, and are not on the same storage.
+It keeps the reason of an end when the disk of the run is full, read-only or lost. A reader that finds no `end.json`
+looks here. On a cluster it helps if home directories are shared and on other storage than the runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clusterddp.system.files import read_json, write_json
 
 
 def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:
-    """Keep the end of an attempt here; False: one is kept already, or this storage does not take it, either."""
+    """Write the end of an attempt to the spool; False: it has one already, or cannot be written."""
     path = _path(token, attempt)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:
 
 
 def read_spooled(token: str, attempt: int) -> AttemptEnd | None:
-    """Read the end of an attempt that the spool has; None where it has none."""
+    """Read the end of an attempt from the spool; None if it has none."""
     path = _path(token, attempt)
     with contextlib.suppress(OSError):
         data = read_json(path)
@@ -38,7 +38,7 @@ def read_spooled(token: str, attempt: int) -> AttemptEnd | None:
 
 
 def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
-    """Move the end of an attempt from the spool to its place, if that storage takes it now."""
+    """Move the end of an attempt from the spool to the run, if the run's storage takes it now."""
     path = _path(token, attempt.number)
     if path.exists():
         with contextlib.suppress(ClusterddpError, OSError):
@@ -47,8 +47,8 @@ def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
 
 
 def _path(token: str, attempt: int) -> Path:
-    # As platformdirs has it, which a host of an SSH run need not have.
+    # The same path as platformdirs, which is not installed on every host of an SSH run.
     state = os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state"
-    # Hashed, for a record that another user has written must name no other file.
+    # Hashed: a record that another user has written must not lead to another file.
     name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
     return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"

@@ -1,32 +1,34 @@
-"""The stop contract: how a run is asked to checkpoint and end, and how its program says that it did.
+"""The stop contract: how a run is asked to checkpoint and end, and how its program confirms that.
 
-USR2, SIGTERM, the file CLUSTERDDP_STOP_FILE, or the approaching time limit ask for a stop. Any rank may see it first;
-the program agrees on one step over all ranks, writes a checkpoint there, confirms, and every rank exits with 0.
+SIGUSR2, SIGTERM, the file CLUSTERDDP_STOP_FILE and the time limit request a stop. Any rank may see the request first;
+all ranks of the program agree on one step, write a checkpoint there and confirm, and every rank exits with code 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import ASKED, AttemptDir, RunDir
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
 from clusterddp.wire import read_object
 
 _EMPTY_STOP_FILE_S = 0.3
-"""A stop file without content is being written, or was made by hand; the first does not last."""
+"""A stop file that is empty for longer was made by hand; until then it may be in the middle of a write."""
 LOOK_EVERY_S = 0.25
-"""How often a program that asks in every step looks for the file."""
+"""How often a program that checks in every step looks for the file."""
 
 
 def request_stop(stop_file: Path, reason: str, *, ordered: bool = False) -> None:
-    """Ask for a stop; the first reason given stays. `ordered`: the head has decided it, so the file asks nothing new.
+    """Request a stop; the first reason stays. `ordered`: the head itself writes the file, so it need not act on it.
 
     Safe in a signal handler: two system calls, no lock.
     """
@@ -38,17 +40,24 @@ def request_stop(stop_file: Path, reason: str, *, ordered: bool = False) -> None
     os.close(descriptor)
 
 
+@cache
+def record_question(stop_file: Path) -> None:
+    """Record, once a process, that this program asks whether to stop: it takes part in the stop contract."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(stop_file.with_name(ASKED), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
 def stop_requested(stop_file: Path) -> bool:
-    """Say whether a stop was asked for (one stat call); storage that is away asks for none."""
+    """Return whether a stop was requested (one stat call); False while the storage cannot be reached."""
     return is_file(stop_file)
 
 
 def looking_at(
     stop_file: Path, *, every_s: float = LOOK_EVERY_S, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], bool]:
-    """Return what tells whether a stop was asked for, and looks at the file no more often than `every_s`.
+    """Return a function like `stop_requested` that looks for the file at most every `every_s`.
 
-    Steps may take 3 ms, and every rank of a run that asks a shared file system 300 times a second is a load on it.
+    A step may take 3 ms, and 300 calls per second and rank are a load on a shared file system.
     """
     looked_at = -math.inf
     found = False
@@ -64,7 +73,7 @@ def looking_at(
 
 
 def stop_reason(stop_file: Path) -> str:
-    """Return why the stop was asked for; a file that somebody made by hand has no reason of its own."""
+    """Return why the stop was requested; for a file without a reason, such as one made by hand, its name."""
     try:
         data = read_object(read_regular(stop_file, 65536))
         return str(data["reason"])
@@ -73,7 +82,7 @@ def stop_reason(stop_file: Path) -> str:
 
 
 def is_complete(stop_file: Path) -> bool:
-    """Return whether the stop file is there with its whole content; a user may have made it empty."""
+    """Return whether the stop file is completely written; a user may have made an empty one."""
     try:
         found = stop_file.stat()
     except OSError:
@@ -82,7 +91,7 @@ def is_complete(stop_file: Path) -> bool:
 
 
 def cancel_reason(run: RunDir) -> str:
-    """Return by whom the run was cancelled, as far as its CANCEL file names that."""
+    """Return `cancelled by` and the process that its CANCEL file names, or only `cancelled`."""
     try:
         by = (read_json(run.cancel_file) or {}).get("by")
     except (ClusterddpError, OSError, AttributeError):
@@ -91,7 +100,7 @@ def cancel_reason(run: RunDir) -> str:
 
 
 def was_ordered(stop_file: Path) -> bool:
-    """Return whether the head has ordered the stop that the file asks for, not a user or another process."""
+    """Return whether the head wrote the stop file, not a user or another process."""
     try:
         return read_object(read_regular(stop_file, 65536)).get("ordered") is True
     except (OSError, ValueError, ClusterddpError):
@@ -99,5 +108,5 @@ def was_ordered(stop_file: Path) -> bool:
 
 
 def confirm_stop(attempt: AttemptDir, progress: dict[str, Any]) -> None:
-    """Record that the program ended because of the stop; `progress` says how far it came, e.g. `{"step": 120}`."""
+    """Record that the program ended because of the stop; `progress`: its last step, `{"step": 120}`."""
     write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True)

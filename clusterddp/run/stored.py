@@ -1,7 +1,7 @@
-"""What lies on a host of runs that ended long ago: their directories, snapshots and packages that nothing needs.
+"""Old files on a host that can be removed: directories of ended runs, unused snapshots and packages.
 
-The directory of all that is ours there holds `runs/<run>.<8 of its token>/`, `code/<sha256>/`, `packages/<sha256>/`. A
-run's own copy of the code is made of hard links, so a snapshot none of whose files has a second link is needed by none.
+clusterddp's directory on a host contains `runs/<run>.<8 of its token>/`, `code/<sha256>/` and `packages/<sha256>/`. A
+run's own copy of the code consists of hard links, so a snapshot whose files have no second link is unused.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from clusterddp.system.processes import find_carriers, read_environment
 
 Kind = Literal["run", "code", "package", "remnant"]
 _SLOWEST_TRANSFER_S = 86_400.0
-"""What lies hidden for so long belongs to no transfer that is still under way."""
+"""A hidden directory that is older belongs to no running transfer."""
 _KEEP = ".keep"
 _SHARED: dict[str, Kind] = {"code": "code", "packages": "package"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """One directory that can go."""
+    """One directory that can be removed."""
 
     place: str
-    """Relative to the directory of all that is ours: `runs/brisk-otter-3.3f9a12bc`."""
+    """Relative to clusterddp's directory: `runs/brisk-otter-3.3f9a12bc`."""
     kind: Kind
-    """`remnant`: what a transfer that was cut off has left."""
+    """`remnant`: the files of an interrupted transfer."""
     age_s: float
-    """Since the run ended, or since this was put there."""
+    """Seconds since the run ended, or since the directory was made."""
     size: int
-    """Bytes on disk that its removal frees, hard links that stay not counted."""
+    """Bytes on disk that its removal frees, without files that have other hard links."""
     checkpoints: int = 0
-    """Bytes of these that are checkpoints, without which the run cannot be resumed."""
+    """The part of `size` that is checkpoints, which `resume` needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """What became of one of them."""
+    """The result of the removal of one directory."""
 
     place: str
     size: int
@@ -56,27 +56,27 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """What can go, and which old runs have to stay."""
+    """The directories that can be removed, and the old runs that stay."""
 
     root: str
     removable: tuple[Stored, ...]
     unfinished: tuple[str, ...] = ()
-    """Old runs of which no end is recorded here, as after a power cut: they are left to their owner."""
+    """Old runs without a recorded end here, as after a power cut; their owner decides."""
 
 
 def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()) -> Storage:
-    """Find what can go; `in_use`: names of packages that stay whatever their age."""
+    """Find what can be removed; `in_use`: names of packages that stay at any age."""
     links: dict[tuple[int, int], int] = {}
     runs, unfinished = _old_runs(root, older_than_s, links)
     kept = {*in_use, *_packages_in_use()}
     others = [
-        _stored(root, path, kind, size=_weigh(path, every_link=True))
+        _stored(root, path, kind, size=_disk_usage(path, every_link=True))
         for folder, kind in _SHARED.items()
         for path in _directories(root / folder)
         if _age_s(path) >= older_than_s and not _stays(path, kept) and not (kind == "code" and _is_linked(path, links))
     ]
     remnants = [
-        _stored(root, path, "remnant", size=_weigh(path))
+        _stored(root, path, "remnant", size=_disk_usage(path))
         for folder in ("runs", *_SHARED)
         for path in _directories(root / folder, hidden=True)
         if _age_s(path) >= max(older_than_s, _SLOWEST_TRANSFER_S)
@@ -87,7 +87,7 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
 def remove_stored(
     root: Path, places: Collection[str], *, older_than_s: float, in_use: Collection[str] = ()
 ) -> list[Removed]:
-    """Remove what can still go of these places; each is renamed first, so that no process finds half of one."""
+    """Remove these directories, if they can still be removed; each is renamed first, so none is seen in part."""
     removable = {each.place: each for each in find_stored(root, older_than_s=older_than_s, in_use=in_use).removable}
     removed = []
     for place in places:
@@ -95,13 +95,13 @@ def remove_stored(
             removed.append(_remove(root / place, removable[place]))
         elif (root / place).exists():
             removed.append(Removed(place=place, size=0, error="is in use again"))
-        else:  # another host that shares this storage was quicker
+        else:  # another host that shares this storage has removed it
             removed.append(Removed(place=place, size=0))
     return removed
 
 
 def keep_package(package: Path) -> None:
-    """Have a package stay whatever its age: jobs of Slurm import it on other hosts, whenever they start."""
+    """Mark a package to stay at any age: Slurm jobs import it on other hosts, at any later time."""
     package.with_name(f"{package.name}{_KEEP}").touch(mode=0o600)
 
 
@@ -110,7 +110,7 @@ def _stays(path: Path, kept: Collection[str]) -> bool:
 
 
 def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]) -> tuple[list[Stored], list[str]]:
-    """Find the runs that ended that long ago, and those of that age of which no end is recorded."""
+    """Find the runs that ended that long ago, and runs of that age without a recorded end."""
     ended_runs: list[Stored] = []
     unfinished: list[str] = []
     alive = _tokens_alive()
@@ -127,8 +127,10 @@ def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]
         if not _has_ended(run):
             unfinished.append(path.name)
             continue
-        checkpoints = _weigh(run.checkpoints)
-        ended_runs.append(_stored(root, path, "run", size=_weigh(path, links), checkpoints=checkpoints, age_s=age_s))
+        checkpoints = _disk_usage(run.checkpoints)
+        ended_runs.append(
+            _stored(root, path, "run", size=_disk_usage(path, links), checkpoints=checkpoints, age_s=age_s)
+        )
     return ended_runs, sorted(unfinished)
 
 
@@ -169,7 +171,7 @@ def _make_writable(path: Path) -> None:
 
 
 def _directories(folder: Path, *, hidden: bool = False) -> list[Path]:
-    """List this user's own directories in a folder; a symbolic link is none."""
+    """List this user's directories in a folder, without symbolic links."""
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -186,17 +188,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _age_s(path: Path) -> float:
-    """Return for how long nothing has been added to a directory; endless for what is not there."""
+    """Return the seconds since the last change of a file or directory; infinite if it does not exist."""
     try:
         return max(0.0, time.time() - os.lstat(path).st_mtime)
     except FileNotFoundError:
         return float("inf")
 
 
-def _weigh(path: Path, links: dict[tuple[int, int], int] | None = None, *, every_link: bool = False) -> int:
-    """Add up the bytes on disk below a directory; of files with several links only with `every_link`.
+def _disk_usage(path: Path, links: dict[tuple[int, int], int] | None = None, *, every_link: bool = False) -> int:
+    """Add up the bytes on disk below a directory; files with several hard links count only with `every_link`.
 
-    `links` counts the links to each such file.
+    `links`: counts, for each such file, its links below the directory.
     """
     total = 0
     for status in _files(path):
@@ -209,7 +211,7 @@ def _weigh(path: Path, links: dict[tuple[int, int], int] | None = None, *, every
 
 
 def _is_linked(path: Path, links: dict[tuple[int, int], int]) -> bool:
-    """Say whether a run that stays has hard links to the files of a snapshot."""
+    """Return whether a run that stays has hard links to the files of a snapshot."""
     return any(status.st_nlink - links.get((status.st_dev, status.st_ino), 0) > 1 for status in _files(path))
 
 
@@ -223,7 +225,7 @@ def _files(path: Path) -> Iterator[os.stat_result]:
 
 
 def _token_of(path: Path) -> str:
-    """Return the beginning of a run's token, with which the name of its directory ends."""
+    """Return the first 8 characters of a run's token, the end of its directory's name."""
     return path.name.rpartition(".")[2]
 
 
@@ -232,7 +234,7 @@ def _tokens_alive() -> set[str]:
 
 
 def _packages_in_use() -> set[str]:
-    """Name the packages that processes of runs import from."""
+    """Return the names of the packages that live processes of runs import from."""
     paths = [path for text in _environments("PYTHONPATH") for path in text.split(os.pathsep)]
     return {Path(path).name for path in paths if Path(path).parent.name == "packages"}
 

@@ -1,11 +1,10 @@
-"""Supervisors, as seen by the process that starts one: the order, the process, the lines that pass between the two.
+"""How a process starts a supervisor: the order, and the lines that the two exchange.
 
-The order is the first line on the supervisor's standard input. The pipe stays open: for a supervisor that is bound to
-its parent, the end of the pipe means that the parent has died. Later lines are `{"detach": true}` (the parent leaves
-on purpose) and, to the head only, `{"ended": node rank, "exit_code": int}` (another node's supervisor has ended; a
-negative code is a signal). The supervisor answers with one line on standard output: the head with
-`{"link": {"host": str, "port": int}}`, the address that the orders of the other nodes name; over SSH the others with
-`{"joined": true}`, when the head has accepted them.
+The order is the first line on the supervisor's standard input. The pipe stays open; if the order is `parent_bound`, its
+end means that the parent has died. Later lines are `{"detach": true}` (the parent exits on purpose) and, to the head
+only, `{"ended": node rank, "exit_code": int}` (another node's supervisor has ended; a negative code is a signal). The
+supervisor answers with one line on standard output. The head sends `{"link": {"host": str, "port": int}}`, its address
+for the orders of the other nodes; over SSH the other nodes send `{"joined": true}` once the head has accepted them.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ class Link(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOrder:
-    """What a supervisor knows of the job that it belongs to."""
+    """The Slurm job that a supervisor belongs to."""
 
     job_id: str
     restart_count: int
     """How often Slurm has started the job before."""
     used_restarts: int
-    """How many of the run's restarts were used up before this start of the job."""
+    """How many restarts of the run were used before this start of the job."""
     job_tag: str | None
     heads: tuple[str, ...]
-    """Where the head may be, as names or addresses."""
+    """Names and addresses of the head's host, tried in turn."""
     start_again: tuple[str, ...] = ()
-    """What Python runs to have the job started again, the attempt's number added: `-m`, module, run; empty: nothing."""
+    """Arguments of Python that start the job again (`-m`, module, run); the attempt's number is added. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorOrder:
-    """What a supervisor is started for."""
+    """What a supervisor does; it receives this from the process that starts it."""
 
     run_dir: Path
     """The run's directory on the supervisor's host."""
@@ -64,11 +63,11 @@ class SupervisorOrder:
     attempt: int
     """The number of the first attempt; restarts count on from it."""
     link: Link | None
-    """Where the head listens; None for the head itself, and on Slurm, where `slurm.heads` says where to look."""
+    """Where the head listens; None for the head itself, and on Slurm, where `slurm.heads` has its host."""
     parent_bound: bool
-    """True: the end of standard input means that the parent is dead, and ends the gang."""
+    """True: the end of standard input means that the parent has died, and ends the gang."""
     over_ssh: bool = False
-    """True: the parent carries this node alone, as an agent does at the end of an SSH connection."""
+    """True: the parent carries only this node, as an agent does at the end of an SSH connection."""
     hold: tuple[int, ...] = ()
     """Inherited descriptors that supervisor and guard hold until the node's processes are gone: its GPU leases."""
     tasks: int | None = None
@@ -82,9 +81,9 @@ class SupervisorOrder:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:
-        """Rebuild an order from what `to_json` gave.
+        """Read an order that `to_json` wrote.
 
-        Raises: ValueError: it is no order; see `build`.
+        Raises: ValueError: the data is invalid; see `build`.
         """
         order: SupervisorOrder = build(cls, data, "order")
         if all(node.node_rank != order.node_rank for node in order.gang.nodes):
@@ -105,16 +104,16 @@ class SupervisorOrder:
 
     @property
     def spans_hosts(self) -> bool:
-        """True when the nodes are on several hosts, any of which may fall silent."""
+        """True if the nodes are on several hosts, which may lose each other."""
         return len({node.host for node in self.gang.nodes}) > 1
 
     @property
     def first_restart(self) -> int:
-        """How many restarts lie behind the run when this order's first attempt begins."""
+        """How many restarts were used before this order's first attempt."""
         return self.slurm.used_restarts if self.slurm is not None else 0
 
     def restarts_left_after(self, attempt: int) -> bool:
-        """Say whether the run may begin yet another attempt after this one."""
+        """Return whether the run may restart after this attempt."""
         return self.first_restart + attempt - self.attempt < self.gang.restarts
 
 
@@ -124,9 +123,9 @@ def supervisor_log(run: RunDir, node_rank: int) -> Path:
 
 
 def start_supervisor(order: SupervisorOrder, environ: Mapping[str, str], *, answers: bool) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a node in a session of its own and give it its order.
+    """Start the supervisor of a node in a session of its own and send it its order.
 
-    `answers`: its standard output is a pipe for `read_answer`; otherwise it goes to the log, as standard error does.
+    `answers`: its standard output is a pipe for `read_answer`; otherwise it goes to the log, like standard error.
     Raises: OSError: it cannot be started.
     """
     descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -148,7 +147,7 @@ def start_supervisor(order: SupervisorOrder, environ: Mapping[str, str], *, answ
 
 
 def send(supervisor: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
-    """Send a supervisor one line; nothing happens when it has ended, which `wait` shows."""
+    """Send a supervisor one line; if it has ended, which `wait` shows, the line is dropped."""
     assert supervisor.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         supervisor.stdin.write(json.dumps(message).encode() + b"\n")
@@ -156,7 +155,7 @@ def send(supervisor: subprocess.Popen[bytes], message: Mapping[str, Any]) -> Non
 
 
 def read_answer(supervisor: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-    """Read the line that a supervisor answers with; None when it has ended, or sends none in time."""
+    """Read a supervisor's answer; None if it has ended or sends none in time."""
     assert supervisor.stdout is not None
     readable, _, _ = select.select([supervisor.stdout], [], [], timeout_s)
     try:
@@ -166,7 +165,7 @@ def read_answer(supervisor: subprocess.Popen[bytes], timeout_s: float) -> dict[s
 
 
 def read_link(head: subprocess.Popen[bytes], timeout_s: float) -> Link | None:
-    """Read where the head listens; None as for `read_answer`."""
+    """Read the head's address; None as for `read_answer`."""
     answer = read_answer(head, timeout_s)
     try:
         link: Link = build(Link, (answer or {}).get("link"))

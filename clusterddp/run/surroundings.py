@@ -1,4 +1,4 @@
-"""The surroundings of a run: what was installed, committed and plugged in when it was submitted (`env.json`)."""
+"""The surroundings of a run (`env.json`): packages, git commit and GPUs at the time of the submit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
 
 
 def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Collect what can be told without importing torch; no value of an environment variable is among it."""
+    """Collect what can be found out without importing torch, and no values of environment variables."""
     packages = installed_packages()
     torch = read_torch_values(find_package("torch"))
     return {
@@ -44,10 +44,10 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
 
 
 def installed_packages() -> dict[str, str]:
-    """List the installed distributions with their versions; the first one on `sys.path` counts, as for imports."""
+    """List the installed distributions with their versions; as for imports, the first one on `sys.path` counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        # A half removed distribution has no metadata, hence no name.
+        # A partly removed distribution has no metadata, so no name.
         name = distribution.metadata["Name"] if distribution.metadata else None
         if name:
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
@@ -55,7 +55,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def list_gpus() -> list[dict[str, str]]:
-    """Describe the NVIDIA GPUs of this machine as nvidia-smi tells them; none where it is not installed or fails."""
+    """List the NVIDIA GPUs of this machine by nvidia-smi; none if it is not installed or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:

@@ -1,14 +1,14 @@
-"""The directory of a sweep: its runs, what they share, which task of the job array carries which run, its queue.
+"""The directory of a sweep: its runs, their shared files, the task of the job array for each run, the queue.
 
 runs/brisk-otter-3/                     one rename puts all of it in place
   sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
   env.json environment.json code        shared by the runs, which have symlinks
-  queue.json CANCEL                     elsewhere than on Slurm: the process that starts the runs; that it is to end
+  queue.json CANCEL                     without Slurm: the process that starts the runs; the request to end it
   launcher/                             the options of sbatch, the batch script; the log of the queue
   brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other
 
-Of the processes that may take a run out of the queue (the queue itself, one that resumes the run, one that cancels it)
-the one that writes the attempt's `claim.json` first has it.
+The queue, a resume of the run and a cancel may take a run out of the queue: the first of these processes to write the
+attempt's `claim.json` has it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name, list_places, list_runs
+from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name
+from clusterddp.run.find import list_places, list_runs
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
@@ -41,12 +42,12 @@ class SweepDir:
 
     @property
     def record(self) -> Path:
-        """What the sweep is: keys, values, throttle, job id."""
+        """The identity of the sweep: keys, throttle, job id."""
         return self.path / SWEEP_RECORD
 
     @property
     def tasks(self) -> Path:
-        """One run a line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script gets this path."""
+        """One run per line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script receives this path."""
         return self.path / "tasks.txt"
 
     @property
@@ -56,7 +57,7 @@ class SweepDir:
 
     @property
     def job_environment(self) -> Path:
-        """On Slurm: the variables that go from the submitting shell to the ranks."""
+        """On Slurm: the variables that are passed from the submitting shell to the ranks."""
         return self.path / "environment.json"
 
     @property
@@ -66,17 +67,17 @@ class SweepDir:
 
     @property
     def queue(self) -> Path:
-        """The record of the queue, where Slurm does not start the runs."""
+        """The record of the queue, if Slurm does not start the runs."""
         return self.path / "queue.json"
 
     @property
     def queue_log(self) -> Path:
-        """What the queue did."""
+        """The log of the queue."""
         return self.launcher_dir / "queue.log"
 
     @property
     def queue_lock(self) -> Path:
-        """Held by the queue, so that there is never a second one."""
+        """The lock that the queue holds, so that there is never a second one."""
         return self.launcher_dir / "queue.lock"
 
     @property
@@ -91,39 +92,39 @@ class SweepDir:
     def run_names(self) -> list[str]:
         """List the names of all runs, in the order of their tasks.
 
-        Raises: ClusterddpError: they cannot be read, are no names of runs, or come twice.
+        Raises: ClusterddpError: the file cannot be read, or a name is invalid or repeated.
         """
         try:
             names = read_regular(self.tasks, MAX_RECORD_BYTES).decode("ascii", errors="replace").split()
         except FileNotFoundError as error:
-            raise ClusterddpError(f"{self.tasks}: is gone; it names the runs of the sweep") from error
-        odd = next((name for name in names if not is_run_name(name)), None)
-        if odd is not None or len(set(names)) < len(names):
-            what = "a run comes twice" if odd is None else f"{odd!r:.60} is no name of a run"
-            raise ClusterddpError(f"{self.tasks}: does not name the runs of the sweep: {what}")
+            raise ClusterddpError(f"{self.tasks}: the list of the sweep's runs is missing") from error
+        invalid = next((name for name in names if not is_run_name(name)), None)
+        if invalid is not None or len(set(names)) < len(names):
+            what = "it names a run twice" if invalid is None else f"{invalid!r:.60} is no name of a run"
+            raise ClusterddpError(f"{self.tasks}: is no list of runs: {what}")
         return names
 
     def runs(self) -> list[RunDir]:
-        """List the runs that are there, in the order of their tasks; a deleted one is left out."""
+        """List the runs in the order of their tasks, without deleted ones."""
         return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRecord:
-    """`sweep.json`: written by the submitting side alone."""
+    """`sweep.json`: written only by the submitting side."""
 
     sweep: str
     token: str
-    """From which the job's tag follows; each run has a token of its own besides."""
+    """The job's tag is computed from it; each run has a token of its own."""
     name: str
     launcher: str
     created_ns: int
     keys: tuple[str, ...]
-    """What is swept."""
+    """The keys whose values differ between the runs."""
     size: int
     throttle: int | None = None
     job_id: str | None = None
-    """The number of the job array, or the pid of the queue; None: not submitted, or the answer was lost."""
+    """The id of the job array, or the pid of the queue; None: not submitted, or the answer was lost."""
     job_tag: str | None = None
     cluster: str | None = None
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -142,15 +143,15 @@ def read_sweep(sweep: SweepDir) -> SweepRecord:
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:
-    """Return the sweep that a run belongs to."""
+    """Return the sweep that a run belongs to; None if it belongs to none."""
     sweep = SweepDir(run.path.parent)
     return sweep if sweep.record.is_file() else None
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
-    """Find a sweep by its name, an unambiguous beginning of it, its directory, or `@last` when its runs are the newest.
+    """Find a sweep by its name, an unambiguous beginning of it, its directory, or `@last` if its runs are the newest.
 
-    None: the name means no sweep; it may mean a run.
+    None: it is not the name of a sweep; it may be that of a run.
     """
     if os.sep in name:
         sweep = SweepDir(Path(name).resolve())
@@ -167,14 +168,14 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueRecord:
-    """`queue.json`: written by the process that starts the queue, then by the queue; a lock keeps them apart."""
+    """`queue.json`: written by the process that starts the queue, then by the queue; `queue_lock` orders them."""
 
     process: dict[str, Any]
     """The `ProcessIdentity` of the queue."""
     is_starting: bool = False
-    """The process is the one that starts the queue, not the queue yet."""
+    """True: `process` is the one that starts the queue, not yet the queue."""
     waits_for: str = ""
-    """Why the next run is not started though its turn has come, in words."""
+    """Why the next run cannot start now; empty: no reason."""
     ended: float | None = None
     """Seconds since the epoch."""
     why: str = ""
@@ -186,7 +187,7 @@ class QueueRecord:
 
     @property
     def state(self) -> QueueState:
-        """Whether it still starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked."""
+        """RUNNING: it starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked from here."""
         if self.ended is not None:
             return "ENDED"
         alive = self.identity.alive()
@@ -206,12 +207,12 @@ def read_queue(sweep: SweepDir) -> QueueRecord | None:
 
 
 def claim(attempt: AttemptDir) -> bool:
-    """Take an attempt that waits in a queue, to start it or to end it; False: another process has it."""
+    """Claim an attempt that waits in a queue, to start it or to end it; False: another process has claimed it."""
     return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
 def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
-    """Read the state of a run that the queue of its sweep has still to start."""
+    """Read the state of a run that the queue of its sweep has not started yet."""
     sweep = SweepDir(run.path.parent)
     record = read_queue(sweep)
     state = record.state if record else "GONE"
@@ -226,7 +227,7 @@ def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
     return _view(
         RunState.LOST,
         attempt,
-        f"was not started: the queue of {sweep.name} {what} (clusterddp resume {sweep.name} goes on)",
+        f"was not started: the queue of {sweep.name} {what} (clusterddp resume {sweep.name} starts it again)",
     )
 
 

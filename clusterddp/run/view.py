@@ -1,4 +1,4 @@
-"""What is known of a run at one moment: its state, which attempt, how it ended, and why it is so."""
+"""The state of a run at one moment, with its attempt, its end and the reason."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class RunState(str, Enum):
-    """The states of a run; the words are what scripts may rely on."""
+    """The states of a run; their names are stable, scripts may rely on them."""
 
     PENDING = "PENDING"
-    """Not started yet: in a queue, or being started."""
+    """In a queue, or being started."""
     RUNNING = "RUNNING"
     """Its ranks run."""
     REQUEUED = "REQUEUED"
-    """An attempt has ended and the next one is on its way."""
+    """An attempt has ended and the next one will start."""
     COMPLETED = "COMPLETED"
     """All ranks ended with exit code 0."""
     FAILED = "FAILED"
@@ -31,29 +31,29 @@ class RunState(str, Enum):
     CANCELLED = "CANCELLED"
     """Cancelled, or stopped at a checkpoint."""
     LOST = "LOST"
-    """No process of it is left, and no end was recorded: a power cut, or Slurm forgot the job. `resume` goes on."""
+    """Its processes are gone and recorded no end: a power cut, or Slurm forgot the job. `resume` continues it."""
     UNKNOWN = "UNKNOWN"
-    """The host or Slurm cannot be asked now; `reason` has what was last known."""
+    """Its host or Slurm cannot be asked now; `reason` has the last known state."""
 
     @property
     def finished(self) -> bool:
-        """True when the run does not go on by itself."""
+        """True if the run will not continue by itself."""
         return self in {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """What is known of a run at one moment."""
+    """The state of a run at one moment."""
 
     state: RunState
     attempt: int | None
-    """The newest attempt; None when none was ever prepared."""
+    """The newest attempt; None if there is none."""
     end: AttemptEnd | None
-    """How the newest attempt ended; None while it goes on, or when no process could record it."""
+    """How the newest attempt ended; None while it runs, or if no process could record it."""
     reason: str
     """Why it is in this state, in one line."""
     job: Job | None = None
-    """On Slurm: the job that carries it, as Slurm reports it; None where the files suffice."""
+    """On Slurm: its job, as Slurm reports it; None if the state follows from the files."""
 
     @property
     def finished(self) -> bool:
@@ -61,7 +61,7 @@ class RunView:
 
 
 def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
-    """Return the state of a run whose newest attempt has ended for good."""
+    """Return the state of a run whose newest attempt is its last."""
     state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
     reason = end.reason
     if end.outcome == "STOPPED":

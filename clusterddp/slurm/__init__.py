@@ -1,1 +1,1 @@
-"""What Slurm's own commands say, as values: the queue, the accounting, the cluster. Nothing here submits."""
+"""Runs Slurm's commands and returns their answers as values: queue, accounting, cluster. Submits nothing."""

@@ -1,4 +1,4 @@
-"""The facts of a cluster, as far as Slurm's commands tell them here; each of them may be missing."""
+"""The facts of a cluster, read from Slurm's commands; each of them may be missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.partitions import (
     ASSOCIATION_FIELDS,
@@ -26,7 +26,7 @@ from clusterddp.slurm.partitions import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class User:
-    """Whose cluster it is seen as."""
+    """The user whose view of the cluster is read."""
 
     name: str
     groups: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Cluster:
     default_account: str | None = None
     has_accounting: bool | None = None
     needs_account: bool | None = None
-    """Slurm refuses the jobs of users whom it does not know (AccountingStorageEnforce)."""
+    """True: Slurm refuses jobs of users without an account (AccountingStorageEnforce)."""
     job_requeue: bool | None = None
     kill_wait_s: int | None = None
     min_job_age_s: int | None = None
@@ -53,9 +53,9 @@ class Cluster:
     select: str | None = None
     preempt_mode: str | None = None
     signals_before_preemption: bool | None = None
-    """Slurm sends a job the signal it asked for also before preempting it."""
+    """True: Slurm sends a job its `--signal` before preemption, too."""
     unanswered: tuple[str, ...] = ()
-    """What could not be asked, in Slurm's words."""
+    """The errors of commands that failed."""
 
     @property
     def accounts(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Cluster:
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def may_use(self, partition: Partition) -> bool:
-        """Say whether jobs of this user can run in a partition."""
+        """Return whether jobs of this user can run in a partition."""
         groups = partition.allow_groups
         in_group = groups is None or self.user.name == "root" or any(group in groups for group in self.user.groups)
         has_account = not self.accounts or any(map(partition.takes_account, self.accounts))
@@ -79,7 +79,7 @@ class Cluster:
 
 
 def current_user() -> User:
-    """Tell who runs this process."""
+    """Return the user of this process."""
     number = os.getuid()
     try:
         name = pwd.getpwuid(number).pw_name
@@ -95,7 +95,7 @@ def current_user() -> User:
 
 
 def read_cluster(environ: Mapping[str, str], *, user: User | None = None) -> Cluster:
-    """Ask Slurm for the facts of this cluster, with six commands at most.
+    """Read the facts of this cluster with six commands at most.
 
     Raises: SlurmError: there is no Slurm here, or its controller does not answer.
     """
@@ -139,7 +139,7 @@ def describe_cluster(
     default_account: str | None = None,
     unanswered: Sequence[str] = (),
 ) -> Cluster:
-    """Put together what the commands have told."""
+    """Make a `Cluster` of the output of the commands."""
     enforced = config.get("AccountingStorageEnforce")
     requeue = config.get("JobRequeue")
     signals = [config.get(key) for key in ("PreemptParameters", "SlurmctldParameters")]
@@ -159,23 +159,54 @@ def describe_cluster(
         proctrack=config.get("ProctrackType"),
         select=config.get("SelectType"),
         preempt_mode=config.get("PreemptMode"),
-        # The word stood in SlurmctldParameters, with preempt_ before it, until 23.11.
+        # Until 23.11 the word was preempt_send_user_signal, in SlurmctldParameters.
         signals_before_preemption=None if not config else any("send_user_signal" in (text or "") for text in signals),
         unanswered=tuple(unanswered),
     )
 
 
 def has_accounting(config: Mapping[str, str]) -> bool | None:
-    """Say whether jobs are remembered in a data base; without one `sacct` knows nothing."""
+    """Return whether a database records jobs; without one `sacct` has no answer."""
     kind = config.get("AccountingStorageType")
     return None if kind is None else kind.endswith("slurmdbd")
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Read `scontrol show config`; of a key that stands there twice the first counts."""
+    """Read `scontrol show config`; the first value of a repeated key counts."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
         if equals:
             found.setdefault(key.strip(), value.strip())
     return found
+
+
+def check_array_size(num_tasks: int, environ: Mapping[str, str]) -> None:
+    """Check that the cluster accepts a job array of this size.
+
+    Raises: PreflightError: it does not; the message names the limit. SlurmError: Slurm did not answer.
+    """
+    config = run_slurm(["scontrol", "show", "config"], environ=environ)
+    for key, most in array_limits(config).items():
+        if num_tasks > most:
+            raise PreflightError(
+                f"a sweep of {num_tasks} runs: this cluster takes a job array of at most {most} tasks ({key})",
+                hint="nothing was written; sweep fewer values at a time: train.seed=0,1 --sweep, then train.seed=2,3",
+            )
+
+
+def array_limits(config: str) -> dict[str, int]:
+    """Read from `scontrol show config` how many tasks an array may have: `KEY=VALUE` of each limit -> number.
+
+    Source: slurm.conf(5): the highest index is MaxArraySize - 1; max_array_tasks is below it or not set; each task
+    that is started is one of MaxJobCount jobs.
+    """
+    limits: dict[str, int] = {}
+    for key in ("MaxArraySize", "MaxJobCount"):
+        match = re.search(rf"^{key}\s*=\s*(\d{{1,18}})\s*$", config, re.MULTILINE)
+        if match:
+            limits[f"{key}={match[1]}"] = int(match[1])
+    match = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d{1,18})\b", config, re.MULTILINE)
+    if match:
+        limits[f"SchedulerParameters=max_array_tasks={match[1]}"] = int(match[1])
+    return limits

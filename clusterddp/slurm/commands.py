@@ -1,4 +1,4 @@
-"""Slurm's commands as they are called here: argv, a clean environment, a time-out, and errors told apart."""
+"""Runs Slurm's commands: with a clean environment and a timeout, and with a typed reason when one fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import SlurmError, SlurmReason
 
 COMMAND_TIMEOUT_S = 30.0
 _FOREIGN_PREFIXES = (
@@ -14,7 +14,7 @@ _FOREIGN_PREFIXES = (
     *("SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_", "PMI_", "PMIX_"),
 )
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""Where the cluster is, and who we are to it."""
+"""They name the cluster and authenticate the user."""
 _TRANSIENT = (
     "unable to contact slurm controller",
     "socket timed out",
@@ -31,17 +31,19 @@ _TRANSIENT = (
     "slurmdbd",
     "resource temporarily unavailable",
 )
-"""In Slurm's words: it could not be asked. Source: slurm, src/common/slurm_errno.c; and seen on 22.05."""
-
-_NEVER_ASKED = ("could not establish a configuration source",)
-"""In Slurm's words: there is no cluster to ask; what came before it, about name servers, sounds transient."""
+"""Error messages that mean: Slurm did not answer. Source: slurm, src/common/slurm_errno.c; and seen on 22.05."""
+_REASONS: dict[str, SlurmReason] = {
+    "could not establish a configuration source": "no cluster",
+    "accounting storage is disabled": "accounting disabled",
+    "invalid job id": "unknown job",
+}
+"""Part of an error message -> the reason."""
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for one of Slurm's commands.
 
-    Inside of a job SLURM_* and the like would silently become options of the command; what tells where the cluster is
-    stays.
+    Inside a job SLURM_* and the like would become options of the command; the variables that name the cluster stay.
     """
     kept = {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN_PREFIXES)}
     return kept | {"LC_ALL": "C"}
@@ -52,8 +54,7 @@ def run_slurm(
 ) -> str:
     """Run one of Slurm's commands and return its standard output.
 
-    Raises: SlurmError: in Slurm's own words why it failed; `transient` when Slurm could not be asked, so that nothing
-    is known of what was asked for.
+    Raises: SlurmError: the command failed; the message is Slurm's.
     """
     return call_slurm(argv, environ=environ, timeout_s=timeout_s, stdin=stdin).stdout
 
@@ -61,7 +62,7 @@ def run_slurm(
 def call_slurm(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands; its standard error holds warnings then.
+    """Run one of Slurm's commands and return its result; standard error holds warnings.
 
     Raises: SlurmError: as `run_slurm`.
     """
@@ -72,6 +73,7 @@ def call_slurm(
             f"{argv[0]}: no such command here; this machine is no part of a Slurm cluster",
             hint="submit from a login node of the cluster",
             transient=False,
+            reason="no command",
         )
     try:
         done = subprocess.run(
@@ -87,22 +89,24 @@ def call_slurm(
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{argv[0]}: no answer within {timeout_s:g} s", transient=True) from error
     except OSError as error:
-        raise SlurmError(f"{argv[0]}: cannot be run: {error.strerror}", transient=False) from error
+        message = f"{argv[0]}: cannot be run: {error.strerror}"
+        raise SlurmError(message, transient=False, reason="cannot run") from error
     if done.returncode != 0:
-        words = _words(done.stderr, argv[0])
-        raise SlurmError(
-            f"{argv[0]}: {words or f'left with exit code {done.returncode}'}",
-            # One that a signal ended was about to be answered: in a job, Slurm's TERM is for all processes.
-            transient=done.returncode < 0 or _is_transient(words.lower()),
-        )
+        raise _failure(done, argv[0])
     return done
 
 
-def _words(text: str, program: str) -> str:
-    """Put what a command complained about into one line, without its own name before each part."""
-    lines = (line.strip().removeprefix(f"{program}: ").removeprefix("error: ") for line in text.splitlines())
-    return "; ".join(line for line in lines if line)
-
-
-def _is_transient(words: str) -> bool:
-    return any(phrase in words for phrase in _TRANSIENT) and not any(phrase in words for phrase in _NEVER_ASKED)
+def _failure(done: subprocess.CompletedProcess[str], program: str) -> SlurmError:
+    """Make the error of a command: its standard error in one line, without its own name before each part."""
+    lines = (line.strip().removeprefix(f"{program}: ").removeprefix("error: ") for line in done.stderr.splitlines())
+    text = "; ".join(line for line in lines if line)
+    found = text.lower()
+    reason = next((reason for phrase, reason in _REASONS.items() if phrase in found), None)
+    # Without a cluster the message also has the name server's error, which looks transient.
+    is_transient = reason != "no cluster" and any(phrase in found for phrase in _TRANSIENT)
+    return SlurmError(
+        f"{program}: {text or f'left with exit code {done.returncode}'}",
+        # A command that a signal ended has no answer yet: in a job, Slurm's SIGTERM goes to all processes.
+        transient=done.returncode < 0 or is_transient,
+        reason=reason,
+    )

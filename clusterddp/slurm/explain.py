@@ -1,4 +1,4 @@
-"""Why a job waits or ended, in a sentence: what Slurm's word means and what to do about it.
+"""Explains in a sentence why a job waits or ended: what Slurm's word means, and what the user can do.
 
 Source of the words: squeue(1), "JOB REASON CODES"; slurm, src/common/slurm_protocol_defs.c, job_reason_string.
 """
@@ -25,7 +25,7 @@ _WAITS = {
     "reservationdeleted": "for a reservation that was deleted; cancel it, and submit it without",
     "nodedown": "for a node that is down",
     "nodes required for job are down, drained or reserved for jobs in higher priority partitions": (
-        "for nodes that are down, drained or reserved; sinfo -R tells which, and why"
+        "for nodes that are down, drained or reserved; sinfo -R lists them with the reason"
     ),
     "partitiondown": "because its partition is down: it takes jobs and starts none",
     "partitioninactive": "because its partition is inactive; another one may be open (sinfo)",
@@ -98,7 +98,7 @@ _ENDED_BECAUSE = {
     "invalidaccount": "its account is not valid",
     "invalidqos": "its QOS is not valid",
 }
-_SAYS_NOTHING = {"", "none", "nonzeroexitcode"}
+_EMPTY_REASONS = {"", "none", "nonzeroexitcode"}
 _REFUSALS = (
     (
         r"no partition specified",
@@ -123,11 +123,11 @@ _REFUSALS = (
     (r"accounting/qos policy", "sacctmgr show qos, and show associations user=$USER, list your limits"),
     (r"time limit", "resources.time; sinfo -o '%P %l' lists what partitions allow"),
 )
-"""What to do about sbatch's refusals. Source of the words: slurm, src/common/slurm_errno.c."""
+"""sbatch's refusals, and what to do about each. Source: slurm, src/common/slurm_errno.c."""
 
 
 def explain_waiting(job: Job, *, was_started: bool = False, now: float | None = None) -> str:
-    """Say what a job waits for, and until when if Slurm has an idea; `was_started`: it waits to start again."""
+    """Explain what a job waits for, with its start if Slurm expects one; `was_started`: it waits to start again."""
     if job.state in _HELD and job.reason.lower() in {"", "none", "begintime"}:
         text = f"because it is held ({job.state}); scontrol release {job.job_id} lets it go"
     else:
@@ -141,7 +141,7 @@ def explain_waiting(job: Job, *, was_started: bool = False, now: float | None = 
 
 
 def explain_end(job: Job) -> str:
-    """Say how a job ended, where Slurm's word and reason tell it: `job 17 ended: NODE_FAIL, a node was lost`."""
+    """Explain how a job ended by Slurm's state and reason: `job 17 ended: NODE_FAIL, a node was lost`."""
     if job.state == "CANCELLED":
         text = f"job {job.job_id} was cancelled"
         if job.cancelled_by is not None:
@@ -153,7 +153,7 @@ def explain_end(job: Job) -> str:
     because = _ENDED_BECAUSE.get(job.reason.lower())
     if because:
         text += f"; {because} ({job.reason})"
-    elif job.state not in {"CANCELLED", "TIMEOUT"} and job.reason.lower() not in {*_SAYS_NOTHING, job.state.lower()}:
+    elif job.state not in {"CANCELLED", "TIMEOUT"} and job.reason.lower() not in {*_EMPTY_REASONS, job.state.lower()}:
         text += f" ({job.reason})"
     code, _, signal = job.exit_code.partition(":")
     if job.state == "FAILED" and code not in {"", "0"}:
@@ -164,7 +164,7 @@ def explain_end(job: Job) -> str:
 
 
 def advise_refusal(words: str) -> str | None:
-    """Say what to do about sbatch's refusal of a job; None where its words say all."""
+    """Return what to do about sbatch's refusal of a job; None when no advice is known."""
     return next((advice for pattern, advice in _REFUSALS if re.search(pattern, words, re.IGNORECASE)), None)
 
 

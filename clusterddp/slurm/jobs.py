@@ -1,4 +1,4 @@
-"""A job as squeue or sacct tells it, and what each of Slurm's state words means for a run."""
+"""Reads jobs from the output of squeue and sacct, and maps Slurm's state words to phases of a run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Literal
 from clusterddp.slurm.identity import tag_of
 
 SEPARATOR = "\x1f"
-"""Between fields. The job's name, in which anything may stand, is the last one."""
+"""Separates fields. The job's name, which may contain any text, is the last field."""
 SQUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%V", "%S", "%e", "%P", "%D", "%N", "%r", "%j")
-"""Job, array, task, state, submit, start, end, partition, number of nodes, hosts, reason, name; without a width nothing
-is cut."""
+"""Job, array, task, state, submit, start, end, partition, number of nodes, hosts, reason, name; without widths, so that
+squeue cuts no field."""
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "Partition", "NNodes", "NodeList", "JobName")
 
 
 class Phase(Enum):
-    """What a state word means for whoever waits for a job."""
+    """What a state word means for a process that waits for the job."""
 
     WAITING = "waiting"
     STARTING = "starting"
     """It has its nodes, which are not ready yet."""
     RUNNING = "running"
     ENDING = "ending"
-    """Its processes are being ended, or what it leaves is being put in order."""
+    """Slurm ends its processes, or cleans up after it."""
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """A word that this version does not know."""
+    """A word that is not in `_PHASES`."""
 
 
 _PHASES = {
@@ -48,33 +48,33 @@ _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One job, or one task of a job array, at the moment when it was asked for."""
+    """One job, or one task of a job array, at the time of the query."""
 
     job_id: str
     """As people write it: `123`, or `123_7` for the task of an array."""
     tag: str
     array_index: int | None
-    """None also for the tasks of an array that sacct tells in one line, because they never started."""
+    """None also for the tasks of an array that never started: sacct prints one line for them."""
     state: str
     """Slurm's own word."""
     cancelled_by: int | None = None
-    """The uid behind `CANCELLED by 0`; None where Slurm does not say."""
+    """The uid of `CANCELLED by 0`; None when Slurm prints none."""
     reason: str = ""
     """Why it waits or ended, in Slurm's word; empty where there is none."""
     exit_code: str = ""
-    """`3:0`: exit code and signal of the batch script; empty where it was not told."""
+    """`3:0`: exit code and signal of the batch script; empty where Slurm prints none."""
     partition: str = ""
     num_nodes: int | None = None
     nodes: str = ""
-    """Host list, as Slurm writes it; empty before it has any."""
+    """Host list, as Slurm writes it; empty before the job has nodes."""
     submitted: float | None = None
     started: float | None = None
     """For a job that waits: when Slurm expects it to start."""
     ended: float | None = None
-    """For a job that runs: when its time is up."""
+    """For a job that runs: when its time limit ends it."""
     source: Literal["squeue", "sacct"]
     twins: tuple[str, ...] = ()
-    """Older jobs that carry the same tag; there should be none."""
+    """Ids of older jobs with the same tag; normally none."""
 
     @property
     def phase(self) -> Phase:
@@ -82,7 +82,7 @@ class Job:
 
 
 def read_squeue(text: str) -> list[Job]:
-    """Read the jobs of ours in what squeue printed; what does not parse, or carries no tag, is left out."""
+    """Read clusterddp's jobs in squeue's output; skip lines that do not parse, and names without a tag."""
     jobs = []
     for fields in _rows(text, len(SQUEUE_FIELDS)):
         job_id, array_id, task, state, submitted, started, ended, partition, num_nodes, nodes, reason, name = fields
@@ -109,7 +109,7 @@ def read_squeue(text: str) -> list[Job]:
 
 
 def read_sacct(text: str) -> list[Job]:
-    """Read the jobs of ours in what sacct printed, every start of a requeued job by itself."""
+    """Read clusterddp's jobs in sacct's output; each start of a requeued job is a job of its own."""
     jobs = []
     for fields in _rows(text, len(SACCT_FIELDS)):
         job_id, state, exit_code, submitted, started, ended, partition, num_nodes, nodes, name = fields

@@ -1,4 +1,4 @@
-"""What Slurm's commands print about partitions, nodes and accounts, read as values."""
+"""Parses what Slurm's commands print about partitions, nodes and accounts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clusterddp.slurm.control import read_duration_s
+
 SEPARATOR = "\x1f"
-"""Stands in no name and no reason, unlike the bar and the space."""
+"""No name or reason contains it, unlike the bar and the space."""
 SINFO_FIELDS = ("%R", "%D", "%c", "%m", "%t", "%G")
 ASSOCIATION_FIELDS = ("cluster", "account", "partition", "qos", "maxsubmit", "maxwall")
 _UNUSABLE = frozenset({"down", "drain", "drng", "fail", "failg", "maint", "inval", "unk", "futr", "no_respond"})
-"""How sinfo abbreviates what a node is while no job can begin there. Source: sinfo(1), node state codes."""
+"""sinfo's abbreviations of states in which no job can start on a node. Source: sinfo(1), node state codes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +26,7 @@ class NodeGroup:
     gpus: tuple[tuple[str, int], ...]
     """Type and count on each node; the type is empty where the cluster does not name it."""
     state: str
-    """As sinfo abbreviates it, its marks (`*`, `~`) left out."""
+    """sinfo's abbreviation, without its marks (`*`, `~`)."""
 
     @property
     def num_gpus(self) -> int:
@@ -37,7 +39,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A partition, and what it allows; None: no limit, or none that is known."""
+    """A partition and its limits; None: no limit, or not known."""
 
     name: str
     is_default: bool = False
@@ -61,18 +63,18 @@ class Partition:
         return any(group.num_gpus for group in self.node_groups)
 
     def takes_account(self, account: str) -> bool:
-        """Say whether jobs of this account may run here."""
+        """Return whether jobs of this account may run here."""
         allowed = self.allow_accounts is None or account in self.allow_accounts
         return allowed and account not in self.deny_accounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Association:
-    """What accounting lets the user use."""
+    """A Slurm association: an account of the user, with its limits."""
 
     account: str
     partition: str | None = None
-    """Only for jobs in this partition."""
+    """It counts for jobs in this partition only; None: in all."""
     qos: tuple[str, ...] = ()
     max_submit: int | None = None
     max_wall_s: int | None = None
@@ -85,7 +87,7 @@ def parse_node_groups(text: str) -> dict[str, tuple[NodeGroup, ...]]:
         fields = line.split(SEPARATOR)
         if len(fields) != len(SINFO_FIELDS):
             continue  # a plugin's message
-        name, num_nodes, cpus, memory_mb, state, gres = (text.strip() for text in fields)
+        name, num_nodes, cpus, memory_mb, state, gres = (field.strip() for field in fields)
         if read_number(num_nodes):
             groups.setdefault(name, []).append(
                 NodeGroup(
@@ -113,7 +115,7 @@ def parse_gpus(gres: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_partitions(text: str, groups: Mapping[str, tuple[NodeGroup, ...]]) -> tuple[Partition, ...]:
-    """Read `scontrol show partition -o`, one partition a line; where it tells nothing, there are sinfo's names."""
+    """Read `scontrol show partition -o`, one partition a line; when it is empty, sinfo's names are taken."""
     found = []
     for line in text.splitlines():
         values = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -125,8 +127,8 @@ def parse_partitions(text: str, groups: Mapping[str, tuple[NodeGroup, ...]]) -> 
                 name=name,
                 is_default=values.get("Default") == "YES",
                 state=values.get("State", "UP"),
-                max_time_s=parse_time(values.get("MaxTime", "")),
-                default_time_s=parse_time(values.get("DefaultTime", "")),
+                max_time_s=read_duration_s(values.get("MaxTime", "")),
+                default_time_s=read_duration_s(values.get("DefaultTime", "")),
                 preempt_mode=values.get("PreemptMode"),
                 grace_s=read_number(values.get("GraceTime")) or 0,
                 max_nodes=read_number(values.get("MaxNodes")),
@@ -140,7 +142,7 @@ def parse_partitions(text: str, groups: Mapping[str, tuple[NodeGroup, ...]]) -> 
 
 
 def parse_associations(text: str, *, cluster: str | None) -> tuple[Association, ...]:
-    """Read the rows of `sacctmgr -nP show assoc`; a data base may serve several clusters."""
+    """Read the rows of `sacctmgr -nP show assoc`; one database may serve several clusters."""
     found = []
     for line in text.splitlines():
         fields = line.split("|")
@@ -152,19 +154,10 @@ def parse_associations(text: str, *, cluster: str | None) -> tuple[Association, 
                 partition=fields[2] or None,
                 qos=tuple(name for name in fields[3].split(",") if name),
                 max_submit=read_number(fields[4]),
-                max_wall_s=parse_time(fields[5]),
+                max_wall_s=read_duration_s(fields[5]),
             )
         )
     return tuple(found)
-
-
-def parse_time(text: str) -> int | None:
-    """Read a time as Slurm prints it, `2-00:00:00`, in seconds; None: no limit, or no time."""
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def read_number(text: str | None) -> int | None:

@@ -1,6 +1,6 @@
-"""What Slurm knows of our jobs: one squeue for all of them, then one sacct for those that squeue does not know.
+"""Finds the jobs of runs: one squeue for all of them, then one sacct for those that squeue does not know.
 
-Answers are kept for a few seconds, errors too, so that a thousand runs cost no more questions than one does.
+Answers and errors are cached for a few seconds, so a thousand runs cost as many commands as one.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from clusterddp.slurm.jobs import SACCT_FIELDS, SEPARATOR, SQUEUE_FIELDS, Job, P
 
 MAX_AGE_S = 4.0
 _AGE_PER_QUERY_S = 5.0
-"""A controller that takes a second to answer is asked every five at most."""
+"""How long an answer is cached for each second that the controller took."""
 _LONG_WAIT_AGE_S = 15.0
-"""How old answers may become in a process that waits for long: a minute of waiting adds a second."""
+"""The longest time in the cache for a process that waits for long: a minute of waiting adds a second, up to this."""
 _NOTED_LATELY_S = 60.0
 _IDS_PER_QUERY = 2_000
-_NO_ACCOUNTING = ("accounting storage is disabled", "no such command")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The job of a run, as it is asked for: by its tag; the rest helps the accounting to find it."""
+    """A query for the job of a run: its tag; the other fields help the accounting to find it."""
 
     tag: str
     array_index: int | None = None
     job_id: str | None = None
     since: float | None = None
-    """Seconds since the epoch: not submitted before."""
+    """Seconds since the epoch: it was not submitted before."""
     noted: float | None = None
-    """Seconds since the epoch: when the submit was noted. An older answer of squeue cannot know the job."""
+    """Seconds since the epoch: when the submit was recorded. An older answer of squeue cannot have the job."""
     cluster: str | None = None
     owners: tuple[int, ...] = dataclasses.field(default_factory=lambda: (os.getuid(),))
-    """The users of whom one has the job."""
+    """The uids that the job may belong to."""
 
 
 _Key = tuple[str, "int | None"]
@@ -49,7 +48,7 @@ _Source = tuple["str | None", tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Answer:
-    """What one question gave, jobs or an error, and until when it is good."""
+    """The answer to one query, jobs or an error, and until when it is cached."""
 
     jobs: dict[_Key, Job] = field(default_factory=dict)
     error: SlurmError | None = None
@@ -58,7 +57,7 @@ class _Answer:
 
 
 class Slurm:
-    """Slurm as this process knows it; raises SlurmError where it could not be asked."""
+    """A cache of Slurm's answers; raises SlurmError when Slurm did not answer."""
 
     def __init__(self, environ: Mapping[str, str], *, max_age_s: float = MAX_AGE_S) -> None:
         self._environ = environ
@@ -71,22 +70,22 @@ class Slurm:
         self._last: dict[_Key, Job] = {}
         self._looked_again: set[Wanted] = set()
         self.has_accounting: bool | None = None
-        """None before sacct was asked for the first time."""
+        """None before the first sacct."""
 
     def job(self, tag: str, array_index: int | None = None) -> Job | None:
         """Return the newest job with this tag, as `find` does."""
         return self.find(Wanted(tag=tag, array_index=array_index))
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
-        """Announce what will be asked for, so that the accounting is asked once for all of it."""
+        """Announce the queries that will follow, so that one sacct serves all of them."""
         with self._lock:
             self._expected |= dict.fromkeys(wanted)
 
     def find(self, wanted: Wanted) -> Job | None:
-        """Return the newest job of a run; None when neither the queue nor the accounting, where there is one, knows it.
+        """Return the newest job of a run; None when neither the queue nor the accounting, where there is one, has it.
 
-        A job that has ended and was seen is remembered when the queue forgets it.
-        Raises: SlurmError: squeue, or sacct, could not be asked.
+        A job that was found after its end is still returned when the queue has dropped it.
+        Raises: SlurmError: squeue or sacct did not answer.
         """
         with self._lock:
             self._expected[wanted] = None
@@ -103,11 +102,11 @@ class Slurm:
             return job
 
     def last_known(self, wanted: Wanted) -> Job | None:
-        """Return what `find` found when it last found something."""
+        """Return the last job that `find` has found."""
         return self._last.get((wanted.tag, wanted.array_index))
 
     def answer_age_s(self, wanted: Wanted) -> float:
-        """Return how long ago squeue was asked for this job."""
+        """Return the age of squeue's answer for this job, in seconds."""
         answer = self._queues.get((wanted.cluster, wanted.owners))
         return time.time() - answer.asked if answer else 0.0
 
@@ -167,22 +166,22 @@ class Slurm:
         return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS)}"]))
 
     def _sacct(self, undecided: list[Wanted]) -> list[Job]:
-        """Ask for all of them by their ids, and once more for those whose id nobody has told us."""
+        """Ask for all jobs by their ids, and once more by time for those whose id is not known."""
         cluster, owners = undecided[0].cluster, undecided[0].owners
         ids = sorted({wanted.job_id.partition("_")[0] for wanted in undecided if wanted.job_id})
-        nameless = [wanted.since for wanted in undecided if not wanted.job_id]
+        without_id = [wanted.since for wanted in undecided if not wanted.job_id]
         queries = [
             f"--jobs={','.join(ids[start : start + _IDS_PER_QUERY])}" for start in range(0, len(ids), _IDS_PER_QUERY)
         ]
-        if nameless:
-            since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in nameless)
+        if without_id:
+            since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in without_id)
             queries.append(time.strftime("--starttime=%Y-%m-%dT%H:%M:%S", time.localtime(max(0, since))))
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
         argv += [*_on(cluster), _of(owners), f"--format={','.join(SACCT_FIELDS)}"]
         try:
             jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
         except SlurmError as error:
-            if not any(words in error.message.lower() for words in _NO_ACCOUNTING):
+            if error.reason not in {"accounting disabled", "no command"}:
                 raise
             self.has_accounting = False
             return []
@@ -202,13 +201,13 @@ def _of(owners: tuple[int, ...]) -> str:
 
 
 def _pick(jobs: Mapping[_Key, Job], wanted: Wanted) -> Job | None:
-    """Find the job; sacct tells the tasks of an array that never started in one line, which has no index."""
+    """Find the job; sacct prints one line, without an index, for all tasks of an array that never started."""
     job = jobs.get((wanted.tag, wanted.array_index))
     return job or (jobs.get((wanted.tag, None)) if wanted.array_index is not None else None)
 
 
 def _newest(jobs: list[Job]) -> dict[_Key, Job]:
-    """Keep the newest job of each tag and task; the ids of the others go along with it."""
+    """Keep the newest job of each tag and task; the ids of the older ones become its `twins`."""
     found: dict[_Key, Job] = {}
     for job in sorted(jobs, key=_age):
         key = (job.tag, job.array_index)

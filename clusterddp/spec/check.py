@@ -1,4 +1,4 @@
-"""From a tree to a JobSpec: the model types values, the rules compare them, each error gets its message and place."""
+"""Checks a tree and makes a JobSpec: the model types values, the rules compare them, each error gets its place."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a 
 
 
 def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
-    """Type a tree whose keys are known; either there is a job or there are problems."""
+    """Type a tree whose keys are known; return a job, or problems."""
     data = to_data(tree)
     job, details = _typed(JobSpec, data)
     problems = [_field_problem(tree, detail) for detail in details]
     wrong = [_named_part(detail["loc"]) for detail in details]
     if job is None:
-        # Values that are right may still not go together: the rules are asked of a spec without the wrong ones.
+        # Valid values may still conflict: the rules check a spec without the invalid ones.
         for path in wrong:
             _remove(data, path)
         job, _ = _typed(JobSpec, {"name": "unnamed"} | data)
@@ -47,7 +47,7 @@ def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
 
 
 def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model | None, list[Problem]]:
-    """Type a mapping that is no part of a spec, as it was written; `key`: where it lies."""
+    """Type a mapping that is not part of a spec; `key`: its dotted key, for messages."""
     known, problems = with_one_spelling(tree, model, tuple(key.split(".")))
     typed, details = _typed(model, to_data(known))
     found = [_field_problem(known, detail) for detail in details]
@@ -56,7 +56,7 @@ def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model 
 
 
 def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, list[ErrorDetails]]:
-    """Have pydantic type the data; either there is a model or there are errors."""
+    """Type the data with pydantic; return a model, or errors."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -64,7 +64,7 @@ def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, li
 
 
 def _touches(key: str, other: str) -> bool:
-    """Return whether one key lies in the other."""
+    """Return whether one key contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
@@ -106,7 +106,7 @@ def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
 
 
 def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
-    """Return our message and hint for an error of pydantic."""
+    """Return clusterddp's message and hint for an error of pydantic."""
     kind, context = detail["type"], detail.get("ctx", {})
     found = describe(node if isinstance(node, Scalar) else detail["input"])
     if kind == "clusterddp":
@@ -114,8 +114,8 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
     if kind == "missing":
         return f"missing, expected {'`name: my-run`' if detail['loc'] == ('name',) else 'a value'}", None
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"found {found}, expected {words} {float(context[name]):.12g}", None
+        name, bound = _BOUNDS[kind]
+        return f"found {found}, expected {bound} {float(context[name]):.12g}", None
     if kind == "literal_error":
         return _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
     if kind in _KINDS:

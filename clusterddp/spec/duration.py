@@ -1,4 +1,4 @@
-"""Time limits in Slurm's words."""
+"""Time limits in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_duration(value: object) -> Duration:
 
 
 def _refuse_minutes(text: str) -> NoReturn:
-    """Refuse a bare number that was hardly meant as minutes."""
+    """Refuse a bare number that is unlikely to mean minutes."""
     minutes = int(text)
     hint = f'if you mean that, write "{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}"'
     if minutes % 60 == 0:

@@ -1,4 +1,4 @@
-"""The spec's `entry` section: a program of the user's, how it is started, and the rules between its keys."""
+"""The spec's `entry` section: the user's program, how it is started, and the rules between its keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, re
 from clusterddp.spec.section import Conflict, Section
 
 PROGRAMS = ("script", "module", "function", "command")
-"""The keys that name what is run; an entry has one of them."""
+"""The keys that name the program; an entry has exactly one of them."""
 _ONE_OF_THEM = "expected one of script, module, function and command"
 
 _FUNCTION = Matching(
@@ -30,13 +30,13 @@ _FUNCTION = Matching(
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An argument that a function takes: a value of whatever kind it was written as, and no word."""
+    """An argument of a function: a value of any kind, typed as written; not a command's word."""
 
     written: object
 
 
 def read_argument(value: object) -> Any:
-    """Read an argument: text for a program; for a function any value that JSON has."""
+    """Read an argument: text for a program; any JSON value for a function."""
     return _data(value.written) if isinstance(value, Value) else read_loose_text(value)
 
 
@@ -59,12 +59,12 @@ def read_command(value: object) -> str | tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        refuse(value, f"words as a shell has them ({str(error)[:1].lower()}{str(error)[1:]})")
+        refuse(value, f"words that a shell can split ({str(error)[:1].lower()}{str(error)[1:]})")
     return text if words else refuse(value, "a program and its arguments")
 
 
 def read_function(value: object) -> object:
-    """Refuse the place of a function that is written with dots alone, and name the right form."""
+    """Refuse a function that is written with dots only, and suggest the form with a colon."""
     text = read_text(value)
     module, _, name = text.rpartition(".")
     if ":" not in text and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*", module):
@@ -73,7 +73,7 @@ def read_function(value: object) -> object:
 
 
 def _data(value: object) -> Any:
-    """Return a value as YAML 1.2 has it; what JSON cannot express is refused."""
+    """Return a value as YAML 1.2 types it; refuse one that JSON cannot express."""
     found = plain(value)
     try:
         json.dumps(found, allow_nan=False)
@@ -176,7 +176,7 @@ class EntrySpec(Section):
 
 
 def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
-    """Yield what does not go together."""
+    """Yield values that conflict."""
     named = [kind for kind in PROGRAMS if getattr(entry, kind) is not None]
     if not named:
         yield Conflict(keys=("entry",), message=f"names nothing to run, {_ONE_OF_THEM}")
@@ -202,7 +202,7 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
 
 
 def command_words(entry: EntrySpec) -> tuple[str, ...]:
-    """Return the words of a command that no shell reads."""
+    """Return the words of a command that is started without a shell."""
     return tuple(shlex.split(entry.command)) if isinstance(entry.command, str) else tuple(entry.command or ())
 
 
@@ -260,7 +260,7 @@ def _placeholder_conflicts(entry: EntrySpec, key: str, text: str) -> Iterator[Co
 
 
 def _texts(entry: EntrySpec) -> Iterator[tuple[str, str]]:
-    """List the texts in which placeholders are looked for, with their keys."""
+    """Yield the texts that may have placeholders, with their keys."""
     if entry.command is not None and not entry.shell:
         listed = not isinstance(entry.command, str)
         for index, word in enumerate(command_words(entry)):

@@ -48,7 +48,7 @@ from clusterddp.spec.section import MAX_RANKS
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Marks text that matches `pattern` wholly, for the reader and the JSON Schema; `expected` is for messages."""
+    """Text that has to match the whole `pattern`, in the reader and the JSON Schema; `expected` is for messages."""
 
     pattern: str
     expected: str

@@ -1,4 +1,4 @@
-"""Hosts from the command line: `--hosts`, and hostfiles as mpirun, DeepSpeed, Horovod and MPICH have them.
+"""Hosts from the command line: `--hosts`, and hostfiles in the formats of mpirun, DeepSpeed, Horovod and MPICH.
 
 A line is `host`, `host slots=N` or `host:N`; `--hosts a:4,b:4` is Horovod's -H.
 """
@@ -27,7 +27,7 @@ _HINTS = {
 
 
 def read_hostfile(path: Path) -> Override:
-    """Read a hostfile: hosts or sets of hosts, one a line, `slots=N` or `gpus=N` behind them, `#` before a comment.
+    """Read a hostfile: one host or set of hosts a line, then `slots=N` or `gpus=N`; `#` begins a comment.
 
     `-` is the standard input.
     Raises: SpecError: with every line that is wrong.
@@ -53,7 +53,7 @@ def read_hostfile(path: Path) -> Override:
 
 
 def parse_hosts(text: str) -> Override:
-    """Parse `--hosts`: hosts or sets of hosts with commas in between, each with `:N` behind it for its slots."""
+    """Parse `--hosts`: hosts or sets of hosts, separated by commas, each with an optional `:N` for its slots."""
     place = Place(source=f"--hosts {show(text)}", origin="--hosts")
     items = tuple(_host_with_number(part.strip(), place) for part in _split(text))
     return Override(path=_PATH, node=ListNode(items=items, place=place), place=place)
@@ -85,7 +85,7 @@ def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) ->
         if key not in _SLOTS or not re.fullmatch("[0-9]{1,6}", value) or not int(value):
             problems.append(_wrong_word(place(column), word, key if equals else ""))
         elif "gpus" in entries:
-            problems.append(problem_at(place(column), f"{show(word)}: the slots of {show(name)} are there already"))
+            problems.append(problem_at(place(column), f"{show(word)}: the slots of {show(name)} are set already"))
         else:
             entries["gpus"] = Scalar(text=str(int(value)), quoted=False, place=place(column))
             keys["gpus"] = place(column)

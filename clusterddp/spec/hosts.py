@@ -1,4 +1,4 @@
-"""Hosts as a spec names them: one name or a node set each, and which of them the ranks get."""
+"""The hosts of a spec: one name or a node set each; and the placement of ranks on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_SET = r"^[A-Za-z0-9_:\[][A-Za-z0-9_.:@,\[\]-]*$"
 """The pattern of a host in the JSON Schema; `read_host` is stricter."""
 
 MAX_HOSTS = 4_096
-"""So many hosts a spec, a hostfile or a command line may name, sets expanded."""
+"""The most hosts, with sets expanded, that a spec, a hostfile or a command line may name."""
 
 _WORDS = 'a host or a set of hosts, such as gpu01 or "gpu[02-04]"'
 _SET = re.compile(HOST_SET.removeprefix("^").removesuffix("$"))
@@ -31,17 +31,17 @@ _WITH_NUMBER = re.compile(r"(?P<host>[^:]+):(?P<number>[0-9]+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one host gets of a run."""
+    """The ranks and GPUs of a run on one host."""
 
     host: SshHost
-    """With the name of this host alone."""
+    """The host's entry in the spec, with the name of this host only."""
     ranks: int
     gpus: int
     """0: the ranks compute on the CPU."""
 
 
 def read_host(value: object) -> str:
-    """Read a host or a set of hosts, each of which `ssh` takes for a host and for nothing else."""
+    """Read a host or a set of hosts; refuse a name that `ssh` would read as an option or an address."""
     text = read_text(value)
     if not _SET.fullmatch(text):
         refuse(value, _WORDS, _slots_hint(text))
@@ -64,9 +64,9 @@ def refuse_too_many(hosts: Iterable[object]) -> None:
 
 
 def expand_all(texts: Iterable[str]) -> list[str]:
-    """Name every host of the sets of a command line once, in the order written.
+    """Expand the sets of a command line; return each host once, in the order written.
 
-    Raises: ClusterddpError: one of them is no host list. UsageError: they name more than 4,096 hosts.
+    Raises: ClusterddpError: a text is no host list. UsageError: they name more than 4,096 hosts.
     """
     names: list[str] = []
     for text in texts:
@@ -77,7 +77,7 @@ def expand_all(texts: Iterable[str]) -> list[str]:
 
 
 def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
-    """Name every host alone, in the order written, with its place in the list that it was written in."""
+    """Expand every set: yield each host's entry, in the order written, with its index in the list."""
     for index, host in enumerate(hosts):
         for name in expand(host.host):
             yield index, host if name == host.host else host.model_copy(update={"host": name})
@@ -92,9 +92,9 @@ def with_node_for_each_host(job: JobSpec) -> JobSpec:
 
 
 def share_out(job: JobSpec) -> tuple[Share, ...]:
-    """Give each of the first hosts, as many as the run has nodes, its ranks and GPUs.
+    """Place the ranks and GPUs on the first hosts, as many as the run has nodes.
 
-    A host that names its GPUs (slots in a hostfile) has one rank for each, on the CPU as well.
+    A host with a number of GPUs (slots in a hostfile) gets one rank for each, on the CPU as well.
     """
     hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes]
     resources = job.resources
@@ -112,12 +112,12 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
 
 
 def unused_hosts(job: JobSpec) -> tuple[str, ...]:
-    """Name the hosts that are more than the run has nodes."""
+    """Return the hosts beyond the number of nodes."""
     return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
 
 
 def _count_one(item: object) -> int:
-    """Count the hosts of an entry that is not typed yet; what is no host counts for nothing."""
+    """Count the hosts of an entry that is not typed yet; an invalid entry counts as 0."""
     try:
         return count(_written(item))
     except ClusterddpError:
@@ -125,7 +125,7 @@ def _count_one(item: object) -> int:
 
 
 def _written(item: object) -> str:
-    """Return the host of an entry as it is written, or nothing where there is none."""
+    """Return the host of an entry as written; empty where there is none."""
     written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
     text = written.text if isinstance(written, Scalar) else written
     return text if isinstance(text, str) else ""
@@ -136,7 +136,7 @@ def _check_name(name: str, value: object) -> None:
         return
     numbered = _WITH_NUMBER.fullmatch(name)
     if numbered:
-        hint = f"{{host: {numbered['host']}, gpus: N}} says how many GPUs to use; a port belongs in ssh_config"
+        hint = f"{{host: {numbered['host']}, gpus: N}} sets the number of GPUs; a port belongs in ssh_config"
         raise problem(f'found "{name}", expected a host without a number behind it', hint)
     refuse(value, f"{_WORDS}; {name!r} is no host")
 

@@ -1,6 +1,6 @@
-"""The sets of images that are files, by name: torchvision's classification sets, and a folder of one's own.
+"""The image data sets by name: torchvision's classification sets, generated sets, and a folder of the user's.
 
-What is sure before any file is seen stands here, without torchvision, for the submitting side and the ranks alike.
+Facts that need neither files nor torchvision, for the submitting side and the ranks.
 Source: torchvision 0.28.0, datasets/.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 FOLDER = "folder"
 GENERATED = ("shapes", "random")
-"""Sets that are made where they are used, and lie in no directory."""
+"""Sets that the trainer generates; they have no files."""
 BUILT_IN: Mapping[str, int] = {"shapes": 32, "cifar10": 32, "fashion_mnist": 32, "random": 32}
 """The sets that the trainer reads or draws by itself, and the side of their images in pixels."""
 
@@ -30,15 +30,15 @@ class ImageSet:
     halves: tuple[dict[str, Any], dict[str, Any]] = _SPLITS
     """The class's arguments besides its root, for the training images and for the test images."""
     files: tuple[str, ...]
-    """What has to be in the root; a download puts it there."""
+    """The files that have to be in the root; a download writes them."""
     side: int | None = None
     """Pixels along each side of every image; None: they differ, or are not square."""
     grey: bool = False
-    """One channel; all other sets have three, and what is grey among them is read as RGB."""
+    """True: one channel. All other sets have three; a grey image of them is read as RGB."""
     packages: tuple[str, ...] = ()
-    """What torchvision needs to read it, besides itself."""
+    """The package that torchvision needs to read it."""
     by_hand: bool = False
-    """torchvision does not download it."""
+    """True: torchvision does not download it."""
 
 
 def _emnist(split: str) -> ImageSet:
@@ -108,7 +108,7 @@ _ANY_OF: Mapping[str, tuple[str, ...]] = {
     ),
     FOLDER: ("train",),
 }
-"""Files of which one proves that a set is there."""
+"""Files of a set; one of them proves that it is in a directory."""
 
 _NO_HALVES = "torchvision has no test images apart from the training images of it"
 _OTHER_CLASSES = "its test images show other classes than its training images"
@@ -132,7 +132,7 @@ REFUSED: Mapping[str, str] = {
     "sun397": _NO_HALVES,
     "ucf101": "it is of videos",
 }
-"""torchvision's sets that people may ask for, and why they cannot be trained on by name."""
+"""torchvision's sets that the trainer refuses by name, and why."""
 
 NAMES = (*BUILT_IN, FOLDER, *IMAGE_SETS)
 
@@ -162,11 +162,11 @@ def model_side(name: str, image_size: int | None) -> int | None:
 
 
 def kept_side(name: str, image_size: int | None) -> int | None:
-    """Return the side in pixels at which images are kept; they are enlarged to what the model sees in each batch."""
+    """Return the side in pixels at which images are stored; each batch is enlarged to the side that the model sees."""
     own = own_side(name)
     return own if own is not None and (image_size is None or own < image_size) else image_size
 
 
 def fits_fastnet(side: int) -> bool:
-    """Return whether fastnet takes images of this side: after three halvings its last 3x3 pool must have one place."""
+    """Return whether fastnet accepts images of this side: after three halvings its last 3x3 pool needs one position."""
     return 25 <= side <= 48

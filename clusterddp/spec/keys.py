@@ -1,4 +1,4 @@
-"""Which keys a spec has: one spelling for each, and what an unknown key was probably meant to be."""
+"""The keys of a spec: maps each spelling to one key, and suggests a key for an unknown one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from clusterddp.spec.section import section_of, spellings
 from clusterddp.spec.tree import ListNode, Mapping, Node
 
 MAX_SUGGESTIONS = 50
-"""Unknown keys for which a suggestion is sought; a file with more is no spec, and the search takes time."""
+"""The most unknown keys that get a suggestion; a file with more is no spec, and the search takes time."""
 
-# Words of other tools, for which difflib finds nothing.
+# Keys of other tools, for which difflib finds nothing.
 _SYNONYMS = {
     "learning_rate": "train.lr",
     "batch": "train.batch_size",
@@ -45,11 +45,9 @@ _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 def with_one_spelling(
     tree: Mapping, model: type[BaseModel] = JobSpec, path: tuple[str, ...] = ()
 ) -> tuple[Mapping, list[Problem]]:
-    """Give every key of a spec's tree its one spelling, and report and drop the keys that a spec does not have.
+    """Rename every key of a spec's tree to its one spelling; report and drop unknown keys.
 
-    `model`, `path`: the tree is that of a section which lies there.
-
-    Sections with nothing in them are left as they are: `merge` knows what they mean.
+    `model`, `path`: of the section, when the tree is one. Empty sections stay: `merge` handles them.
     """
     problems: list[Problem] = []
     return _section(tree, model, path, problems), problems
@@ -72,7 +70,7 @@ def _section(tree: Mapping, model: type[BaseModel], path: tuple[str, ...], probl
 
 def _value(node: Node, model: type[BaseModel] | None, path: tuple[str, ...], problems: list[Problem]) -> Node:
     if path == ("slurm",) and isinstance(node, Mapping):
-        # As sbatch's own long names, with underscores for the hyphens.
+        # sbatch's long names, with underscores for hyphens.
         return _renamed(node, lambda written: written.replace("-", "_"), path, problems)
     if model is not None and isinstance(node, Mapping):
         return _section(node, model, path, problems)
@@ -83,7 +81,7 @@ def _value(node: Node, model: type[BaseModel] | None, path: tuple[str, ...], pro
 
 
 def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], problems: list[Problem]) -> Mapping:
-    """Give each key its one spelling; a key that is there in another spelling already is reported and dropped."""
+    """Rename each key to its one spelling; report and drop a key that another spelling has set."""
     written_as: dict[str, str] = {}
     for written, place in tree.keys.items():
         first = written_as.setdefault(spell(written), written)
@@ -100,45 +98,45 @@ def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], 
 
 
 def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return message and hint for an unknown key, with the key that was probably meant."""
+    """Return message and hint for an unknown key, with the key that the user probably means."""
     if written in _HOSTFILES:
         return "unknown key", "--hostfile FILE reads the hosts of a file"
     here = closest(written, spellings(model))
-    elsewhere = _homes().get(written.lower().replace("-", "_"))
+    elsewhere = _key_of_name().get(written.lower().replace("-", "_"))
     if "." in written and written in _all_keys():
         section, _, rest = written.partition(".")
         return "unknown key", f"write it in its section, {section}: {{{rest}: ...}}"
     if elsewhere and (here is None or here not in elsewhere.split(".")):
-        return _belongs(written, elsewhere, path), None
+        return _suggest(written, elsewhere, path), None
     return f"unknown key{did_you_mean(written, spellings(model))}", None
 
 
-def _belongs(written: str, home: str, path: tuple[str, ...]) -> str:
-    section, _, name = home.rpartition(".")
-    if home == "slurm" or (name == written and section):
-        return f"unknown key here. It belongs under {section or home}:"
+def _suggest(written: str, key: str, path: tuple[str, ...]) -> str:
+    section, _, name = key.rpartition(".")
+    if key == "slurm" or (name == written and section):
+        return f"unknown key here. It belongs under {section or key}:"
     if name == written:
         return "unknown key here. It belongs at the top level"
     same_section = section == ".".join(path)
-    return f'unknown key. Did you mean "{name if same_section else home}"?'
+    return f'unknown key. Did you mean "{name if same_section else key}"?'
 
 
 @functools.cache
-def _homes() -> dict[str, str]:
-    """Map the last part of every key, and words of other tools, to the dotted key they stand for."""
-    homes = dict(_SYNONYMS)
+def _key_of_name() -> dict[str, str]:
+    """Map the last part of every key, and keys of other tools, to a dotted key."""
+    found = dict(_SYNONYMS)
     for dotted in _all_keys():
-        homes.setdefault(dotted.rpartition(".")[2], dotted)
+        found.setdefault(dotted.rpartition(".")[2], dotted)
     for name, field in JobSpec.model_fields.items():
         model = section_of(field)
         for spelling in spellings(model) if model else ():
-            homes.setdefault(spelling, f"{name}.{spelling}")
-    return homes
+            found.setdefault(spelling, f"{name}.{spelling}")
+    return found
 
 
 @functools.cache
 def _all_keys() -> tuple[str, ...]:
-    """List every dotted key that a spec can have, but for those of free-form sections."""
+    """List every dotted key of a spec, without those of free-form sections."""
     keys: list[str] = []
     for name, field in JobSpec.model_fields.items():
         model = section_of(field)

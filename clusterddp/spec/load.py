@@ -1,4 +1,4 @@
-"""From a spec and everything that may change it to one JobSpec, with the origin of every value.
+"""Loads a spec: merges the file and everything that overrides it into one JobSpec, with the origin of every value.
 
 Precedence: options and arguments of the command line > CLUSTERDDP__* > the spec > the profile > defaults.
 """
@@ -55,14 +55,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSpec:
-    """A spec as it will be run."""
+    """A spec with all overrides applied."""
 
     job: JobSpec
     origins: dict[str, str]
-    """Dotted key -> where the value came from, for each value that is no default."""
+    """Dotted key -> the origin of its value, for each value that is no default."""
     path: Path | None
     text: str
-    """The spec as it was written, before anything changed it."""
+    """The spec as written, without overrides."""
 
     def changes(self) -> tuple[Change, ...]:
         """List the values that are no defaults, in the order of the model."""
@@ -75,14 +75,14 @@ class ResolvedSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written, before it is typed: the spec with everything that changes it laid over it."""
+    """The spec with all overrides merged into it, before it is typed."""
 
     tree: Mapping
     problems: tuple[Problem, ...]
-    """What is wrong already: unknown keys, arguments that cannot be read."""
+    """Problems found so far: unknown keys, arguments that cannot be read."""
     path: Path | None
     name: str
-    """What messages name the spec."""
+    """The spec's name in messages."""
     text: str
     arguments: tuple[tuple[str, ...], ...]
     """The keys that arguments of the command line set or reset."""
@@ -97,7 +97,7 @@ def load_spec(
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
 ) -> ResolvedSpec:
-    """Read a spec and everything that changes it.
+    """Read a spec and everything that overrides it.
 
     `source` is a path, `-` for the standard input, or, when it has a line break, the YAML itself. `flags` are the
     command's own options, `{"launcher": "local"}`; `hosts`: those of --hosts or --hostfile.
@@ -120,7 +120,7 @@ def read_layers(
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
 ) -> Written:
-    """Read a spec and lay everything that changes it over it; see `load_spec`.
+    """Read a spec and merge everything that overrides it into it; see `load_spec`.
 
     Raises: SpecError: the file, or the profile, cannot be read at all.
     """
@@ -148,7 +148,7 @@ def read_layers(
 
 
 def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:
-    """Type a tree that came from what was written; either there is a resolved spec or there are problems."""
+    """Type a tree that was made from `written`; return a resolved spec, or problems."""
     job, problems = check(tree)
     if job is None:
         return None, problems
@@ -156,7 +156,7 @@ def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[
 
 
 def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:
-    """Return the tree with one value set or reset; what is wrong with its key is added to `problems`."""
+    """Return the tree with one value set or reset; a problem with its key is added to `problems`."""
     known = _known(override.as_tree(), problems)
     if override.node is not None:
         return merge(tree, known)
@@ -170,7 +170,7 @@ def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapp
 
 @functools.cache
 def default_values() -> dict[str, Any]:
-    """Return every value that a spec has when nothing is written, by dotted key."""
+    """Return the default of every value, by dotted key."""
     job = JobSpec(name="unnamed").model_dump(mode="json")
     sections = {"train": TrainSpec().model_dump(mode="json"), "entry": EntrySpec().model_dump(mode="json")}
     return flatten(job | sections) | {"name": None}
@@ -227,7 +227,7 @@ def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
         for part in key.split("."):
             node = node.entries.get(part) if isinstance(node, Mapping) else None
         if node is not None:
-            origins[key] = node.place.words
+            origins[key] = node.place.text
         elif key == "resources.nodes":
             origins[key] = "the number of hosts"
     return origins

@@ -46,7 +46,8 @@ class Resources(Section):
     time: fields.TimeLimit | None = Field(
         default=None,
         description='Time limit of one attempt as Slurm writes it: "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M", or '
-        "minutes (a bare number, up to a day). Ranks are asked to checkpoint and end shortly before. Default: none.",
+        "minutes (a bare number, up to a day). Shortly before it ranks get a request to checkpoint and end. Default: "
+        "none.",
     )
 
     @property
@@ -69,19 +70,19 @@ class Network(Section):
     )
     start_timeout: fields.TimeLimit | None = Field(
         default=None,
-        description='How long the nodes of a run may take to be there, written as time is: "0:30" is 30 seconds. '
+        description='How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. '
         "Default: 1 minute and a second for each node; on Slurm 10 minutes and a second for each node, in which "
         "container images are pulled, too; 2 minutes for clusterddp worker; 5 minutes for clusterddp join.",
     )
     host_silence: fields.TimeLimit | None = Field(
         default=None,
-        description="How long another host may be silent (its cable is out, a switch restarts), or storage be away, "
-        'before the run ends, written as time is. Default: "0:30", 30 seconds.',
+        description="How long another host may not answer (an unplugged cable, a switch that restarts), or storage be "
+        'unavailable, before the run ends, written as time is. Default: "0:30", 30 seconds.',
     )
     heartbeat_timeout: fields.TimeLimit | None = Field(
         default=None,
-        description="How long a process of clusterddp on a host that answers may be silent (it is stopped, or waits "
-        'for a file server) before the run ends, written as time is; at least host_silence. Default: "1:00", 1 '
+        description="How long a process of clusterddp on a host that answers may send no heartbeat (it is stopped, or "
+        'waits for a file server) before the run ends, written as time is; at least host_silence. Default: "1:00", 1 '
         "minute, or host_silence where that is longer.",
     )
     backend: fields.Backend = Field(
@@ -107,7 +108,8 @@ class Stop(Section):
     grace: fields.TimeLimit | None = Field(
         default=None,
         description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
-        'attempt has failed. "0:30" is 30 seconds, a plain number is minutes. Default: "2:00", 2 minutes.',
+        'attempt has failed, or is cancelled if a user asked. "0:30" is 30 seconds, a plain number is minutes. '
+        'Default: "2:00", 2 minutes.',
     )
 
 
@@ -121,7 +123,7 @@ class Container(Section):
     mounts: tuple[fields.Mount, ...] = Field(
         default=(),
         description="Directories seen inside: PATH or HOST_PATH:PATH[:FLAGS]. The run's directory, the data and "
-        "clusterddp itself are there without being named.",
+        "clusterddp itself are always mounted.",
     )
     python: fields.Text = Field(default="python3", description="Python inside, which has torch.")
     workdir: fields.Text | None = Field(
@@ -130,7 +132,7 @@ class Container(Section):
 
 
 class Sweep(Section):
-    """Values that some keys take in turn: each combination of them is a run; on Slurm all are one job array."""
+    """The values of swept keys: each combination is a run; on Slurm all runs are one job array."""
 
     values: dict[str, fields.SweepValues] = Field(
         default={},
@@ -140,13 +142,13 @@ class Sweep(Section):
     throttle: Count | None = Field(
         default=None,
         validation_alias=AliasChoices("throttle", "max_parallel"),
-        description="Runs of the sweep at a time; default: as Slurm likes; elsewhere as many as there are GPUs for, on "
+        description="Runs of the sweep at a time; default: Slurm decides; elsewhere as many as there are GPUs for, on "
         "the CPU one. Alias: max_parallel.",
     )
 
 
 class JobSpec(Section):
-    """What to run and where: one spec, whatever starts it."""
+    """What to run and where: one spec for every launcher."""
 
     name: fields.Name = Field(
         description="Name of the job: 1 to 64 letters, digits, dots, - and _, beginning with a letter or digit."
@@ -162,14 +164,14 @@ class JobSpec(Section):
     network: Network = Field(default_factory=Network, description="Interface, port and backend of the gang.")
     stop: Stop = Field(default_factory=Stop, description="The time that ranks have to write a checkpoint and end.")
     env: dict[fields.Variable, fields.LooseText] = Field(
-        default={}, description="Variables for every rank; they beat what clusterddp would set."
+        default={}, description="Variables for every rank; they override what clusterddp would set."
     )
     secrets: tuple[fields.Variable, ...] = Field(
         default=(),
-        description="Names of variables that are handed to the ranks from where you submit; values are never stored.",
+        description="Names of variables that are passed to the ranks from where you submit; values are never stored.",
     )
     restarts: fields.Restarts = Field(
-        default=0, description="How often the gang is started again from its last checkpoint after a failure, 0 to 100."
+        default=0, description="How often the gang is restarted from its last checkpoint after a failure, 0 to 100."
     )
     hang: Annotated[Literal["report", "restart", "fail"], Word] = Field(
         default="report",
@@ -186,10 +188,10 @@ class JobSpec(Section):
     start: Annotated[Literal["ranks", "torchrun"], Word] = Field(
         default="ranks",
         description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
-        "and, up to restarts times, starts them again.",
+        "and, up to restarts times, restarts them.",
     )
     snapshot: fields.Switch = Field(
-        default=True, description="Run a copy of the code, so that later edits change nothing."
+        default=True, description="Run a copy of the code, which later edits do not change."
     )
     train: TrainSpec | None = Field(
         default=None, description="The built-in trainer; also what runs when there is no entry."
@@ -213,7 +215,7 @@ class JobSpec(Section):
 
     @property
     def cpu_reason(self) -> str | None:
-        """Which key keeps the run off GPUs; None: none does."""
+        """The setting that keeps the run off GPUs, as text; None: none does."""
         if self.device == "cpu":
             return "device is cpu"
         return "resources.gpus_per_node is 0" if self.resources.gpus_per_node == 0 else None
@@ -246,7 +248,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _drop_titles(schema: dict[str, Any]) -> None:
-    """Drop the titles that pydantic derives from names: editors would show them above the descriptions."""
+    """Drop the titles that pydantic makes from names: editors would show them above the descriptions."""
     for part in [schema, *schema["$defs"].values()]:
         part.pop("title", None)
         for value in part["properties"].values():

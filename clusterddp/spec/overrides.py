@@ -1,8 +1,8 @@
-"""Values that come from beside the spec's file: `key=value` arguments, CLUSTERDDP__* variables, options.
+"""Values that override the spec's file: `key=value` arguments, CLUSTERDDP__* variables, options.
 
-Arguments follow Hydra's basic grammar: `train.lr=0.2` sets, `+env.NAME=1` sets as well (nothing is refused for being
-new), `~train.lr` goes back to the default. A value that begins with a quote, [ or { is YAML; any other is one scalar,
-byte for byte, read as if it stood in the spec without quotes.
+Arguments follow Hydra's basic grammar: `train.lr=0.2` sets, `+env.NAME=1` sets as well (new or not), `~train.lr` resets
+to the default. A value that begins with a quote, [ or { is YAML; any other is one scalar, byte for byte, as if it stood
+in the spec without quotes.
 
 As a variable, `train.lr=0.2` is `CLUSTERDDP__TRAIN__LR=0.2`; what follows CLUSTERDDP__ENV__ keeps its case.
 """
@@ -23,20 +23,20 @@ COMMAND_LINE = "command line"
 MAX_ARGUMENT_SHOWN = 80
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+){0,19}")
-"""No deeper than a spec may be nested (yamlfile.py)."""
-_OPTION_WORDS = {("device", "cpu"): "--cpu"}
+"""The deepest key, as for the nesting of a spec (yamlfile.py)."""
+_OPTIONS = {("device", "cpu"): "--cpu"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """One value for one key; without a node the key goes back to its default."""
+    """One value for one key; without a node the key is reset to its default."""
 
     path: tuple[str, ...]
     node: Node | None
     place: Place
 
     def as_tree(self) -> Mapping:
-        """Return a tree that holds this value alone; a reset has an empty scalar in its place."""
+        """Return a tree that holds only this value; for a reset, an empty scalar."""
         node = self.node or Scalar(text="", quoted=False, place=self.place)
         for part in reversed(self.path):
             node = Mapping(entries={part: node}, keys={part: self.place}, place=self.place)
@@ -83,8 +83,8 @@ def from_options(options: Map[str, str]) -> list[Override]:
     """Make overrides of the command's own options, such as `{"launcher": "local"}` for --launcher local."""
     overrides = []
     for key, value in options.items():
-        words = _OPTION_WORDS.get((key, value), "--" + key.replace("_", "-"))
-        place = Place(source=words, origin=words)
+        option = _OPTIONS.get((key, value), "--" + key.replace("_", "-"))
+        place = Place(source=option, origin=option)
         node = Scalar(text=value, quoted=False, place=place)
         overrides.append(Override(path=tuple(key.split(".")), node=node, place=place))
     return overrides

@@ -1,4 +1,4 @@
-"""Problems in a spec: how they are made, put in order, and shown with the line and a caret."""
+"""Makes, sorts and formats the problems of a spec: each with its line and a caret."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from clusterddp.spec.tree import Place, escape
 
 MAX_PROBLEMS_SHOWN = 40
 LINE_WINDOW = 100
-"""Characters of a source line that are shown; of a longer line, those around the problem."""
+"""How many characters of a source line are shown; of a longer line, those around the problem."""
 
 
 def format_spec_error(error: SpecError) -> str:
     """Write the error for a terminal: each problem with its place, its line, a caret and a hint.
 
-    Nothing from the file reaches the terminal unescaped, so a file cannot steer it.
+    Text from the file is escaped, so a file cannot control the terminal.
     """
     shown = error.problems[:MAX_PROBLEMS_SHOWN]
     one_source = len({problem.source for problem in error.problems}) == 1
@@ -35,7 +35,7 @@ def format_spec_error(error: SpecError) -> str:
 
 def problem_at(place: Place, message: str, hint: str | None = None, *, key: str = "") -> Problem:
     """Make a problem that points at `place`."""
-    # A line under secrets is not repeated: it may hold a secret's value, written where its name belongs.
+    # A line of `secrets` is not shown: a user may have written a secret's value in place of its name.
     source_line = None if key.split(".", maxsplit=1)[0] == "secrets" else place.source_line
     return Problem(
         source=place.source,
@@ -54,7 +54,7 @@ def spec_error(place: Place, message: str, hint: str | None = None, *, key: str 
 
 
 def in_order(problems: Iterable[Problem], first_source: str) -> tuple[Problem, ...]:
-    """Sort problems as they lie in the file; those of `first_source` come first, equal ones once."""
+    """Sort problems by their place, those of `first_source` first, and drop duplicates."""
     unique = list(dict.fromkeys(problems))
     sources = list(dict.fromkeys([first_source, *(problem.source for problem in unique)]))
     order = {source: index for index, source in enumerate(sources)}
@@ -68,7 +68,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def closest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the choice that is most like `word`, if any is."""
+    """Return the choice that is most similar to `word`; None when no choice is similar."""
     if len(word) > 64:
         return None
     matches = difflib.get_close_matches(word.lower().replace("-", "_"), list(choices), n=1, cutoff=cutoff)
@@ -90,7 +90,7 @@ def _format_problem(problem: Problem) -> list[str]:
 
 
 def _window(line: str, index: int) -> tuple[str, int]:
-    """Cut `line` around `index` and return it escaped, with the width in cells of what stands before the index."""
+    """Cut `line` around `index` and return it escaped, with the width in cells of the part before the index."""
     start = max(0, index - LINE_WINDOW // 2) if len(line) > LINE_WINDOW else 0
     before, after = line[start:index], line[index : start + LINE_WINDOW]
     left = "..." if start else ""

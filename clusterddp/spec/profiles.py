@@ -1,4 +1,4 @@
-"""Profiles: where to run, kept apart from what to run, in the user's `config.yaml`.
+"""Profiles: where to run, in the user's `config.yaml`; the spec has what to run.
 
 profiles:
   lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
@@ -31,7 +31,7 @@ _LOGIN = "login"
 
 
 def config_path(environ: Map[str, str]) -> Path | None:
-    """Return where the user's configuration lies; None: there is none (CLUSTERDDP_CONFIG is empty, or no home)."""
+    """Return the path of the user's configuration; None: CLUSTERDDP_CONFIG is empty, or no home directory is known."""
     if CONFIG_VARIABLE in environ:
         return Path(environ[CONFIG_VARIABLE]) if environ[CONFIG_VARIABLE] else None
     if "HOME" not in environ and "XDG_CONFIG_HOME" not in environ:
@@ -40,7 +40,7 @@ def config_path(environ: Map[str, str]) -> Path | None:
 
 
 def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
-    """Read the values that the profile `name`, or the default one, has for specs; None when none is asked for.
+    """Read the values of the profile `name`, or the default one, for specs; None when neither is given.
 
     Raises: SpecError: no such profile, or the configuration is wrong.
     """
@@ -60,7 +60,7 @@ def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, L
 
 
 def _read_login(node: Node, place: Place, key: str) -> Login:
-    """Read a profile's login node: a mapping, or the name of the host alone. `place`: of its key."""
+    """Read a profile's login node: a mapping, or only the host's name. `place`: of its key."""
     # A command without a login node must not wait for pydantic to load.
     from clusterddp.spec.check import check_section
     from clusterddp.spec.ssh_section import Login

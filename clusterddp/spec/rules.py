@@ -1,4 +1,4 @@
-"""The rules between the keys of a spec: values that are right on their own and do not go together."""
+"""The rules between the keys of a spec: they find values that are valid by themselves and conflict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clusterddp.system.timeouts import HOST_SILENCE_S
 
 
 def conflicts(job: JobSpec) -> Iterator[Conflict]:
-    """Find the values of `job` that do not go together."""
+    """Find the values of `job` that conflict."""
     if job.train is not None and job.entry is not None:
         yield Conflict(
             keys=("entry", "train"),
@@ -72,9 +72,9 @@ def _network_conflicts(job: JobSpec) -> Iterator[Conflict]:
     if heartbeat and heartbeat.seconds < silence_s:
         yield Conflict(
             keys=("network.heartbeat_timeout", "network.host_silence"),
-            message=f"a heartbeat timeout of {heartbeat.seconds} s ends a run before a host may be silent for "
-            f"{silence_s:g} s, expected at least as much",
-            hint="a host that is silent sends no heartbeats: lower network.host_silence, too",
+            message=f"a heartbeat timeout of {heartbeat.seconds} s is shorter than host_silence, {silence_s:g} s; "
+            "expected at least as much",
+            hint="a host that does not answer sends no heartbeats: lower network.host_silence, too",
         )
 
 

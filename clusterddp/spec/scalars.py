@@ -1,7 +1,7 @@
-"""How one value of a spec is read: each reader takes what was written and returns a typed value or raises an error.
+"""The readers of single values: each takes a value as written, and returns a typed value or raises an error.
 
-Scalars of a file arrive as text with the note whether they were quoted (`tree.Scalar`); values from Python or JSON
-arrive as they are. No YAML rule types anything before the schema does, so `4:00:00` is a time and `no` is no boolean.
+Scalars of a file are text with a flag whether they were quoted (`tree.Scalar`); values from Python or JSON are typed
+already. Only the model types a scalar, not YAML, so `4:00:00` is a time and `no` is not a boolean.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _NOT_FINITE = frozenset({"nan", "inf", "infinity"})
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "y", "1", "t"), "true") | dict.fromkeys(
     ("false", "no", "off", "n", "0", "f"), "false"
 )
-"""Words that people write for a boolean -> the one that is read."""
+"""Other words for a boolean -> the one that a spec has."""
 
 
 def refuse(found: object, expected: str, hint: str | None = None) -> NoReturn:
-    """Raise the error that names what was found and what was expected."""
+    """Raise an error with the value that was found and the one that was expected."""
     raise problem(f"found {describe(found)}, expected {expected}", hint)
 
 
 def problem(message: str, hint: str | None = None) -> PydanticCustomError:
-    """Make an error with a message and a hint of ours, which check.py takes from its context."""
+    """Make an error with clusterddp's message and hint, which check.py reads from its context."""
     return PydanticCustomError("clusterddp", "{message}", {"message": message, "hint": hint})
 
 
 def without_mpi(value: object) -> object:
-    """Refuse the one backend of torch.distributed that people know from elsewhere and that is not there."""
+    """Refuse a backend of torch.distributed that clusterddp does not support."""
     if str(value.text if isinstance(value, Scalar) else value).strip().lower() == "mpi":
         raise problem(
             "mpi is not in PyTorch's wheels: it exists only in a torch built from source against an MPI",
-            "auto takes nccl on GPUs and gloo on the CPU; mpirun can start the ranks all the same: clusterddp worker",
+            "auto chooses nccl on GPUs and gloo on the CPU; mpirun can still start the ranks: clusterddp worker",
         )
     return value
 
@@ -110,7 +110,7 @@ def read_text(value: object) -> str:
 
 
 def read_word(value: object) -> str | None:
-    """Read one of a few words; nothing is let through, for the choices to be named."""
+    """Read one of a few words; an empty value passes, and the model's error then lists the choices."""
     return None if value is None else read_text(value)
 
 
@@ -131,13 +131,13 @@ def read_filled_text(value: object) -> str:
 
 
 def read_line(value: object) -> str:
-    """Read text that becomes a line of a protocol, and a word of a command: no control characters, no - at its head."""
+    """Read text that is sent as a line and as a command's argument: no control characters, no leading `-`."""
     text = _without_controls(read_filled_text(value), value)
     return refuse(value, "text that does not begin with -") if text.startswith("-") else text
 
 
 def read_remote_path(value: object) -> str:
-    """Read a path on hosts, whose working directory and home are not those of the submitting machine."""
+    """Read a path on hosts: absolute or from `~`, which the host expands."""
     text = read_line(value)
     if text.startswith(("/", "~/")) and text.strip("/") not in ("", "~") and ".." not in text.split("/"):
         return text.rstrip("/")
@@ -147,14 +147,14 @@ def read_remote_path(value: object) -> str:
 
 
 def read_loose_text(value: object) -> str:
-    """Read text where a number from Python or JSON is as good: variables and arguments of a process."""
+    """Read text or a number from Python or JSON: for variables and arguments of a process."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return read_text(value)
 
 
 def read_option(value: object) -> str | bool:
-    """Read a Slurm option: true and false switch it, nothing is as good as false, anything else is its text."""
+    """Read a Slurm option: true or false for a switch, an empty value for false, otherwise its text."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, Scalar) and not value.quoted and value.text in {"true", "True", "TRUE"}:
@@ -178,10 +178,10 @@ def read_port(value: object) -> int | Literal["auto"]:
 
 def read_variable(value: object) -> str:
     """Read the name of an environment variable that the user may set."""
-    # The text is not repeated: it may be a secret's value, written where its name belongs.
+    # The text is not shown: it may be a secret's value that was written in place of its name.
     name = read_text(value)
     if not re.fullmatch(VARIABLE, name):
-        hint = "write the name alone, never its value" if "=" in name else None
+        hint = "write only the name, never its value" if "=" in name else None
         raise problem("not the name of a variable: expected letters, digits and _, beginning with no digit", hint)
     if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "CLUSTERDDP_")):
         hint = {
@@ -194,7 +194,7 @@ def read_variable(value: object) -> str:
 
 
 def read_fetch(value: object) -> object:
-    """Read what is copied back from hosts; `all` and `none` stand for lists, a name given twice counts once."""
+    """Read the kinds of results to copy back from hosts; `all` and `none` stand for lists; duplicates are dropped."""
     if isinstance(value, Scalar | str):
         text = read_text(value)
         if text in ("all", "none"):
@@ -209,7 +209,7 @@ def read_fetch(value: object) -> object:
 
 
 def read_sweep_values(value: object) -> tuple[object, ...]:
-    """Read the list of values that a key takes in a sweep; each is typed when it takes the key's place."""
+    """Read the values of a key in a sweep; each is typed when its variant is."""
     if not isinstance(value, list | tuple) or not value:
         refuse(value, "a list of values" if not isinstance(value, list | tuple) else "a list that is not empty")
     return tuple(plain(item) for item in value)
@@ -222,7 +222,7 @@ def _without_controls(text: str, value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a value as YAML 1.2 has it, for what is shown and written again."""
+    """Return a value as YAML 1.2 types it, to show it and to write it again."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What every section of the spec is: keys that pydantic types, and rules between them that find conflicts."""
+"""The base of every section of the spec, and the helpers that look up its keys and spellings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty_containers(cls, data: Any) -> Any:
-        """A section, list or mapping with nothing behind its key has its default; an empty value is an error."""
+        """Give an empty section, list or mapping its default; an empty value is an error."""
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in _containers(cls)}
@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conflict:
-    """Values that do not go together. `keys` are the dotted keys concerned; the first one given is pointed at."""
+    """Values that conflict. `keys`: their dotted keys; the problem points at the first one that is written."""
 
     keys: tuple[str, ...]
     message: str
@@ -47,13 +47,13 @@ def spellings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model behind a field: of a section, or of the items of a list."""
+    """Return the model of a field that is a section or a list of sections; else None."""
     return next(_models(field.annotation), None)
 
 
 @functools.cache
 def _containers(model: type[BaseModel]) -> frozenset[str]:
-    """Name the keys whose values are sections, lists or mappings."""
+    """Return the keys whose values are sections, lists or mappings."""
     fields = model.model_fields.items()
     return frozenset(
         name for name, field in fields if section_of(field) or get_origin(field.annotation) in (dict, tuple)

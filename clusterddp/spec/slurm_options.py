@@ -1,4 +1,4 @@
-"""sbatch's options as a spec may set them: which are ours, which values they take; unknown ones pass through.
+"""sbatch's options in a spec: which ones clusterddp sets itself, and which values they take; unknown ones pass through.
 
 Source: sbatch(1) of Slurm 20.11 to 25.05.
 """
@@ -15,10 +15,10 @@ from clusterddp.spec.problems import closest
 from clusterddp.spec.tree import describe
 
 OWNED: dict[str, str] = {
-    "job_name": "name: sets it; clusterddp adds a tag by which it finds the job again",
-    "output": "clusterddp logs RUN shows it; it lies in the run's directory",
-    "error": "clusterddp logs RUN shows it; it lies in the run's directory",
-    "input": "a rank has no standard input; entry.args hands it arguments",
+    "job_name": "name: sets it; clusterddp adds a tag that identifies the job",
+    "output": "clusterddp logs RUN shows it; it is in the run's directory",
+    "error": "clusterddp logs RUN shows it; it is in the run's directory",
+    "input": "a rank has no standard input; entry.args passes it arguments",
     "open_mode": "logs of all attempts are kept",
     "array": "train.lr=0.1,0.2 --sweep makes an array of runs",
     "nodes": "resources.nodes sets it",
@@ -28,18 +28,18 @@ OWNED: dict[str, str] = {
     "ntasks_per_gpu": "resources.procs_per_node and resources.gpus_per_node decide it",
     "cpus_per_task": "resources.cpus_per_task sets it",
     "time": "resources.time sets it",
-    "signal": "ranks are asked to checkpoint in time by their supervisors",
-    "export": "env: sets variables for the ranks, secrets: hands them on by name",
-    "export_file": "env: sets variables for the ranks, secrets: hands them on by name",
+    "signal": "supervisors ask the ranks in time to checkpoint",
+    "export": "env: sets variables for the ranks, secrets: passes them on by name",
+    "export_file": "env: sets variables for the ranks, secrets: passes them on by name",
     "get_user_env": "env: sets variables for the ranks",
     "chdir": "the job starts in the run's directory, the ranks where you submit",
     "workdir": "the job starts in the run's directory, the ranks where you submit",
     "wrap": "entry.script or entry.module names what the ranks run",
-    "wait": "submit --wait stays until the run has ended",
+    "wait": "submit --wait waits for the end of the run",
     "clusters": "a run is followed on one cluster; SLURM_CONF in your environment names another one",
     "test_only": "submit -n asks the scheduler too",
     "parsable": "submit -o json prints the job's number",
-    "quiet": "submit -o json prints the job's number alone",
+    "quiet": "submit -o json prints only the job's number",
     "verbose": "submit -n shows the command that you can run by hand with --verbose",
     "uid": "the job runs as the user who submits it",
     "gid": "newgrp or sg changes the group that you submit with",
@@ -47,7 +47,7 @@ OWNED: dict[str, str] = {
     "usage": "clusterddp submit -h",
     "version": "sbatch --version",
 }
-"""Options that clusterddp sets itself, or that would break what it promises: what to write instead."""
+"""Options that clusterddp sets itself or that would break it -> what to write instead."""
 
 FLAGS = frozenset(
     {
@@ -55,10 +55,10 @@ FLAGS = frozenset(
         "share", "spread_job", "use_min_nodes",
     }
 )  # fmt: skip
-"""Options that are there or not, and have no value."""
+"""Options without a value."""
 _FLAG_OR_VALUE = frozenset({"exclusive", "kill_on_invalid_dep", "nice", "no_kill", "propagate", "requeue"})
 SRUN_OPTIONS = frozenset({"cpu_bind", "mpi"})
-"""Options that only srun knows; they go there."""
+"""Options that only srun has; they are passed to srun."""
 BIND_OPTIONS = frozenset({"gpu_bind", "tres_bind"})
 GPU_OPTIONS = frozenset({"gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task"})
 MEMORY_OPTIONS = frozenset({"mem", "mem_per_cpu", "mem_per_gpu"})
@@ -113,7 +113,7 @@ KNOWN = frozenset(
 
 
 def option_problem(name: str, value: str | bool) -> tuple[str, str | None] | None:
-    """Return message and hint for a wrong option; None for a right one and for one that is unknown here."""
+    """Return message and hint for an invalid option; None for a valid one and for an unknown one."""
     if name in OWNED:
         return "clusterddp sets this option itself", OWNED[name]
     if len(name) == 1:
@@ -136,7 +136,7 @@ def asks_for_gpus(options: Mapping[str, str | bool]) -> bool:
 
 
 def _unknown_problem(name: str) -> tuple[str, str | None] | None:
-    # sbatch takes any unambiguous beginning of an option for the option: `outp` would be `output`.
+    # sbatch accepts any unambiguous prefix of an option: `outp` would be `output`.
     longer = sorted(known for known in KNOWN if known.startswith(name))
     if longer:
         return f"found the beginning of {longer[0]}, expected the whole name", None

@@ -39,12 +39,12 @@ class SshPython(Section):
 
     @property
     def python_problem(self) -> str | None:
-        """Why these keys do not name one Python; None: they do."""
+        """Why these keys do not choose one Python; None: they do."""
         return "has both venv and conda, expected one of them" if self.venv and self.conda else None
 
 
 class SshHost(SshPython):
-    """A machine that is reached by SSH; what it leaves out about its Python is taken from the section."""
+    """A machine that is reached by SSH; the section has the defaults of its Python."""
 
     host: fields.Host = Field(description='Name or alias from ssh_config, or a set of them such as "gpu[02-04]".')
     gpus: fields.GpuCount | None = Field(
@@ -57,7 +57,7 @@ class SshHost(SshPython):
     )
 
     @model_serializer(mode="wrap")
-    def _say_what_differs(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_defaults(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {"host": self.host} | {key: value for key, value in to_dict(self).items() if value not in (None, (), [])}
 
 
@@ -70,12 +70,12 @@ class Ssh(SshPython):
         "name them on the command line. At most 4,096 hosts.",
     )
     dir: fields.RemotePath = Field(
-        default=_HOST_DIR, description="Directory of everything that clusterddp keeps on a host, from / or ~/."
+        default=_HOST_DIR, description="Directory of everything that clusterddp writes on a host, from / or ~/."
     )
     send: dict[fields.Line, fields.RemotePath] = Field(
         default={},
         description="Files and directories that are sent before the start, {LOCAL: ON_HOST}, ON_HOST from / or ~/. "
-        "What is there already with the same content is not sent again.",
+        "Files with the same content on the host are not sent again.",
     )
     fetch: fields.Fetch = Field(
         default=FETCHABLE,
@@ -104,12 +104,12 @@ class Login(SshPython):
         default=_HOST_DIR, description="Directory there for clusterddp and the code; the nodes have to see it."
     )
     runs_dir: fields.RemotePath = Field(
-        default="~/clusterddp-runs", description="Where the runs lie there; the nodes have to see it."
+        default="~/clusterddp-runs", description="Directory of the runs there; the nodes have to see it."
     )
 
 
 def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    """Find what does not go together in the ssh section, and, for the ssh launcher, between it and the rest."""
+    """Find values that conflict in the ssh section and, for the ssh launcher, with other sections."""
     yield from _twice(job)
     yield from _two_pythons(job)
     yield from _same_target(job)
@@ -123,7 +123,7 @@ def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 
 def _twice(job: JobSpec) -> Iterator[Conflict]:
-    """Find hosts that are named twice, and report the first of each item of the list."""
+    """Find hosts that are listed twice; report the first of each item of the list."""
     first: dict[str, SshHost] = {}
     again: dict[int, list[SshHost]] = {}
     for index, host in expand_hosts(job.ssh.hosts):

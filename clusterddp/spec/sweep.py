@@ -1,7 +1,7 @@
-"""A sweep: one spec in several variants, one for each combination of the values that some keys take.
+"""A sweep: one spec in several variants, one for each combination of the values of its swept keys.
 
-The spec is read once. Every variant is then typed and checked as if it had been written by itself, so that a value that
-is wrong, or goes with no other, is found before anything is submitted.
+The spec is read once. Every variant is then typed and checked as a spec of its own, so an invalid value or combination
+is found before a run is submitted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clusterddp.spec.yamlfile import parse_value
 
 MAX_VARIANTS = 10_000
 ORIGIN = "sweep"
-"""What the plan of a variant names as the origin of a swept value."""
+"""The origin of a swept value in the plan of a variant."""
 _SECTION = "sweep"
 
 _WHICH = "a sweep varies train.*, env.*, entry.* and network.*; its runs share everything else"
@@ -36,17 +36,17 @@ _SECTIONS = {"train": "lr", "env": "NAME", "entry": "args", "network": "backend"
 _OF_THE_SWEEP = "it is one for the whole sweep"
 _REASONS = dict.fromkeys(
     ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
-    "it is part of what is asked of machines, which all runs of a sweep share",
+    "it is a request for machines, which all runs of a sweep share",
 ) | {
     **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "stop", "sweep"), _OF_THE_SWEEP),
-    "restarts": f"{_OF_THE_SWEEP}, for Slurm starts all tasks of a job array again or none",
+    "restarts": f"{_OF_THE_SWEEP}: Slurm restarts all tasks of a job array or none",
 }
 """Why the other keys cannot be swept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One key of a sweep, with the values that it takes."""
+    """One swept key and its values."""
 
     path: tuple[str, ...]
     nodes: tuple[Node, ...]
@@ -62,28 +62,28 @@ class Variant:
     """One combination of the values."""
 
     values: dict[str, Any]
-    """Dotted key -> the value that it has in this variant."""
+    """Dotted key -> its value in this variant."""
     resolved: ResolvedSpec
 
     @property
     def label(self) -> str:
-        """Name this variant: `lr=0.1 seed=0`; a key that two sections have is written out."""
+        """The name of this variant: `lr=0.1 seed=0`; with the dotted key where two sections have the name."""
         return variant_label(self.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepSpec:
-    """A spec as it will be run: in one variant when nothing is swept."""
+    """A spec and its variants: a single one when no key is swept."""
 
     keys: tuple[str, ...]
     """The keys that are swept; none: the spec is no sweep."""
     variants: tuple[Variant, ...]
-    """In the order in which the last key changes fastest."""
+    """Ordered so that the last key changes fastest."""
     throttle: int | None
 
 
 def variant_label(values: Map[str, Any]) -> str:
-    """Write the values of one variant in a few words."""
+    """Write the values of one variant as a short text."""
     names = [key.rpartition(".")[2] for key in values]
     short = names if len(set(names)) == len(names) else list(values)
     return " ".join(f"{name}={_value_text(value)}" for name, value in zip(short, values.values(), strict=True))
@@ -171,7 +171,7 @@ def _parse_axis(argument: str) -> Axis | None:
 
 
 def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...], Axis]:
-    """Read the axes of the section `sweep`; what is wrong with its form is found when the spec is typed."""
+    """Read the axes of the section `sweep`; the model reports an invalid form when the spec is typed."""
     section = tree.entries.get(_SECTION)
     values = section.entries.get("values") if isinstance(section, Mapping) else None
     axes: dict[tuple[str, ...], Axis] = {}
@@ -194,7 +194,7 @@ def _as_swept(node: Node) -> Node:
 
 
 def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
-    """Return the problem of a sweep that an option or a section asks for and nothing describes."""
+    """Return the problem of a sweep without axes: an option or an empty section asks for one."""
     section = tree.keys.get(_SECTION)
     if section is None and not asked:
         return []
@@ -204,7 +204,7 @@ def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
 
 
 def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Problem]:
-    """Find what is wrong with the axes, before any variant is made of them."""
+    """Find problems of the axes, before variants are made of them."""
     problems: list[Problem] = []
     for axis in axes.values():
         reason = _why_not_swept(axis.path)
@@ -260,9 +260,9 @@ def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tup
 
 
 def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ...]]) -> Problem:
-    """Name the variants that have a problem by the values that they have in common.
+    """Add to a problem the values that its variants have in common.
 
-    Those that all variants have are the spec's own problem; a value that the message is about is named already.
+    A problem of all variants is the spec's own; a value that the message is about is in it already.
     """
     common = {
         axis.key: _node_text(nodes[0])
@@ -275,7 +275,7 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
 
 
 def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
-    """Look up the values of the swept keys, as JSON has them."""
+    """Return the values of the swept keys in a variant, as in JSON."""
     dumped = resolved.job.model_dump(mode="json")
     return {axis.key: functools.reduce(operator.getitem, axis.path, dumped) for axis in axes}
 

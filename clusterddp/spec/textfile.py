@@ -1,4 +1,4 @@
-"""Reading a spec as text: at most 1 MB of a regular file or of the standard input, UTF-8, no control characters."""
+"""Reads a spec as text: at most 1 MB of a regular file or of standard input, UTF-8, no control characters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from clusterddp.spec.tree import Place
 
 MAX_BYTES = 1_000_000
 
-# PyYAML refuses most of these without saying where, and takes U+0085, U+2028 and U+2029 for line breaks.
+# PyYAML refuses most of these without a place, and reads U+0085, U+2028 and U+2029 as line breaks.
 _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 LINE_BREAK = re.compile("\r\n|\r|\n")
 
 
 def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
-    """Read a spec's file, of which at most 1 MB is ever read; a device, a FIFO or a directory is refused.
+    """Read a spec's file of at most 1 MB; refuse a device, a FIFO or a directory.
 
     Raises: SpecError: it is no regular file, cannot be read, or is too large.
     """
     try:
-        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
+        # O_NONBLOCK: else opening a FIFO without a writer blocks.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"

@@ -1,4 +1,4 @@
-"""The spec's `train` section: what the built-in trainer trains, and how, and what does not go together in it."""
+"""The spec's `train` section: the settings of the built-in trainer, and the rules between them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class TrainSpec(Section):
 
 
 def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
-    """Yield what does not go together."""
+    """Yield values that conflict."""
     yield from _image_conflicts(train)
     yield from _optimizer_conflicts(train)
     yield from _comm_conflicts(train)

@@ -1,4 +1,4 @@
-"""What was written, before any schema typed it: mappings, lists and scalars, each with its place and its origin."""
+"""A spec as written, before the model types it: a tree of mappings, lists and scalars with their places."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, TypeAlias
 
 NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL"})
 MAX_SHOWN = 60
-"""Characters of a value that a message repeats."""
+"""How many characters of a value a message repeats."""
 
-# Shown without quotes, which would look as if the number had been quoted.
+# Numbers are shown without quotes: with quotes they look quoted in the spec.
 _NUMBER_LIKE = re.compile(r"[-+.]{0,2}[0-9][0-9A-Za-z_.:+-]{0,39}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where something was written. `line` and `column` count from 1; None: it came from no file."""
+    """The place of a value. `line` and `column` count from 1; None: it is not from a file."""
 
     source: str
-    """What a message names: the file, or the argument as given."""
+    """The name in messages: the file, or the argument as given."""
     origin: str = ""
-    """What the plan names: `command line`, `profile lab`; empty: source and line."""
+    """The name in plans: `command line`, `profile lab`; empty: source and line."""
     line: int | None = None
     column: int | None = None
     source_line: str | None = None
 
     @property
-    def words(self) -> str:
-        """Return where the value came from, in a few words."""
+    def text(self) -> str:
+        """The origin of the value, as text."""
         return self.origin or (self.source if self.line is None else f"{self.source}:{self.line}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalar:
-    """One value as text. `quoted`: `"8"`, not `8`; block scalars count as quoted."""
+    """One value as text. `quoted`: written as `"8"`, not `8`; block scalars count as quoted."""
 
     text: str
     quoted: bool
@@ -67,9 +67,9 @@ Node: TypeAlias = "Scalar | ListNode | Mapping"
 
 
 def merge(lower: Mapping, upper: Mapping) -> Mapping:
-    """Lay `upper` over `lower`: mappings are merged key by key, everything else is replaced whole.
+    """Merge `upper` into `lower`: mappings key by key; a list or scalar of `upper` replaces the whole value.
 
-    A key with nothing behind it (`resources:`) over a mapping changes nothing; a written `null` removes the mapping.
+    A key without a value (`resources:`) does not change a mapping; a written `null` removes it.
     """
     entries, keys = dict(lower.entries), dict(lower.keys)
     for key, node in upper.entries.items():
@@ -82,7 +82,7 @@ def merge(lower: Mapping, upper: Mapping) -> Mapping:
 
 
 def without(tree: Mapping, path: tuple[str, ...]) -> Mapping:
-    """Return `tree` without what lies at `path`."""
+    """Return `tree` without the node at `path`."""
     child = tree.entries.get(path[0])
     if child is None or (len(path) > 1 and not isinstance(child, Mapping)):
         return tree
@@ -95,7 +95,7 @@ def without(tree: Mapping, path: tuple[str, ...]) -> Mapping:
 
 
 def to_data(node: Node) -> Any:
-    """Turn a node into what the model validates: dicts, lists, None for nulls, and scalars that it types itself."""
+    """Convert a node for the model: to dicts, lists, None for nulls; scalars stay, and the model types them."""
     if isinstance(node, Mapping):
         return {key: to_data(child) for key, child in node.entries.items()}
     if isinstance(node, ListNode):
@@ -104,37 +104,37 @@ def to_data(node: Node) -> Any:
 
 
 def show(text: str, limit: int | None = MAX_SHOWN) -> str:
-    """Quote text for a message: shortened, and with every character escaped that would move or hide others."""
+    """Quote text for a message: shortened, with control characters escaped."""
     if limit is not None and len(text) > limit:
         text = text[: limit - 3] + "..."
     return escape(json.dumps(text, ensure_ascii=False))
 
 
 def escape(text: str) -> str:
-    """Escape what cannot be seen, control and direction marks among it, so that a file cannot steer the terminal."""
+    """Escape unprintable characters, control and direction marks too, so that a file cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(ord(char)) for char in text)
 
 
 def describe(value: object) -> str:
-    """Return what was found, for `found ..., expected ...`."""
+    """Describe a value, for `found ..., expected ...`."""
     if value is None or (isinstance(value, Scalar) and value.null):
-        words = "nothing"
+        text = "nothing"
     elif isinstance(value, Scalar):
         number = not value.quoted and _NUMBER_LIKE.fullmatch(value.text)
-        words = f"the text {show(value.text)}" if value.quoted else value.text if number else show(value.text)
+        text = f"the text {show(value.text)}" if value.quoted else value.text if number else show(value.text)
     elif isinstance(value, bool):
-        words = "true" if value else "false"
+        text = "true" if value else "false"
     elif isinstance(value, str):
-        words = show(value)
+        text = show(value)
     elif isinstance(value, int | float):
-        words = str(value) if isinstance(value, float) or abs(value) < 10**MAX_SHOWN else "a huge number"
+        text = str(value) if isinstance(value, float) or abs(value) < 10**MAX_SHOWN else "a huge number"
     elif isinstance(value, dict | Mapping):
-        words = "a mapping"
+        text = "a mapping"
     else:
-        words = "a list" if isinstance(value, list | tuple | ListNode) else f"a {type(value).__name__}"
-    return words
+        text = "a list" if isinstance(value, list | tuple | ListNode) else f"a {type(value).__name__}"
+    return text
 
 
 def _escaped(code: int) -> str:

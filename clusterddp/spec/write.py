@@ -1,4 +1,4 @@
-"""Writing a spec as YAML that reads back to the same JobSpec."""
+"""Writes a spec as YAML that reads back to the same JobSpec."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.tree import NULL_WORDS
 
-# Text that every YAML reader takes for text, so that it needs no quotes.
+# Text that every YAML reader reads as text, so it needs no quotes.
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
 _LONG_KEY = 120
-"""YAML looks no further than 128 characters for the colon behind a key."""
+"""YAML readers search at most 128 characters for the colon of a key."""
 _NEXT_LINE = "\n  "
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n"})
-# What JSON leaves as it is and YAML, or the strict reader, does not.
+# Characters that JSON does not escape, and that YAML or the strict reader refuses.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
@@ -26,7 +26,7 @@ def resolved_yaml(job: JobSpec) -> str:
 
 
 def spec_yaml(values: Mapping[str, Any]) -> str:
-    """Write values as a spec has them, sections as mappings; those that are None are left out."""
+    """Write values as a spec, sections as mappings; leave out those that are None."""
     lines: list[str] = []
     for key, value in values.items():
         if value is None:
@@ -49,7 +49,7 @@ def flow_yaml(value: Any) -> str:
 
 
 def _pair(key: str, value: Any, after_key: str = " ") -> str:
-    """Write a key and its value; a long key has to be announced, and outside of braces it has a line of its own."""
+    """Write a key and its value; a long key needs `? ` before it and, outside of braces, a line of its own."""
     text = _scalar(key)
     return f"{text}: {flow_yaml(value)}" if len(text) < _LONG_KEY else f"? {text}{after_key}: {flow_yaml(value)}"
 

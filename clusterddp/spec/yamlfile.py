@@ -1,4 +1,4 @@
-"""Reading YAML strictly: bytes become a tree of mappings, lists and texts with their places, and nothing is guessed.
+"""Reads YAML strictly: text becomes a tree of mappings, lists and scalars with their places; scalars stay untyped.
 
 Only what a spec needs is let through: one document, no anchors, aliases, merge keys or tags, no key twice, at most
 20 levels, 1 MB and 50,000 values. The pure-Python loader does the parsing: the C one crashes on deep nesting.
@@ -45,7 +45,7 @@ def parse_value(text: str, place: Place) -> Node | None:
 
 
 class _Reader:
-    """Builds the tree from the parser's events, and collects what it refuses."""
+    """Builds the tree from the parser's events, and collects the problems."""
 
     def __init__(self, text: str, place: Place, *, fixed: bool = False) -> None:
         self._events = yaml.parse(text, Loader=yaml.SafeLoader)
@@ -65,7 +65,7 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             self._refuse_syntax(error)
         except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-            # PyYAML lets some of these out of escapes such as "\UFFFFFFFF" and of %YAML lines.
+            # PyYAML raises some of these for escapes such as "\UFFFFFFFF" and for %YAML lines.
             self._refuse(self._reached, f"not YAML: {show(str(error))}", None)
         if self._problems:
             raise SpecError(tuple(self._problems))
@@ -123,7 +123,7 @@ class _Reader:
         return Mapping(entries=entries, keys=keys, place=place)
 
     def _check(self, event: Any) -> None:
-        """Count the value, and refuse what YAML allows on it and a spec does not."""
+        """Count the value, and refuse YAML features that a spec does not allow."""
         if isinstance(event, yaml.AliasEvent):
             self._refuse(event.start_mark, f"aliases (*{show(str(event.anchor))[1:-1]}) are not allowed", _COPY)
             return
@@ -163,7 +163,7 @@ class _Reader:
 
 
 class _UnreadableError(Exception):
-    """The rest of the document is not worth reading; the reason is among the problems."""
+    """The rest of the document is not read; the problems have the reason."""
 
 
 _COPY = "write the values out where they belong"
@@ -171,7 +171,7 @@ _UNCLOSED_QUOTE = "a quote is opened and never closed"
 _SECOND_COLON = "a second `: ` in one value"
 _MISFIT = "the line does not fit the lines above"
 _SYNTAX = (
-    # PyYAML's message, our message, hint
+    # PyYAML's message, clusterddp's message, hint
     (r"found character '\\t'", "a tab cannot stand here", "indent with spaces"),
     (r"mapping values are not allowed", _SECOND_COLON, 'put quotes around a value that holds ": "'),
     (r"found unexpected (end of stream|document separator)", _UNCLOSED_QUOTE, None),

@@ -1,1 +1,1 @@
-"""The way to a host by SSH: connections that are checked, many at once, as the user's own ssh would make them."""
+"""Connects to hosts by SSH, as the user's own ssh would, and runs sessions with the agents there."""

@@ -1,4 +1,4 @@
-"""Host certificates: what an authority vouches for, and whether its signature holds."""
+"""Host certificates: reads one, checks its signature, and whether it is valid for a host now."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CERTIFICATE = "-cert-v01@openssh.com"
-"""How the name of an algorithm ends when a certificate goes with the key."""
+"""The suffix of an algorithm's name when a certificate goes with the key."""
 
 
 class CertificateError(Exception):
-    """A certificate says not what it should; the message goes on from `its certificate`."""
+    """A certificate is not valid; the message continues the words `its certificate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What a certificate says; its signature is checked when it was read."""
+    """The fields of a certificate; `read_certificate` has checked its signature."""
 
     is_for_host: bool
     principals: tuple[str, ...]
-    """The names that it holds for; none: any."""
+    """The host names that it is valid for; empty: any."""
     valid_after: int
     valid_before: int
     """Seconds since the epoch."""
@@ -32,13 +32,13 @@ class Certificate:
     """How it was signed."""
 
     def check(self, name: str, ca_algorithms: Sequence[str]) -> None:
-        """Look whether it holds for a host of this name, now.
+        """Check that it is valid for a host of this name, now.
 
         Raises: CertificateError.
         """
         now = time.time()
         if not self.is_for_host:
-            raise CertificateError("is one of a user, not of a host")
+            raise CertificateError("is for a user, not for a host")
         if self.principals and name not in self.principals:
             raise CertificateError(f"is for {', '.join(self.principals)}, not for {name}")
         if now < self.valid_after:

@@ -1,4 +1,4 @@
-"""A command of ours on a host, with its streams: what it writes comes back as it is written, Ctrl-C goes there."""
+"""Runs a clusterddp command on a host: passes on its output while it is written, and sends Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 from clusterddp.errors import SshError
 from clusterddp.ssh.session import BOOT_TIMEOUT_S, HostAccess, Package, Session
 
-BEAT_S = 10.0
-"""How often the host hears that somebody is here, and has to answer."""
-_SILENCE_S = 20.0
+HEARTBEAT_INTERVAL_S = 10.0
+_HEARTBEAT_TIMEOUT_S = 20.0
 _STATUS_TIMEOUT_S = 5.0
 _CHUNK_BYTES = 1 << 15
 _MARK = b"clusterddp-agent "
@@ -28,57 +27,57 @@ sys.path.insert(0, os.path.join(root, "packages", order["package"]))
 from clusterddp.agent.relay import main
 main()
 """
-"""What the constant command runs, in the place of the boot, when that has put our package on the host."""
+"""What the constant command runs in place of the boot, which has uploaded the package before."""
 
 Write = Callable[[bytes], object]
 
 
 @dataclass(kw_only=True)
 class Command(Session):
-    """A second conversation with a host whose agent we talk to already; made by `open_command`."""
+    """A second session on the connection of an agent, in which a command runs; made by `open_command`."""
 
-    _telling: threading.Lock = field(default_factory=threading.Lock)
+    _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Command:
         return self
 
-    def order(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Say what is to be run; return what the host says before it does so.
+    def start(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Send what to run; return the host's answer before it runs it.
 
         Raises: SshError.
         """
-        self._send_line(words, BOOT_TIMEOUT_S)
+        self._send_line(order, BOOT_TIMEOUT_S)
         return self.read_marked({"missing": list[str], "python": str}, BOOT_TIMEOUT_S)
 
-    def stay(self, agent: Session, write_out: Write, write_err: Write) -> int | None:
-        """Hand on what the command writes until it has ended; return its exit code, None: the connection broke.
+    def wait(self, agent: Session, write_out: Write, write_err: Write) -> int | None:
+        """Pass on the command's output until it has ended; return its exit code, None when the connection broke.
 
-        Raises: OSError: what it writes cannot be written here; it is then told to end.
+        Raises: OSError: the output cannot be written here; the command then gets SIGTERM.
         """
         self.channel.settimeout(None)
-        refused: list[OSError] = []
+        failures: list[OSError] = []
         ended = threading.Event()
         streams = ((self._out_chunks(), write_out), (self._err_chunks(), write_err))
-        pumps = [threading.Thread(target=self._pump, args=(*each, refused), daemon=True) for each in streams]
-        threading.Thread(target=self._beat, args=(agent, ended), daemon=True).start()
+        pumps = [threading.Thread(target=self._pump, args=(*each, failures), daemon=True) for each in streams]
+        threading.Thread(target=self._send_heartbeats, args=(agent, ended), daemon=True).start()
         for pump in pumps:
             pump.start()
         try:
             self._await(pumps)
         finally:
             ended.set()
-        if refused:
-            raise refused[0]
+        if failures:
+            raise failures[0]
         self.channel.status_event.wait(_STATUS_TIMEOUT_S)
         return self.channel.exit_status if self.channel.exit_status >= 0 else None
 
-    def tell(self, words: Mapping[str, Any]) -> None:
-        """Say a line to the command's keeper, if there is still one."""
-        with contextlib.suppress(OSError), self._telling:
-            self.channel.sendall(json.dumps(words).encode() + b"\n")
+    def _notify(self, message: Mapping[str, Any]) -> None:
+        """Send a line to the relay that runs the command, if it still runs (agent/relay.py)."""
+        with contextlib.suppress(OSError), self._sending:
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
 
     def _await(self, pumps: list[threading.Thread]) -> None:
-        """Wait until the streams have ended; the first Ctrl-C is the command's, the second one ours."""
+        """Wait until the streams have ended; the first Ctrl-C goes to the command, the second one ends this wait."""
         interrupted = False
         while any(pump.is_alive() for pump in pumps):
             try:
@@ -88,23 +87,23 @@ class Command(Session):
                 if interrupted:
                     raise
                 interrupted = True
-                self.tell({"signal": int(signal.SIGINT)})
+                self._notify({"signal": int(signal.SIGINT)})
 
-    def _pump(self, chunks: Iterator[bytes], write: Write, refused: list[OSError]) -> None:
+    def _pump(self, chunks: Iterator[bytes], write: Write, failures: list[OSError]) -> None:
         try:
             for chunk in chunks:
                 write(chunk)
-        except OSError as error:  # nobody reads it any more, or the disk is full
-            refused.append(error)
-            self.tell({"signal": int(signal.SIGTERM)})
+        except OSError as error:  # the reader of a pipe has ended, or the disk is full
+            failures.append(error)
+            self._notify({"signal": int(signal.SIGTERM)})
             self.channel.close()
 
-    def _beat(self, agent: Session, ended: threading.Event) -> None:
-        """Notice a connection of which nobody says that it is broken, and be heard at the other end."""
-        while not ended.wait(BEAT_S):
-            self.tell({})
+    def _send_heartbeats(self, agent: Session, ended: threading.Event) -> None:
+        """Send heartbeats to the relay and to the agent; close the channel when the agent does not answer."""
+        while not ended.wait(HEARTBEAT_INTERVAL_S):
+            self._notify({})
             try:
-                agent.ask("beat", timeout_s=_SILENCE_S)
+                agent.ask("beat", timeout_s=_HEARTBEAT_TIMEOUT_S)
             except SshError:
                 self.channel.close()
                 return
@@ -115,7 +114,7 @@ class Command(Session):
             yield chunk
 
     def _err_chunks(self) -> Iterator[bytes]:
-        """Leave out what a login shell, or `module load`, says before the command starts."""
+        """Skip what a login shell, or `module load`, prints before the command starts."""
         preface = b""
         while chunk := self.channel.recv_stderr(_CHUNK_BYTES):
             preface += chunk
@@ -128,7 +127,7 @@ class Command(Session):
 
 
 def open_command(agent: Session, access: HostAccess, package: Package) -> Command:
-    """Open the conversation in which a command is run.
+    """Open a second session on the agent's connection, to run a command in.
 
     Raises: SshError.
     """

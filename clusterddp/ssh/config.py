@@ -1,4 +1,4 @@
-"""What the user's SSH setup says of a host, answered by OpenSSH itself: `ssh -G HOST`."""
+"""How a host is reached: OpenSSH's own reading of the user's ssh_config (`ssh -G HOST`), as a value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAMILIES = {"inet": 4, "inet6": 6}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """How one host is reached, as `ssh HOST` would reach it; files exist or not."""
+    """How one host is reached, as `ssh HOST` would reach it; the files that it names may not exist."""
 
     host: str
     """As the user names it."""
@@ -30,7 +30,7 @@ class Destination:
     port: int
     user: str
     jumps: tuple[Destination, ...] = ()
-    """The hosts on the way, in the order in which they are passed; they have no jumps of their own."""
+    """The jump hosts, the first hop first; they have no jumps of their own."""
     proxy_command: str | None = None
     proxy_template: str | None = None
     """The ProxyCommand before %h and the like were filled in: the same for all hosts behind one bastion."""
@@ -41,7 +41,7 @@ class Destination:
     known_hosts: tuple[Path, ...] = ()
     """The user's files, then the machine's."""
     user_known_hosts: Path | None = None
-    """Where a key that is trusted from now on is written."""
+    """The file that newly trusted keys are appended to."""
     hash_known_hosts: bool = False
     host_key_alias: str | None = None
     host_key_algorithms: tuple[str, ...] = ()
@@ -53,26 +53,26 @@ class Destination:
 
     @property
     def address(self) -> str:
-        """Write where this goes: `10.0.0.1:22`."""
+        """The address and port, as text: `10.0.0.1:22`."""
         return f"[{self.hostname}]:{self.port}" if ":" in self.hostname else f"{self.hostname}:{self.port}"
 
     @property
     def known_as(self) -> str:
-        """Name the host as known_hosts does."""
+        """The host's name in known_hosts."""
         if self.host_key_alias:
             return self.host_key_alias
         name = self.hostname.lower()
         return name if self.port == DEFAULT_PORT else f"[{name}]:{self.port}"
 
     @property
-    def first_stop(self) -> str:
-        """Name what all connections that go the same way have to pass first."""
+    def first_hop(self) -> str:
+        """The first hop, as text: connections with the same first hop share one sshd."""
         first = self.jumps[0] if self.jumps else self
         return first.proxy_template or first.address
 
 
 def resolve(host: str, environ: Mapping[str, str]) -> Destination:
-    """Ask OpenSSH how `host` is reached, and how every host on the way.
+    """Ask OpenSSH how `host` and its jump hosts are reached.
 
     Raises: SshError.
     """
@@ -80,7 +80,7 @@ def resolve(host: str, environ: Mapping[str, str]) -> Destination:
 
 
 def config_names(config: Path, *, depth: int = 0) -> list[str]:
-    """List the hosts that an ssh_config names without a wildcard, for completion; files that it includes count."""
+    """List the hosts that an ssh_config and the files it includes name without a wildcard, for completion."""
     names: list[str] = []
     for line in _read_lines(config) if depth < _MAX_INCLUDES else ():
         keyword, *words = re.split(r"[\s=]+", line.strip())
@@ -93,13 +93,13 @@ def config_names(config: Path, *, depth: int = 0) -> list[str]:
 
 
 def home() -> Path:
-    """Return the home directory where OpenSSH looks for it: in the user data base, whatever HOME says."""
+    """Return the home directory that OpenSSH uses: the user database's, not HOME."""
     return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 
 def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth: int) -> Destination:
     if depth > _MAX_JUMPS:
-        raise SshError(host, "resolve", "its ProxyJump goes round in a circle", hint=f"ssh -G {host} | grep proxyjump")
+        raise SshError(host, "resolve", "its ProxyJump leads in a circle", hint=f"ssh -G {host} | grep proxyjump")
     found = _ask(host, options, environ)
     value = {key: values[0] for key, values in found.items()}
     destination = _destination(host, value, environ)
@@ -117,7 +117,7 @@ def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth
 
 
 def _resolve_jumps(host: str, jump: str, environ: Mapping[str, str], *, depth: int) -> tuple[Destination, ...]:
-    """Resolve `a,b`: the first is reached as its own configuration says, each later one through those before it."""
+    """Resolve `a,b`: its own configuration decides how `a` is reached; `b` is reached through `a`."""
     jumps: list[Destination] = []
     for text in jump.split(","):
         match = _JUMP.fullmatch(text.strip())
@@ -151,7 +151,7 @@ def _ask(host: str, options: list[str], environ: Mapping[str, str]) -> dict[str,
         late = f"ssh -G did not answer within {_ASK_TIMEOUT_S} s"
         raise SshError(host, "resolve", late, hint="a `Match exec` of ssh_config may hang") from error
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ssh -G left with {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [f"ssh -G exited with {done.returncode}"]
         raise SshError(host, "resolve", lines[0].strip(), hint=f"ssh -G {host}")
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
@@ -218,7 +218,7 @@ def _expand_path(text: str, tokens: Mapping[str, str], environ: Mapping[str, str
 
 
 def _expand(text: str, tokens: Mapping[str, str]) -> str:
-    """Fill in `%h` and its like; what is not known stays."""
+    """Replace `%h` and the like; an unknown token stays."""
     return re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), text)
 
 

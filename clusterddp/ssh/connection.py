@@ -1,4 +1,4 @@
-"""A connection to a host that is who it should be and has let us in."""
+"""A connection to a host whose key is checked and that has accepted the user's key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import SshError
 from clusterddp.ssh.config import Destination
-from clusterddp.ssh.keys import HostKey
+from clusterddp.ssh.host_keys import HostKey
 
 if TYPE_CHECKING:
     import paramiko
@@ -21,15 +21,15 @@ _SESSION_TIMEOUT_S = 15.0
 
 @dataclass(kw_only=True)
 class Connection:
-    """One host; made by `connect_all`, and closed by whoever holds it."""
+    """A connection to one host; made by `Connector`. The caller closes it."""
 
     destination: Destination
     key: HostKey
     transport: paramiko.Transport
     below: Stream | Connection
-    """What carries it: a stream of its own, or a connection to the last host on the way, which others may share."""
+    """What carries it: a stream of its own, or a connection to the last jump host, which others may share."""
     users: int = 1
-    """How many hold it; it closes with the last one."""
+    """How many hold it; the last `close` closes it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open_session(self, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
@@ -47,7 +47,7 @@ class Connection:
             raise SshError(self.destination.host, "connect", found, hint=hint) from error
 
     def execute(self, command: str, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
-        """Have the host run a command; the channel carries its standard streams.
+        """Run a command on the host; the channel carries its standard streams.
 
         Raises: SshError.
         """
@@ -64,7 +64,7 @@ class Connection:
         return channel
 
     def measure_round_trip_s(self) -> float:
-        """Ask the host for a session, and see how long its answer takes.
+        """Open a session on the host, and return how long its answer took.
 
         Raises: SshError.
         """
@@ -73,7 +73,7 @@ class Connection:
             return time.monotonic() - start
 
     def retain(self) -> bool:
-        """Hold a connection that somebody else has made; False: it is closed already."""
+        """Share an open connection; return False when it is closed already."""
         with self.lock:
             if self.users == 0 or not self.transport.is_active():
                 return False
@@ -81,7 +81,7 @@ class Connection:
             return True
 
     def close(self) -> None:
-        """Let go of the connection, and of what carries it."""
+        """Release the connection; the last user closes it, and what carries it."""
         with self.lock:
             self.users -= 1
             if self.users:

@@ -1,4 +1,4 @@
-"""Many at once: calls a function for every host, in threads that nobody has to wait for."""
+"""Calls a function for many hosts at once, in daemon threads: an interrupt does not wait for a host that hangs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 AT_ONCE = 64
-"""How many hosts are spoken to at once: they may have one file server, one bastion or one processor in common."""
+"""How many hosts are asked at once: they may share a file server, a bastion or a processor."""
 EACH_S = 0.15
-"""How much longer each of many hosts may take to answer: a conversation costs this machine that much, too."""
+"""What each of many hosts adds to their timeout, in seconds: a session takes this machine that long, too."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 class Fan(Generic[_Item, _Result]):
-    """Calls a function for every item, in threads that nobody has to wait for."""
+    """Calls a function for every item, in daemon threads; `undo` closes a result that no caller gets."""
 
     def __init__(
-        self, items: Iterable[_Item], function: Callable[[_Item], _Result], undo: Callable[[_Result], object]
+        self,
+        items: Iterable[_Item],
+        function: Callable[[_Item], _Result],
+        undo: Callable[[_Result], object] = lambda result: None,
     ) -> None:
         self._order = list(items)
         self._function = function
@@ -30,7 +33,7 @@ class Fan(Generic[_Item, _Result]):
         self._given_up = threading.Event()
 
     def results(self, at_once: int) -> dict[_Item, _Result]:
-        """Return all results in the order of the items; when this is interrupted, those that are there are undone."""
+        """Return all results in the order of the items; an interrupt undoes the results so far."""
         for item in self._order:
             self._waiting.put(item)
         for _ in range(min(at_once, len(self._order))):
@@ -55,7 +58,7 @@ class Fan(Generic[_Item, _Result]):
                 item = self._waiting.get_nowait()
                 try:
                     result = self._function(item)
-                except BaseException as error:  # our own mistake: the thread that waits raises it
+                except BaseException as error:  # an unexpected error: the thread that waits raises it
                     self._done.put(error)
                     return
                 if self._given_up.is_set():

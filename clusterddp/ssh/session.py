@@ -1,4 +1,4 @@
-"""A conversation with the agent on a host: the constant command, the boot, then requests and answers, one at a time."""
+"""The session with the agent on one host: it starts the agent, then sends requests and reads answers, one at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
-from clusterddp.ssh.connect import connect_all
+from clusterddp.errors import NonsenseError, SshError
 from clusterddp.ssh.connection import Connection
-from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -22,17 +20,17 @@ if TYPE_CHECKING:
 BOOT_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 18
 _PACKET_BYTES = 32 * 1024 - 64
-"""What sshd takes in one packet, less paramiko's allowance."""
-_MAX_PREFACE = 256 * 1024
-"""How much a login shell may print before the agent speaks."""
+"""The largest packet that sshd accepts, less paramiko's header."""
+_MAX_PREFACE_BYTES = 256 * 1024
+"""How much a login shell may print before the agent's first line."""
 _MAX_LINE_BYTES, _MAX_DATA_BYTES = 32 << 20, 64 << 20
-"""What an agent's answer may have: the files of a run are listed in one line, the pieces of files are its data."""
+"""The largest answer: one line lists all files of a run; the data are pieces of files."""
 _MARK = b"clusterddp-agent "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAccess:
-    """A host, and which Python on it."""
+    """A host, and which Python runs the agent there."""
 
     host: str
     python: str | None = None
@@ -45,17 +43,17 @@ class HostAccess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """What every host runs: the program that starts the agent, and this package as a zip file."""
+    """What is sent to every host: the program that starts the agent, and this package as a zip file."""
 
     command: str
-    """The one constant command."""
+    """The constant command (remote/package.py)."""
     boot: bytes
     sha256: str
     data: bytes
     hello: Mapping[str, Any]
-    """What the boot says first: key -> type, for `wire.build`."""
+    """The boot's first answer: key -> type, for `wire.build`."""
     answers: Mapping[str, Mapping[str, Any]]
-    """What the agent answers to each operation; to others nothing."""
+    """The agent's answer to each operation: key -> type. An operation that is not here has no keys in its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +66,7 @@ class Upload:
 
 @dataclass(kw_only=True, slots=True)
 class Reply:
-    """What a host answered."""
+    """The answer of a host."""
 
     facts: dict[str, Any]
     data: bytes = b""
@@ -76,14 +74,14 @@ class Reply:
 
 @dataclass(kw_only=True)
 class Session:
-    """The agent of one host; made by `open_sessions`, closed by whoever holds it."""
+    """The agent of one host; made by `open_sessions` or `start_session`. The caller closes it."""
 
     host: str
     connection: Connection
     channel: paramiko.Channel
     answers: Mapping[str, Mapping[str, Any]]
     hello: dict[str, Any] = field(default_factory=dict)
-    """What the host said of itself."""
+    """The boot's first answer: facts of the host."""
     _unread: bytes = b""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,17 +93,17 @@ class Session:
         body: bytes | Upload = b"",
         timeout_s: float = 30.0,
     ) -> Reply:
-        """Ask the agent to do something, and wait for its answer.
+        """Send the agent a request, and wait for its answer.
 
-        `timeout_s`: how long nothing may come.
+        `timeout_s`: how long the host may send or accept no byte.
         Raises: SshError: the host refuses, with its reason; or the connection has broken.
         """
         upload = body if isinstance(body, Upload) else Upload(size=len(body), chunks=[body] if body else [])
         with self._lock:
             return self._ask(do, facts or {}, upload, timeout_s)
 
-    def beat(self, timeout_s: float) -> None:
-        """Give the agent a sign of life; whoever is speaking to it at this moment does so already.
+    def send_heartbeat(self, timeout_s: float) -> None:
+        """Send the agent a heartbeat, unless another thread's request is in progress, which counts as one.
 
         Raises: SshError: the connection has broken.
         """
@@ -117,7 +115,7 @@ class Session:
             self._lock.release()
 
     def close(self) -> None:
-        """End the conversation; the agent leaves."""
+        """Close the session; the agent exits."""
         self.channel.close()
         self.connection.close()
 
@@ -128,13 +126,13 @@ class Session:
         self.close()
 
     def begin(self, access: HostAccess, package: Package) -> None:
-        """Have the host run our package, which is sent when it does not have it.
+        """Start the agent: send the boot, and the package where the host does not have it.
 
         Raises: SshError.
         """
         lines = (access.python, access.venv, access.conda, " ".join(access.modules))
         order = {"package": package.sha256, "root": access.root}
-        with contextlib.suppress(SshError):  # a shell that has left already may have said why
+        with contextlib.suppress(SshError):  # when the shell has exited, the reason is on its stderr
             self._send(
                 b"".join(f"{line or ''}\n".encode() for line in lines)
                 + f"{len(package.boot)}\n".encode()
@@ -150,7 +148,7 @@ class Session:
             self.read_marked({}, BOOT_TIMEOUT_S)
 
     def read_marked(self, keys: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Read a line of the boot, which holds these keys; what a login shell prints before it is passed over.
+        """Read a line of the boot, which holds these keys; skip what a login shell prints before it.
 
         Raises: SshError.
         """
@@ -159,15 +157,15 @@ class Session:
             try:
                 line = self._read_line(timeout_s)
             except SshError as error:
-                self._explain(preface, error)
+                self._raise_start_error(preface, error)
             if line.startswith(_MARK):
                 answer = self._parse(line[len(_MARK) :])
                 if not answer.pop("ok", False):
                     raise SshError(self.host, "start", str(answer.get("error")))
                 return self._build(keys, answer)
             preface += line
-            if len(preface) > _MAX_PREFACE:
-                self._explain(preface, None)
+            if len(preface) > _MAX_PREFACE_BYTES:
+                self._raise_start_error(preface, None)
 
     def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, timeout_s: float) -> Reply:
         self._send_line({"do": do, **facts, "size": upload.size}, timeout_s)
@@ -176,18 +174,19 @@ class Session:
         answer = self._parse(self._read_line(timeout_s))
         size = answer.pop("size", 0)
         if not isinstance(size, int) or not 0 <= size <= _MAX_DATA_BYTES:
-            self._nonsense(f"{size!r:.40} bytes of data")
+            self._reject(f"{size!r:.40} bytes of data")
         data = self._read_data(size, timeout_s)
         if not answer.pop("ok", False):
             raise SshError(self.host, "ask", str(answer.get("error")), hint=_text(answer.get("hint")))
         return Reply(facts=self._build(self.answers.get(do, {}), answer), data=data)
 
-    def _explain(self, preface: bytes, error: SshError | None) -> NoReturn:
-        """Raise why the agent did not start, in the words of the host."""
-        said = (preface + self._read_stderr()).decode(errors="replace").strip().splitlines()
-        words = said[-1].removeprefix("clusterddp: ") if said else (error.found if error else "it printed a lot")
-        hint = "ssh.python, venv, conda or modules of the spec say which Python the host is to take"
-        raise SshError(self.host, "start", words, hint=hint) from error
+    def _raise_start_error(self, preface: bytes, error: SshError | None) -> NoReturn:
+        """Raise why the agent did not start: the last line that the host printed, where there is one."""
+        printed = (preface + self._read_stderr()).decode(errors="replace").strip().splitlines()
+        too_much = f"its login shell printed more than {_MAX_PREFACE_BYTES:,} bytes"
+        found = printed[-1].removeprefix("clusterddp: ") if printed else (error.found if error else too_much)
+        hint = "ssh.python, venv, conda or modules of the spec choose the Python on the host"
+        raise SshError(self.host, "start", found, hint=hint) from error
 
     def _read_stderr(self) -> bytes:
         deadline = time.monotonic() + 1.0
@@ -195,8 +194,8 @@ class Session:
             time.sleep(0.02)
         return self.channel.recv_stderr(65536) if self.channel.recv_stderr_ready() else b""
 
-    def _send_line(self, words: Mapping[str, Any], timeout_s: float) -> None:
-        self._send(json.dumps(words).encode() + b"\n", timeout_s)
+    def _send_line(self, message: Mapping[str, Any], timeout_s: float) -> None:
+        self._send(json.dumps(message).encode() + b"\n", timeout_s)
 
     def _send(self, data: bytes, timeout_s: float) -> None:
         try:
@@ -204,22 +203,22 @@ class Session:
             for start in range(0, len(data), _PACKET_BYTES):  # paramiko copies what is left after each packet
                 self.channel.sendall(data[start : start + _PACKET_BYTES])
         except OSError as error:
-            self._broken(error, timeout_s)
+            self._raise_broken(error, timeout_s)
 
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
             return read_object(line)
         except ValueError as error:
-            self._nonsense(str(error), error)
+            self._reject(str(error), error)
 
     def _build(self, keys: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         try:
             return build(keys, answer, "answer")  # type: ignore[no-any-return]
         except ValueError as error:
-            self._nonsense(str(error), error)
+            self._reject(str(error), error)
 
-    def _nonsense(self, what: str, error: Exception | None = None) -> NoReturn:
-        """Give the conversation up: what follows cannot be told from what it answers."""
+    def _reject(self, what: str, error: Exception | None = None) -> NoReturn:
+        """Close the session after an invalid answer: where the next one begins is not known."""
         self.channel.close()
         raise NonsenseError(self.host, what) from error
 
@@ -229,7 +228,7 @@ class Session:
             chunks.append(chunk)
             size += len(chunk)
             if size > _MAX_LINE_BYTES:
-                self._nonsense(f"more than {_MAX_LINE_BYTES:,} bytes in a line")
+                self._reject(f"more than {_MAX_LINE_BYTES:,} bytes in a line")
             chunk = self._receive(timeout_s)
         last, newline, self._unread = chunk.partition(b"\n")
         return b"".join((*chunks, last, newline))
@@ -248,35 +247,20 @@ class Session:
             self.channel.settimeout(timeout_s)
             data = self.channel.recv(_CHUNK_BYTES)
         except OSError as error:
-            self._broken(error, timeout_s)
+            self._raise_broken(error, timeout_s)
         if not data:
-            raise SshError(self.host, "ask", self._why_left(), dropped=True)
+            raise SshError(self.host, "ask", self._explain_end(), dropped=True)
         return data
 
-    def _why_left(self) -> str:
+    def _explain_end(self) -> str:
         last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
-        left = "its agent has left" if self.connection.transport.is_active() else "the connection broke"
-        return f"{left}: {last}" if last else left
+        end = "its agent has exited" if self.connection.transport.is_active() else "the connection broke"
+        return f"{end}: {last}" if last else end
 
-    def _broken(self, error: OSError, timeout_s: float) -> NoReturn:
-        self.channel.close()  # a late answer would be taken for that to the next question
-        words = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
-        raise SshError(self.host, "ask", f"the connection broke: {words}", dropped=True) from error
-
-
-def open_sessions(
-    accesses: Sequence[HostAccess], *, environ: Mapping[str, str], package: Package, at_once: int = AT_ONCE
-) -> dict[str, Session | SshError]:
-    """Connect to hosts and start the agent on each; a result per host, whoever gets the sessions closes them."""
-    by_host = {access.host: access for access in accesses}
-    pinned = {access.host: access.host_key for access in accesses if access.host_key}
-    connections = connect_all(by_host, environ=environ, pinned=pinned, at_once=at_once)
-
-    def start(host: str) -> Session | SshError:
-        connection = connections[host]
-        return connection if isinstance(connection, SshError) else start_session(connection, by_host[host], package)
-
-    return Fan(by_host, start, close_if_open).results(at_once)
+    def _raise_broken(self, error: OSError, timeout_s: float) -> NoReturn:
+        self.channel.close()  # else a late answer would be read as the answer to the next request
+        cause = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
+        raise SshError(self.host, "ask", f"the connection broke: {cause}", dropped=True) from error
 
 
 def start_session(connection: Connection, access: HostAccess, package: Package) -> Session | SshError:
@@ -294,39 +278,5 @@ def start_session(connection: Connection, access: HostAccess, package: Package) 
     return session
 
 
-def ask_all(
-    sessions: Mapping[str, Session],
-    do: str,
-    facts: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
-    *,
-    timeout_s: float = 30.0,
-) -> dict[str, Reply | SshError]:
-    """Ask many hosts the same, some tens at once; `facts` may depend on the host. A result per host."""
-
-    def ask(host: str) -> Reply | SshError:
-        try:
-            return sessions[host].ask(do, facts(host) if callable(facts) else facts, timeout_s=timeout_s)
-        except SshError as error:
-            return error
-
-    return Fan(sessions, ask, lambda result: None).results(AT_ONCE)
-
-
-def raise_for(errors: Collection[ClusterddpError], trouble: str = "cannot be used") -> None:
-    """Raise one error for all hosts that failed, if any did; `trouble` says of several what they have in common."""
-    first = next(iter(errors), None)
-    if first is None:
-        return
-    if len({error.message for error in errors}) == 1:
-        raise first
-    lines = [error.message + (f"\n    hint: {error.hint}" if error.hint else "") for error in errors]
-    raise PreflightError("\n  ".join([f"{len(errors)} hosts {trouble}:", *lines])) from first
-
-
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-def close_if_open(result: Session | SshError) -> None:
-    if isinstance(result, Session):
-        result.close()

@@ -1,4 +1,4 @@
-"""The first way to a host: a TCP connection, or the ProxyCommand of the user's configuration."""
+"""The bytes to and from the first hop: a TCP connection, or the ProxyCommand of the user's configuration."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from clusterddp.ssh.config import Destination
 
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_S = 30
-"""For how long the kernel waits for a peer that acknowledges nothing."""
+"""How long the kernel waits for a peer that acknowledges nothing (TCP_USER_TIMEOUT)."""
 _PROBE_S = 8
 _FAMILIES = {None: socket.AF_UNSPEC, 4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 @dataclass(kw_only=True)
 class Stream:
-    """Bytes to and from a host, and what has to end with them."""
+    """A socket to a host, and the ProxyCommand behind it, where there is one."""
 
     socket: socket.socket
     process: subprocess.Popen[bytes] | None = None
-    said: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
+    """The file that takes the ProxyCommand's standard error."""
 
-    def last_words(self) -> str:
-        """Read what a ProxyCommand wrote to stderr last."""
-        if self.said is None or self.said.closed:
+    def last_error_line(self) -> str:
+        """Return the last line that the ProxyCommand wrote to stderr."""
+        if self.stderr is None or self.stderr.closed:
             return ""
-        self.said.seek(0)
-        lines = self.said.read().decode(errors="replace").strip().splitlines()
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def close(self) -> None:
-        """Close the socket and end the ProxyCommand; twice does no harm."""
+        """Close the socket and end the ProxyCommand; a second call does nothing."""
         self.socket.close()
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -48,12 +49,12 @@ class Stream:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        if self.said is not None:
-            self.said.close()
+        if self.stderr is not None:
+            self.stderr.close()
 
 
 def open_stream(destination: Destination, environ: Mapping[str, str]) -> Stream:
-    """Reach a host, or what stands before it.
+    """Connect to a host, or start its ProxyCommand.
 
     Raises: SshError.
     """
@@ -69,7 +70,7 @@ def open_stream(destination: Destination, environ: Mapping[str, str]) -> Stream:
             connection.close()
             last = error
         else:
-            _watch(connection)
+            _set_timeouts(connection)
             return Stream(socket=connection)
     assert last is not None
     raise _unreachable(destination, last) from last
@@ -88,8 +89,8 @@ def _addresses(destination: Destination) -> list[tuple[int, tuple[str, int]]]:
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]
 
 
-def _watch(connection: socket.socket) -> None:
-    """Let the kernel find out when the peer is gone: when it is silent, and when it acknowledges nothing."""
+def _set_timeouts(connection: socket.socket) -> None:
+    """Have the kernel detect a dead peer: by keepalive while nothing is sent, by missing acknowledgements otherwise."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -115,14 +116,14 @@ def _unreachable(destination: Destination, error: OSError) -> SshError:
 def _start_proxy(destination: Destination, command: str, environ: Mapping[str, str]) -> Stream:
     """Start a ProxyCommand as OpenSSH does: by the user's shell, with a socket as its standard input and output."""
     ours, theirs = socket.socketpair()
-    said = tempfile.TemporaryFile()  # noqa: SIM115
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115
     shell = environ.get("SHELL") or "/bin/sh"
     try:
         process = subprocess.Popen(
             [shell, "-c", f"exec {command}"],
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
-            stderr=said,
+            stderr=stderr,
             env=dict(environ),
             start_new_session=True,
         )
@@ -132,4 +133,4 @@ def _start_proxy(destination: Destination, command: str, environ: Mapping[str, s
         raise SshError(destination.host, "connect", found, hint=f"ssh -G {destination.host}") from error
     finally:
         theirs.close()
-    return Stream(socket=ours, process=process, said=said)
+    return Stream(socket=ours, process=process, stderr=stderr)

@@ -1,4 +1,4 @@
-"""Make a run directory: write all of it in a staging directory, then rename that, so no run is ever half made."""
+"""Make a run directory: write it as a staging directory, then rename it, so a run is complete or not there."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def make_runs_dir(runs_dir: Path) -> None:
         if not runs_dir.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(runs_dir)) from None
         return
-    # The directory is usually in a repository, and nobody wants to commit runs.
+    # The directory usually lies in a repository, where runs should not be committed.
     write_text(runs_dir / ".gitignore", "*\n", exclusive=True)
 
 
 def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     run = RunDir(staging)
-    _write_identity(run, plan)  # first: the record shows other submits who owns the directory
+    _write_identity(run, plan)  # first: other submits read from it whether this process lives
     write_text(run.spec, plan.spec_text)
     for directory in (run.checkpoints, run.tensorboard, run.launcher_dir):
         directory.mkdir(mode=0o700)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
+from clusterddp.planning.again import plan_changed
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
@@ -21,25 +21,20 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.attempts import (
     Closeable,
-    Tell,
+    Report,
     adopt,
-    end_queued,
     end_run,
-    final_end,
     make_next_attempt,
+    no_report,
     refuse_resume,
-    refuse_to_end,
-    silence,
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
-from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
-from clusterddp.run.stop import request_stop
+from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.sweep import claim
-from clusterddp.run.view import RunState, RunView
-from clusterddp.slurm.jobs import Phase
+from clusterddp.run.view import RunView
 from clusterddp.submission.staging import make_run
-from clusterddp.system.files import write_json
+from clusterddp.system.files import write_json, write_text
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
@@ -47,9 +42,7 @@ if TYPE_CHECKING:
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
-"""How long `resume` waits for the state of a run on busy hosts, which decides whether it may start."""
-_ANSWER_S = 5.0
-"""How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
+"""How long `resume` waits for the answers of busy hosts, which decide whether the run may start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +57,8 @@ class Submitted:
     """The open connections that an attached run depends on; it ends when they are closed."""
 
 
-def submit(plan: Plan, tell: Tell = silence) -> Submitted:
-    """Make the run's directory, then start the run; `tell` receives progress messages.
+def submit(plan: Plan, report: Report = no_report) -> Submitted:
+    """Make the run's directory, then start the run; `report` receives progress messages.
 
     Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run's
     recorded end says why.
@@ -75,13 +68,14 @@ def submit(plan: Plan, tell: Tell = silence) -> Submitted:
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     launcher_named(plan.launcher).check(plan)
     plan = make_run(plan, environ)
-    return start_attempt(RunDir(plan.run_dir), 0, tell)
+    return start_attempt(RunDir(plan.run_dir), 0, report)
 
 
-def resume(run: RunDir, tell: Tell = silence) -> Submitted:
-    """Start the next attempt of a run that ended before it was done.
+def resume(run: RunDir, report: Report = no_report, *, overrides: Sequence[str] = ()) -> Submitted:
+    """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
-    Raises: UsageError: the run has not ended, or is done. PreflightError: fewer GPUs are free than the run had.
+    Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
+    GPUs are free than the run had. SpecError: an override is wrong.
     """
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
@@ -89,16 +83,17 @@ def resume(run: RunDir, tell: Tell = silence) -> Submitted:
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
-    refuse_resume(run, view, instead=f"clusterddp rerun {run.name}")
+    instead = f"clusterddp rerun {run.name} repeats it; clusterddp resume {run.name} train.epochs=N goes further"
+    refuse_resume(run, view, instead=instead, more=bool(overrides))
     refuse_foreign(run)
     clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
-    plan = plan_again(run, environ)
+    plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     launcher_named(plan.launcher).check(plan)
     number = open_attempt(run, view)
-    log_event(run, "resumed", attempt=number)
-    return start_attempt(run, number, tell)
+    log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
+    return start_attempt(run, number, report)
 
 
 def refuse_foreign(run: RunDir) -> None:
@@ -128,7 +123,7 @@ def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
     return number
 
 
-def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: bool = False) -> Submitted:
+def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_wait: bool = False) -> Submitted:
     """Start an attempt whose directory is ready.
 
     Raises: ClusterddpError: the start fails; the run's recorded end says why. GpusInUseError: GPUs are in use; with
@@ -137,7 +132,7 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
     environ = inherited_environment()
     launcher = read_run(run).launcher
     try:
-        started = launcher_named(launcher).start(run, attempt, environ, tell)
+        started = launcher_named(launcher).start(run, attempt, environ, report)
     except KeyboardInterrupt:
         # A user who interrupts a submit does not want the run.
         result = launcher_named(launcher).withdraw(run, environ)
@@ -153,19 +148,6 @@ def start_attempt(run: RunDir, attempt: int, tell: Tell = silence, *, may_wait: 
     return Submitted(
         run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, connections=started.connections
     )
-
-
-def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0) -> str:
-    """End a run; with `save`, let it write a checkpoint first. Return a sentence on the result.
-
-    A run that has ended stays as it is; a second cancel only waits for the first.
-    Raises: ClusterddpError: the run has not ended in time. UsageError: the run belongs to another user.
-    """
-    run = RunDir(run.path.absolute())
-    refuse_to_end(run.path)
-    with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
-        sync.update()
-        return _end(run, sync, save=save, timeout_s=timeout_s)
 
 
 def wait(
@@ -203,81 +185,20 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
     return launcher_named(record.launcher).clear_away(run, record, environ)
 
 
-def plan_again(run: RunDir, environ: Mapping[str, str]) -> Plan:
-    """Renew what depends on the machine and on the path of the run directory; write and return the plan.
+def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:
+    """Renew what depends on the machine, on the path of the run directory and on `overrides`; write the plan.
 
-    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use.
+    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
+    run cannot go on with these values. SpecError: an override is wrong.
     """
     plan = read_plan(run)
-    renewed = move_plan(launcher_named(plan.launcher).renew(plan, environ), run.path)
+    changed = plan_changed(plan, run.spec, overrides, environ) if overrides else plan
+    renewed = move_plan(launcher_named(plan.launcher).renew(changed, environ), run.path)
+    if overrides:
+        write_text(run.spec, renewed.spec_text)
     if renewed != plan:
         write_json(run.plan, plan_json(renewed))
     return renewed
-
-
-def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float) -> str:
-    if end_queued(run, CANCELLED_IN_QUEUE):
-        return CANCELLED_IN_QUEUE
-    view = read_state(run)
-    record = read_run(run)
-    if view.state is RunState.LOST:
-        num_strays = clear_away(run, record, inherited_environment())
-        if num_strays:
-            things = launcher_named(record.launcher).things
-            return f"was lost; ended {num_strays} leftover {things}"
-    if view.finished:
-        return f"has already ended: {view.state.value} ({view.reason})"
-    waits = view.job is not None and view.job.phase is Phase.WAITING
-    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
-        return _stop(run, record, view.attempt, sync)
-    return _cancel(run, record, timeout_s, sync)
-
-
-def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser) -> str:
-    """Ask the run to checkpoint and end, and wait for its end."""
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
-    gang = read_gang(run)
-    request_stop(run.attempt(attempt).stop_file, "cancel --save")
-    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, environ, sync)
-    view = wait(run, gang.stop_grace_s + _ANSWER_S, slurm=launcher.observer(environ), sync=sync)
-    if not view.finished:
-        raise ClusterddpError(
-            f"{run.name}: was asked to stop, and has not ended after {gang.stop_grace_s + _ANSWER_S:.0f} s",
-            hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
-        )
-    return _describe_end(view)
-
-
-def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
-    by = f"pid {os.getpid()} on {socket.gethostname()}"
-    asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
-    if asked:
-        log_event(run, "cancel_requested")
-    deadline = time.monotonic() + timeout_s
-    will_answer = launcher.request_end(run, record, environ, sync)
-    slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
-    # No supervisor answers: the launcher ends the run.
-    if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
-        record_end(run, cancelled(launcher.killed))
-        view = read_state(run, slurm)
-    if not view.finished:
-        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, sync=sync)
-    if not view.finished:
-        raise ClusterddpError(
-            f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
-            hint=f"it ends as soon as its supervisors see {run.cancel_file}",
-        )
-    return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
-
-
-def _describe_end(view: RunView) -> str:
-    result = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
-    return result.get(view.state, f"ended: {view.state.value} ({view.reason})")
 
 
 def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:

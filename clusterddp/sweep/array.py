@@ -1,4 +1,4 @@
-"""The job array that carries the runs of a sweep on Slurm: submitted once, withdrawn, cancelled with one order."""
+"""The Slurm job array of a sweep: its submit, and the cancel of all its runs with one scancel."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from clusterddp.run.view import RunState, RunView, spell_states
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm
+from clusterddp.submission.cancel import cancel
 from clusterddp.submission.staging import refusal
-from clusterddp.submission.submit import cancel
 from clusterddp.sweep.staging import replace_files, take_back
 from clusterddp.system.files import write_json
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from clusterddp.sweep.plan import SweepPlan
 
 _ANSWER_S = 60.0
-"""How long running tasks have to end: Slurm's KillWait, 30 s by default, and some more."""
+"""How long running tasks may take to end: Slurm's KillWait, 30 s by default, and 30 s more."""
 _SAVE_S = 180.0
-"""The same when they may write a checkpoint first."""
+"""How long they may take if they write a checkpoint first."""
 _POLL_S = 0.5
 _Run = tuple[RunDir, RunRecord]
 
 
 def submit_array(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> str:
-    """Submit the job array of a sweep whose directory is ready; return its number.
+    """Submit the job array of a sweep whose directory is ready; return its id.
 
-    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: it cannot be told whether Slurm has the
-    job, and the sweep is there.
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
+    stays.
     """
     job_id, cluster = _submit(sweep, plan, environ)
     try:
@@ -59,7 +59,7 @@ def submit_array(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -
 
 
 def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> str:
-    """End every run of a sweep on Slurm; with `save`, after a checkpoint. Report what they ended as.
+    """End every run of a sweep on Slurm; with `save`, after a checkpoint. Return a sentence with their states.
 
     Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
     """
@@ -74,7 +74,7 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
     for run in stopping:
         request_stop(run.attempts()[-1].stop_file, "cancel --save")
     if stopping:
-        # They may see their stop files late over a slow file system.
+        # A slow file system may show them their stop files late.
         _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
     for run, _ in of_array:
         if run not in stopping:
@@ -84,7 +84,7 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
         if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
             _record_end(run)
     for run, known in going:
-        if known.job_tag != record.job_tag:  # it goes on in a job of its own
+        if known.job_tag != record.job_tag:  # it was resumed in a job of its own
             cancel(run, save=save)
     return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
 
@@ -107,7 +107,7 @@ def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tup
 
 
 def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
-    """Cancel the array, if Slurm has it, and remove the sweep; a job that is there all the same finds no runs."""
+    """Cancel the array, if Slurm has it, and remove the sweep; a job that starts later finds no runs."""
     first = sweep.runs()[0]
     record = read_run(first)
     with contextlib.suppress(SlurmError):
@@ -119,9 +119,9 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
 
 
 def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
-    """Write the number that Slurm gave into the record of the sweep, and beside those of its runs.
+    """Write the id of the job into the record of the sweep, and its tasks' ids beside the records of the runs.
 
-    A record without it is no harm: jobs are found by their tag.
+    It is optional: jobs are also found by their tag.
     """
     record = read_sweep(sweep)
     write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
@@ -136,15 +136,15 @@ def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
 
 
 def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
-    """Order something for the tasks of the array that still carry its name; those that have ended are no error.
+    """Run scancel for the tasks of the array that have its name; tasks that have ended are no error.
 
     Raises: SlurmError: Slurm could not be asked.
     """
     assert record.job_tag is not None
     user = pwd.getpwuid(os.getuid()).pw_name
-    # The name alone says which jobs are meant; the number, where it is known, spares Slurm the search.
-    number = [record.job_id] if record.job_id else []
-    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *number]
+    # The name selects the jobs; with their id Slurm need not search for it.
+    job_id = [record.job_id] if record.job_id else []
+    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *job_id]
     try:
         run_slurm(argv, environ=environ)
     except SlurmError as error:
@@ -153,14 +153,14 @@ def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> 
 
 
 def _mark(run: RunDir) -> None:
-    """Ask the job of the run to end it, now or after a requeue."""
+    """Write the file that makes the job of the run end it, now or after a requeue."""
     by = f"pid {os.getpid()} on {socket.gethostname()}"
     if write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True):
         log_event(run, "cancel_requested")
 
 
 def _record_end(run: RunDir) -> None:
-    # The first recorded end is right.
+    # If an end is recorded already, it stays.
     with contextlib.suppress(ClusterddpError):
         end_run(run, cancelled("cancelled with its sweep before it was started"))
 

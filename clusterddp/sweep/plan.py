@@ -1,4 +1,4 @@
-"""The plan of a sweep: a plan for each of its runs, and one for the job array, or the queue, that carries them."""
+"""The plan of a sweep: a plan for each of its runs, and one for the job array; without Slurm a queue starts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.sweep import SweepDir
-from clusterddp.slurm.arrays import check_array_size
+from clusterddp.slurm.cluster import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
 
 if TYPE_CHECKING:
@@ -28,51 +28,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPlan:
-    """A sweep, before it happens."""
+    """Everything that the submit of a sweep will do."""
 
     sweep: str
     token: str
-    """From which the tag of the job follows."""
+    """The job's tag is computed from it."""
     path: Path
-    """The directory of the sweep, in which its runs lie."""
+    """The directory of the sweep, which contains its runs."""
     keys: tuple[str, ...]
     values: tuple[dict[str, Any], ...]
-    """Of each run: swept key -> its value."""
+    """For each run: swept key -> its value."""
     labels: tuple[str, ...]
-    """Of each run: what tells it from the others."""
+    """For each run: its values for people, `lr=0.1 seed=0`."""
     throttle: int | None
     runs: tuple[Plan, ...]
-    """The plan of each run; the index is the task's in the array."""
+    """The plan of each run; its index is that of its task in the array."""
     job: SlurmPlan | None
     """The job array; None: a queue starts the runs."""
 
     @property
     def base(self) -> Plan:
-        """The first run's plan, which has everything that the runs share."""
+        """The first run's plan, for everything that the runs share."""
         return self.runs[0]
 
     @property
     def width(self) -> int | None:
-        """How many runs go on at a time; None: as many as Slurm starts, or as there are GPUs for."""
+        """How many runs may run at a time; None: as many as Slurm starts, or as there are GPUs for."""
         return self.throttle if self.job else queue_width(self.base, self.throttle)
 
     @property
     def tag(self) -> str | None:
-        """What is in the name of the job array."""
+        """The tag in the name of the job array."""
         return job_tag(self.token, 0) if self.job else None
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The argv that is submitted, or that is the queue."""
+        """The argv of sbatch, or of the queue."""
         if self.job is None:
             return queue_command(self.path)
         return (*self.job.sbatch, str(SweepDir(self.path).launcher_dir / SCRIPT), *self.job.arguments)
 
 
 def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]) -> SweepPlan:
-    """Compute everything that submitting this sweep from here would do; nothing is written or started.
+    """Compute everything that a submit of this sweep from here would do; nothing is written or started.
 
-    Raises: UsageError, PreflightError, ClusterddpError: it could not be carried out, with the reason.
+    Raises: UsageError, PreflightError, ClusterddpError: the submit would fail, with the reason.
     """
     if spec.variants[0].resolved.job.launcher == "slurm":
         check_array_size(len(spec.variants), environ)
@@ -92,7 +92,7 @@ def queue_width(plan: Plan, throttle: int | None) -> int | None:
 
 
 def rename_sweep(plan: SweepPlan) -> SweepPlan:
-    """Return the same sweep under a fresh name, for the name of this one was taken meanwhile."""
+    """Return the same sweep under a new name; another run or sweep has taken this one's."""
     sweep = choose_run_name(plan.path.parent)
     path = plan.path.parent / sweep
     runs = tuple(move_plan(run, path / f"{sweep}.{index}") for index, run in enumerate(plan.runs))
@@ -103,7 +103,7 @@ def rename_sweep(plan: SweepPlan) -> SweepPlan:
 def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> SweepPlan:
     """Make a plan for each variant, and one for the job array.
 
-    Only variants whose program or network differs are planned from the beginning: a thousand values take no longer.
+    Variants with the same program and network share one planning, so a thousand values take little longer than one.
     """
     planned: dict[str, Plan] = {}
     runs: list[Plan] = []
@@ -130,26 +130,26 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
 
 
 def _kind(job: JobSpec) -> str:
-    """Write down what of a variant is more than a value in its plan."""
+    """Return a text that is the same for variants that can share one planning."""
     entry = job.entry.model_copy(update={"args": ()}).model_dump_json() if job.entry else ""
     return f"{entry} {job.network.model_dump_json()}"
 
 
 def _check_code(plan: Plan, first: Plan, label: str) -> None:
-    """See to it that one copy of the code has all programs of a sweep.
+    """Check that one snapshot of the code contains all programs of a sweep.
 
     Raises: UsageError: it does not.
     """
     if plan.snapshot != first.snapshot:
         kept = first.snapshot["root"] if first.snapshot else "none"
         raise UsageError(
-            f"{label}: its code is not in the copy of the code that the runs of a sweep share (of {kept})",
+            f"{label}: its code is not in the snapshot that the runs of a sweep share (of {kept})",
             hint="keep the programs in one git repository, or set snapshot=false",
         )
 
 
 def _beside_others(plan: Plan, throttle: int | None) -> Plan:
-    """Share the cores of this machine among the runs that a queue has going at a time."""
+    """Share the cores of this machine among the runs that a queue runs at a time."""
     width = 1 if plan.launcher != "local" else queue_width(plan, throttle) or 1
     if width == 1 or plan.spec["resources"]["cpus_per_task"] is not None:
         return plan

@@ -1,4 +1,4 @@
-"""The queue of a sweep from outside: started, started again, ended; where Slurm does not start the runs."""
+"""Start, restart and end the queue of a sweep without Slurm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
 from clusterddp.run.view import RunView, spell_states
-from clusterddp.submission.submit import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.sweep.queued_run import is_left, queue_again
 from clusterddp.sweep.staging import take_back
 from clusterddp.system.files import read_tail, write_json
@@ -36,22 +36,22 @@ from clusterddp.system.processes import read_process
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 20.0
-"""How long a queue may take to break off what it does: at most to look at hosts that do not answer."""
+"""How long a queue may take to end; it may be waiting for hosts that do not answer."""
 _CANCELS_AT_ONCE = 8
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubmittedSweep:
-    """What a submit of a sweep gives back."""
+    """The result of the submit or resume of a sweep."""
 
     sweep: str
     launcher: str
     job_id: str
-    """The number of the job array, or the pid of the queue."""
+    """The id of the job array, or the pid of the queue."""
     path: Path
     runs: tuple[str, ...]
-    """Those that are to be started."""
+    """The runs that will be started."""
 
 
 def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSweep:
@@ -69,9 +69,9 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSwe
 
 
 def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
-    """Start a queue for what is left of a sweep: what was never started, was lost or was cancelled.
+    """Start a queue for the runs of a sweep that were not started, were lost or were cancelled.
 
-    Raises: UsageError: nothing is left, or its queue goes on. ClusterddpError: what is left cannot be gone on with.
+    Raises: UsageError: there are none, or its queue still runs. ClusterddpError: a run cannot be queued again.
     """
     sweep = SweepDir(sweep.path.absolute())
     environ = inherited_environment()
@@ -83,8 +83,8 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
     left = [run for run, view in views.items() if is_left(run, view)]
     if not left:
         failed = [run.name for run, view in views.items() if view.state.value == "FAILED"]
-        hint = f"clusterddp resume {failed[0]} goes on with one that failed" if failed else None
-        raise UsageError(f"{sweep.name}: nothing is left to be started: {spell_states(views.values())}", hint=hint)
+        hint = f"clusterddp resume {failed[0]} resumes one that failed" if failed else None
+        raise UsageError(f"{sweep.name}: no run is left to start: {spell_states(views.values())}", hint=hint)
     plan = read_plan(left[0])
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
@@ -94,7 +94,7 @@ def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
 
 
 def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = False) -> str:
-    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Report what they ended as.
+    """End the queue of a sweep and its runs; with `save`, after a checkpoint. Return a sentence with their states.
 
     Raises: ClusterddpError: some have not ended in time.
     """
@@ -104,18 +104,18 @@ def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = F
     with Synchroniser(runs, environ) as sync:
         sync.update()
     going = [run for run in runs if not read_state(run).finished]
-    troubles: list[ClusterddpError] = []
+    errors: list[ClusterddpError] = []
 
     def end(run: RunDir) -> None:
         try:
             cancel(run, save=save)
-        except ClusterddpError as error:  # the others are ended all the same
-            troubles.append(error)
+        except ClusterddpError as error:  # the other runs are still ended
+            errors.append(error)
 
     with ThreadPoolExecutor(_CANCELS_AT_ONCE) as pool:
         list(pool.map(end, going))
-    if troubles:
-        raise ClusterddpError("\n".join(error.message for error in troubles), hint=troubles[0].hint)
+    if errors:
+        raise ClusterddpError("\n".join(error.message for error in errors), hint=errors[0].hint)
     states = spell_states(read_state(run) for run in (runs if not going and not waited else [*waited, *going]))
     return f"ended: {states}" if going or waited else f"has already ended: {states}"
 
@@ -129,13 +129,13 @@ def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) ->
 
 
 def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
-    """Start the queue, which nothing but its own end, and a cancel, ends; return its pid.
+    """Start the queue, which outlives this process, and return its pid.
 
     It inherits the lock, so there is never a second one.
-    Raises: UsageError: there is one. ClusterddpError: it did not start.
+    Raises: UsageError: a queue runs already. ClusterddpError: it did not start.
     """
     environment = process_environment("", environ)
-    # The runs have cookies of their own; a cleanup after a run must not end the queue with it.
+    # Without a cookie: the cleanup after a run must not kill the queue.
     environment.pop(COOKIE)
     with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
         sweep.cancel_file.unlink(missing_ok=True)
@@ -176,9 +176,9 @@ def _await_queue(sweep: SweepDir, process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _locked(sweep: SweepDir) -> Iterator[int]:
-    """Hold the lock of the queue; what inherits the descriptor holds it, too.
+    """Hold the lock of the queue; a process that inherits the descriptor holds it, too.
 
-    Raises: UsageError: another process has it.
+    Raises: UsageError: another process holds it.
     """
     descriptor = os.open(sweep.queue_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -186,7 +186,7 @@ def _locked(sweep: SweepDir) -> Iterator[int]:
     except OSError as error:
         os.close(descriptor)
         if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
-            raise UsageError(f"{sweep.name}: its queue goes on, or is just being started") from None
+            raise UsageError(f"{sweep.name}: its queue runs or is being started") from None
         raise ClusterddpError(f"{sweep.queue_lock}: cannot be locked: {error.strerror}") from error
     try:
         yield descriptor
@@ -201,25 +201,25 @@ def _refuse_resume(sweep: SweepDir, views: Iterable[RunView]) -> None:
             f"{sweep.name}: runs of a job array are resumed one by one", hint=f"clusterddp resume {sweep.name}.0"
         )
     state = queue.state if queue else "GONE"
-    # A queue lives on a little when its last run has ended.
+    # The queue runs for a moment after the end of its last run.
     if queue and state == "RUNNING" and not all(view.finished for view in views):
         raise UsageError(
-            f"{sweep.name}: its queue goes on (pid {queue.identity.pid})",
-            hint=f"clusterddp resume {sweep.name}.0 goes on with one run that has ended",
+            f"{sweep.name}: its queue still runs (pid {queue.identity.pid})",
+            hint=f"clusterddp resume {sweep.name}.0 resumes one run that has ended",
         )
     if queue and state == "UNKNOWN":
         raise UsageError(f"{sweep.name}: its queue is on {queue.identity.host}", hint="resume it there")
 
 
 def _end_queue(sweep: SweepDir) -> None:
-    """End the queue of a sweep; one on another machine is asked to, and can take no run that was ended here."""
+    """End the queue of a sweep; on another machine it is only asked to end, and cannot start runs that have ended."""
     record = read_queue(sweep)
     state = record.state if record else "GONE"
     if record is None or state not in {"RUNNING", "UNKNOWN"}:
         return
     write_json(sweep.cancel_file, {"time": time.time()}, exclusive=True)
     deadline = time.monotonic() + _END_TIMEOUT_S
-    if state == "RUNNING" and not record.is_starting:  # else it sees the file
+    if state == "RUNNING" and not record.is_starting:  # otherwise it sees the file
         _signal(record.identity, signal.SIGTERM)
     while state in {"RUNNING", "UNKNOWN"} and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Runs that wait in the queue of a sweep: how one is taken out and started, and how one that ended gets in again."""
+"""Runs in the queue of a sweep: take one out and start it, or queue one that has ended again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from clusterddp.errors import ClusterddpError
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import Tell, end_run, final_end, silence
+from clusterddp.run.attempts import Report, end_run, final_end, no_report
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
@@ -24,30 +24,30 @@ from clusterddp.submission.submit import (
 )
 
 
-def start_queued(run: RunDir, tell: Tell = silence) -> bool:
-    """Take a run out of the queue and start it; False: another process has taken it.
+def start_queued(run: RunDir, report: Report = no_report) -> bool:
+    """Claim a run in the queue and start it; False: another process has claimed it.
 
-    Raises: GpusInUseError: it waits on. ClusterddpError: it cannot be started; that is then its recorded end.
-    KeyboardInterrupt: the start was broken off; that is its recorded end likewise.
+    Raises: GpusInUseError: it has to wait. ClusterddpError: it cannot be started, which is recorded as its end.
+    KeyboardInterrupt: the start was interrupted, which is recorded as its end, too.
     """
     attempt = run.newest_attempt()
     if attempt.claim.exists():
         return False
-    trouble = None
+    plan_error = None
     try:
         plan_again(run, inherited_environment())
     except GpusInUseError:
         raise
     except (ClusterddpError, OSError) as error:
-        trouble = error
+        plan_error = error
     if not claim(attempt):
         return False
     try:
         submitter = dataclasses.asdict(ProcessIdentity.of())
         write_run(run, dataclasses.replace(read_run(run), queued=False, submitter=submitter))
-        if trouble is not None:
-            give_up_start(run, trouble)
-        start_attempt(run, attempt.number, tell, may_wait=True)
+        if plan_error is not None:
+            give_up_start(run, plan_error)
+        start_attempt(run, attempt.number, report, may_wait=True)
     except GpusInUseError:
         _put_back(run, attempt)
         raise
@@ -59,9 +59,9 @@ def start_queued(run: RunDir, tell: Tell = silence) -> bool:
 
 
 def queue_again(run: RunDir, view: RunView) -> None:
-    """Let a run that has ended wait for its next attempt in the queue of its sweep.
+    """Queue a run that has ended for its next attempt.
 
-    Raises: ClusterddpError: something is left of it that cannot be cleared away, or the file system refuses.
+    Raises: ClusterddpError: leftover processes cannot be ended, or the file system refuses.
     """
     record = read_run(run)
     if view.state is RunState.LOST and record.queued and not run.attempts()[-1].claim.exists():
@@ -71,10 +71,7 @@ def queue_again(run: RunDir, view: RunView) -> None:
 
 
 def is_left(run: RunDir, view: RunView) -> bool:
-    """Return whether a run of a sweep has not been carried out: it was lost, cancelled, or never got as far as a rank.
-
-    A run that failed has a result.
-    """
+    """Return whether a run of a sweep was lost, was cancelled, or failed before a rank was started."""
     if view.state in {RunState.LOST, RunState.CANCELLED}:
         return True
     return view.state is RunState.FAILED and not any(attempt.start.exists() for attempt in run.attempts())
@@ -82,7 +79,7 @@ def is_left(run: RunDir, view: RunView) -> bool:
 
 def _put_back(run: RunDir, attempt: AttemptDir) -> None:
     write_run(run, dataclasses.replace(read_run(run), queued=True))
-    if run.cancel_file.exists():  # a cancel meanwhile found it being started
+    if run.cancel_file.exists():  # it was cancelled during the start
         end_run(run, cancelled(CANCELLED_IN_QUEUE))
         return
     attempt.claim.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The making of a sweep's directory: a thousand runs beside their place, one sync, one rename."""
+"""Make the directory of a sweep: write up to a thousand runs in a staging directory, sync once, rename once."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.sweep.plan import SweepPlan
 
-JOB_ENVIRONMENT = "environment.json"
-
 
 def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
-    """Write the directory of a sweep with all of its runs; `variables` go along to their ranks.
+    """Write the directory of a sweep with all its runs; `variables`: passed on to their ranks.
 
     Raises: FileExistsError: the name has been taken meanwhile. ClusterddpError: the directory cannot be made (full,
     read-only). In both cases nothing is left behind.
@@ -44,14 +42,14 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
 
 
 def take_back(sweep: SweepDir) -> None:
-    """Remove a sweep that was not submitted: first out of sight, at once and whole, then from the disk."""
+    """Remove a sweep that was not submitted: first rename it, so it disappears at once, then delete its files."""
     hidden = sweep.path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(8)}")
     sweep.path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def replace_files(texts: Mapping[Path, str]) -> None:
-    """Replace files, each at once or not at all; after a power loss a file may be the one before."""
+    """Replace files, each atomically; after a power loss a file may have its old content."""
     for path, text in texts.items():
         temporary = path.with_name(f".{path.name}.new")
         _write(temporary, text)
@@ -59,14 +57,14 @@ def replace_files(texts: Mapping[Path, str]) -> None:
 
 
 def record_text(record: RunRecord) -> str:
-    """Write a run's record as `write_run` does, but in one line: indents take Python longer than all the rest."""
+    """Return a run's record as `write_run` writes it, but on one line, which Python writes faster."""
     return json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n"
 
 
 def sync_file_system(path: Path) -> None:
     """Make everything that was written to the file system of `path` survive a power loss, in one call.
 
-    Raises: OSError: what was written could not be kept.
+    Raises: OSError: the file system could not write all of it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -81,7 +79,7 @@ def sync_file_system(path: Path) -> None:
 
 def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
     record = _sweep_record(plan)
-    write_sweep(sweep, record)  # first: from now on everybody can see whose this is
+    write_sweep(sweep, record)  # first: other submits read from it whether this process lives
     sweep.launcher_dir.mkdir(mode=0o700)
     surroundings = capture_surroundings(plan.base.working_dir, environ)
     if plan.base.snapshot is not None:
@@ -99,7 +97,7 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
 
 
 def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str]) -> None:
-    """Write one run as `staging.make_run` does, but for what the sweep's runs share and for the syncs."""
+    """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
     from clusterddp.planning.plan import plan_json
 
     run = RunDir(sweep.path / plan.run)
@@ -141,7 +139,7 @@ def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
         token=plan.runs[index].token,
         name=plan.base.name,
         launcher=plan.base.launcher,
-        # One nanosecond apart, so that they are listed in the order of their tasks.
+        # One nanosecond apart, so the runs are listed in the order of their tasks.
         created_ns=sweep.created_ns + index,
         submitter=sweep.submitter,
         job_tag=plan.tag,

@@ -1,4 +1,4 @@
-"""Carry out a sweep, and end it: its runs are tasks of one Slurm job array, or wait in a queue."""
+"""Submit and cancel a sweep: its runs are tasks of one Slurm job array, or wait in a queue."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from clusterddp.sweep.staging import make_sweep
 
 
 def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
-    """Carry out the plan: make the directory of the sweep, then submit its job array, or start its queue.
+    """Make the directory of the sweep, then submit its job array or start its queue.
 
-    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: it cannot be told whether Slurm has the
-    job, and the sweep is there.
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
+    stays.
     """
     environ = inherited_environment()
     check_secrets(plan.base.secrets, environ)
@@ -38,9 +38,10 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
 
 
 def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
-    """End every run of a sweep; with `save`, those that run may write a checkpoint first. Report what they ended as.
+    """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
 
-    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: it is another user's.
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
+    another user.
     """
     sweep = SweepDir(sweep.path.absolute())
     refuse_to_end(sweep.path)

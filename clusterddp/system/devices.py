@@ -1,4 +1,4 @@
-"""The devices of this host, found without torch: which GPUs ranks may use, which interface is the loopback."""
+"""The devices of this host, found without torch: the GPUs that ranks may use, the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Gpu:
     model: str
     uuid: str
     slices: tuple[str, ...] = ()
-    """The UUIDs of its MIG slices; one that is cut into slices is no device itself, they are."""
+    """The UUIDs of its MIG slices; if it has any, they are the devices, not the GPU."""
 
 
 def visible_gpus(environ: Mapping[str, str], listed: Sequence[Gpu] | None = None) -> tuple[str, ...]:
-    """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES would name them.
+    """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    CUDA_VISIBLE_DEVICES is taken at its word: indices or UUIDs; as CUDA does, the list ends at the first empty or
-    negative entry. Without it they are `listed`, by default those that `list_gpus` finds now.
+    If CUDA_VISIBLE_DEVICES is set, its indices or UUIDs are returned unchecked; as in CUDA, they end at the first empty
+    or negative entry. Otherwise the GPUs are `listed`, by default those that `list_gpus` finds now.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return _named_gpus(named)
     gpus = list_gpus(environ) if listed is None else listed
-    # CUDA counts the fastest first unless told otherwise, nvidia-smi does not: among unlike ones an index is ambiguous.
+    # By default CUDA counts the fastest GPU first and nvidia-smi does not, so indices of mixed models are ambiguous.
     alike = len({gpu.model for gpu in gpus}) == 1 or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     return tuple(name for gpu in gpus for name in gpu.slices or (gpu.index if alike else gpu.uuid,))
 
 
 def list_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """List all GPUs of this host; no nvidia-smi, or one that fails, means none."""
+    """List all GPUs of this host; none if nvidia-smi is missing or fails."""
     return _parse_listing(ask_nvidia_smi(environ, "-L"))
 
 
 def ask_nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
-    """Return what nvidia-smi says; nothing when there is none, or it fails."""
+    """Return the output of nvidia-smi; empty if it is missing or fails."""
     command = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if command is None:
         return ""
@@ -66,13 +66,13 @@ def ask_nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
 
 
 def read_driver(environ: Mapping[str, str]) -> str | None:
-    """Return the version of NVIDIA's driver on this host; None when there is none."""
+    """Return the version of NVIDIA's driver on this host; None if there is none."""
     answer = ask_nvidia_smi(environ, "--query-gpu=driver_version", "--format=csv,noheader")
     return next(iter(answer.split()), None)
 
 
 def loopback_interface() -> str:
-    """Name the loopback interface: `lo` on Linux, `lo0` on the BSDs and macOS."""
+    """Return the name of the loopback interface: `lo` on Linux, `lo0` on the BSDs and macOS."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
@@ -88,7 +88,7 @@ def _named_gpus(named: str) -> tuple[str, ...]:
 
 
 def _parse_listing(listing: str) -> tuple[Gpu, ...]:
-    """Read `nvidia-smi -L`."""
+    """Parse the output of `nvidia-smi -L`."""
     gpus: list[Gpu] = []
     for line in listing.splitlines():
         if gpu := re.match(r"GPU (\d+): (.*?)\s*(?:\(UUID:\s*([^)\s]+)\))?\s*$", line):

@@ -1,8 +1,8 @@
-"""How a file gets a name that none has: of several writers, on several hosts, the first one wins.
+"""Give a file a name that no file has yet: of several writers, on several hosts, the first one wins.
 
-link(2) does it wherever the file system has hard links. Where it has none (vfat, cifs, many FUSE file systems),
-renameat2(2) with RENAME_NOREPLACE does. Where neither can be, a lock on a file beside it does, as far as the file
-system passes locks to the other hosts. docs/storage.md says what that guarantees on which file system.
+link(2) does it on file systems with hard links. Without them (vfat, cifs, many FUSE file systems), renameat2(2) with
+RENAME_NOREPLACE does. Without either, a lock on a file beside it does, if the file system passes locks to the other
+hosts. docs/storage.md lists what that guarantees on which file system.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _UNSUPPORTED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EML
 
 
 def name_new(temporary: str, path: Path) -> bool:
-    """Give a finished temporary file, in the same directory, its name; False: another writer has taken the name.
+    """Give a complete temporary file, in the same directory, its name; False: another writer has taken the name.
 
-    The temporary name may be left, as a second one; whoever made it removes it.
+    The temporary name may be left as a second name; the caller removes it.
     Raises: OSError: the file system refuses.
     """
     return _name_new(temporary, path)[0]
 
 
 def probe_exclusive(directory: Path) -> Method:
-    """Find out, by doing it, how a file gets a name that none has in this directory; nothing is left behind.
+    """Find out by a test which method works in this directory; nothing is left behind.
 
     Raises: OSError: the directory cannot be written.
     """
@@ -57,7 +57,7 @@ def _link(temporary: str, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost, and then finds the link that it made itself. Source: open(2).
+        # NFS repeats a request whose answer was lost, and then finds the link that it made before. Source: open(2).
         return os.stat(temporary).st_nlink > 1
     return True
 
@@ -77,7 +77,7 @@ def _rename_noreplace(temporary: str, path: Path) -> bool:
 
 
 def _rename_locked(temporary: str, path: Path) -> bool:
-    """Rename under a lock, which the kernel gives up when its holder dies. The lock's file stays: it has no content."""
+    """Rename under a lock, which the kernel releases when its holder dies. The empty file of the lock stays."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

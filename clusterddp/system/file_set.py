@@ -1,4 +1,4 @@
-"""A set of files: names as the file system has them, kinds, sizes, sums; the same on both ends of a connection."""
+"""A set of files: names in bytes, kinds, sizes and sums; both ends of a connection use it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One thing below a directory."""
+    """A file, link or empty directory below a directory."""
 
     name: bytes
-    """Relative to the directory; never absolute, never with `..` in it."""
+    """Relative to the directory; never absolute and never with `..` in it."""
     kind: Kind
-    """`exec`: a file that its owner may execute; `dir`: an empty directory, others follow from the names in them."""
+    """`exec`: a file that its owner may execute; `dir`: an empty directory; other directories follow from the names."""
     size: int = 0
     mtime_ns: int = 0
     link: bytes = b""
-    """Where a link points."""
+    """The target of a link."""
     sum: bytes = b""
-    """sha256 of a file's content; empty: not known."""
+    """sha256 of a file's content; empty: not computed."""
 
     @property
     def is_file(self) -> bool:
@@ -44,14 +44,14 @@ _MAX_PART = 255  # NAME_MAX of Linux's file systems
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSet:
-    """Files of a directory, as they were when they were listed."""
+    """The files of a directory at the time of the listing."""
 
     root: Path
-    """The directory, or the file itself when `single`: that one may get another name."""
+    """The directory; with `single` the path of the only file, which the entry may rename."""
     entries: tuple[Entry, ...]
     single: bool = False
     left_out: tuple[str, ...] = ()
-    """Names of what cannot be copied: sockets, devices."""
+    """Names of sockets, devices and pipes, which are not copied."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,13 +61,13 @@ class FileSet:
         return os.fsencode(self.root) if self.single else os.path.join(os.fsencode(self.root), entry.name)
 
     def subset(self, numbers: Iterable[int]) -> FileSet:
-        """Return some of the entries, by their numbers."""
+        """Return the set with only these entries, by their indices."""
         return replace(self, entries=tuple(self.entries[number] for number in sorted(numbers)))
 
     def with_sums(self, numbers: Iterable[int]) -> FileSet:
-        """Return the same with the sums of some files.
+        """Return the set with the sums of these entries, by their indices.
 
-        Raises: ClusterddpError: one cannot be read.
+        Raises: ClusterddpError: a file cannot be read.
         """
         entries = list(self.entries)
         for number in numbers:
@@ -79,7 +79,7 @@ class FileSet:
         return replace(self, entries=tuple(entries))
 
     def digest(self) -> str:
-        """Sum up the set: sha256 over the sorted names, kinds and contents, empty directories aside.
+        """Return the digest of the set: sha256 over the sorted names, kinds and contents, without empty directories.
 
         Raises: OSError: a file cannot be read.
         """
@@ -94,7 +94,7 @@ class FileSet:
 
 
 def list_files(root: Path) -> FileSet:
-    """List what is below a directory, sorted.
+    """List the files, links and empty directories below a directory, sorted.
 
     Raises: ClusterddpError: a directory cannot be read.
     """
@@ -125,16 +125,16 @@ def list_files(root: Path) -> FileSet:
 
 
 def choose_files(root: Path, names: Iterable[str]) -> FileSet:
-    """Look at the files of a directory with these names.
+    """List the files of a directory with these names.
 
-    Raises: OSError: one is gone, or cannot be looked at.
+    Raises: OSError: one is gone, or cannot be read.
     """
     entries = (read_entry(os.fsencode(root), os.fsencode(name)) for name in sorted(names))
     return FileSet(root=root, entries=tuple(entry for entry in entries if entry is not None))
 
 
 def has_digest(root: Path, digest: str) -> bool:
-    """Say whether a directory is there, and holds just the files with this digest."""
+    """Return whether a directory exists and its files have this digest."""
     try:
         return stat.S_ISDIR(os.lstat(root).st_mode) and list_files(root).digest() == digest
     except (OSError, ClusterddpError):
@@ -142,7 +142,7 @@ def has_digest(root: Path, digest: str) -> bool:
 
 
 def read_entry(base: bytes, name: bytes) -> Entry | None:
-    """Look at one thing below a directory; None for what is neither a file nor a directory nor a link."""
+    """Read the entry of a path below a directory; None if it is neither a file nor a directory nor a link."""
     path = os.path.join(base, name)
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -156,7 +156,7 @@ def read_entry(base: bytes, name: bytes) -> Entry | None:
 
 
 def read_sum(path: bytes) -> bytes:
-    """Sum up the content of a file."""
+    """Return the sha256 of a file's content."""
     content = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(4 * CHUNK_BYTES):
@@ -165,19 +165,19 @@ def read_sum(path: bytes) -> bytes:
 
 
 def is_safe_name(name: bytes) -> bool:
-    """Say whether a name stays below the directory that it is relative to, and a file system can hold it."""
+    """Return whether a relative name stays below its directory, and Linux file systems take it."""
     parts = name.split(b"/")
     return b"\0" not in name and not any(part in (b"", b".", b"..") or len(part) > _MAX_PART for part in parts)
 
 
 def leads_out(entry: Entry) -> bool:
-    """Say whether a link leads out of the directory that it is sent with."""
+    """Return whether a link leads out of the directory that it is sent with."""
     end = posixpath.normpath(posixpath.join(posixpath.dirname(entry.name), entry.link))
     return end.startswith(b"/") or end.split(b"/", 1)[0] == b".."
 
 
 def to_json(entries: Iterable[Entry]) -> list[list[Any]]:
-    """Give entries a form for JSON in ASCII: bytes that are no UTF-8 become lone surrogates."""
+    """Convert entries to JSON; bytes that are not UTF-8 become lone surrogates."""
     return [
         [_text(entry.name), entry.kind, entry.size, entry.mtime_ns, _text(entry.link), entry.sum.hex()]
         for entry in entries
@@ -192,13 +192,13 @@ def from_json(rows: Any) -> Iterator[Entry]:
     for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
         raw = _raw(name)
         if kind not in KINDS or not is_safe_name(raw):
-            raise ValueError(f"{name!r:.80} ({kind!r:.20}) has no place below a directory")
+            raise ValueError(f"{name!r:.80} ({kind!r:.20}) is no valid entry")
         sum_ = bytes.fromhex(content)
         yield Entry(name=raw, kind=kind, size=size, mtime_ns=mtime_ns, link=_raw(link), sum=sum_)
 
 
 def show(name: bytes) -> str:
-    """Write a name so that everybody can read it, whatever bytes it is made of."""
+    """Return a name as printable text, whatever bytes it has."""
     text = name.decode("utf-8", "backslashreplace")
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 

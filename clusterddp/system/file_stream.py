@@ -1,7 +1,7 @@
-"""Files as one stream of (head, name, content, sum), which can name nothing but files, links and directories.
+"""Files as one stream of (head, name, content, sum).
 
-No tar: owners, devices, absolute names and hard links cannot even be said. Links come into being last, so nothing is
-ever written through one.
+Unlike tar, the format has no owners, devices, absolute names or hard links, so a sender cannot misuse them. The
+receiver makes links last, so it never writes through one.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _HEAD = struct.Struct(">BIQq")  # kind, bytes of the name, bytes of the content,
 _SUM_BYTES = 32
 _END = len(KINDS)
 _SPOILED = bytes(_SUM_BYTES)
-"""In the place of a sum: the sender could not read what it had announced."""
+"""Stands for a sum: the sender could not read the file as it was listed."""
 _MAX_NAME_BYTES = 64 * 1024
 Read = Callable[[int], bytes]
 
 
 @dataclass(kw_only=True, slots=True)
 class FileStream:
-    """A set of files as one stream of bytes; one for every receiver."""
+    """A set of files as one stream of bytes, for one receiver."""
 
     files: FileSet
     spoiled: list[str] = field(default_factory=list)
-    """Why files could not be read as they had been listed; then the receiver refuses the whole."""
+    """Why files could not be read as they were listed; the receiver then refuses the stream."""
 
     @property
     def size(self) -> int:
-        """How many bytes `chunks` yields: it is announced first, and holds even when files change."""
+        """How many bytes `chunks` yields; it is sent first, and stays right even if files change."""
         heads = sum(_HEAD.size + len(entry.name) + len(_content(entry)) for entry in self.files.entries)
         files = sum(entry.size + _SUM_BYTES for entry in self.files.entries if entry.is_file)
         return heads + files + _HEAD.size
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the stream, small files together."""
+        """Yield the stream in chunks of about `CHUNK_BYTES`."""
         gathered: list[bytes] = []
         weight = 0
         for piece in self._pieces():
@@ -65,7 +65,7 @@ class FileStream:
         yield _HEAD.pack(_END, 0, 0, 0)
 
     def _file(self, entry: Entry) -> Iterator[bytes]:
-        """Yield as many bytes as were announced, and the sum of them if they are what was announced."""
+        """Yield exactly `entry.size` bytes, then their sum, or `_SPOILED` if the file has changed."""
         content, left, what = hashlib.sha256(), entry.size, None
         try:
             with open(self.files.path_of(entry), "rb", buffering=0) as file:
@@ -89,10 +89,10 @@ class FileStream:
 
 
 def receive_files(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
-    """Make what a stream says below `target`, an empty directory; return it, with the sums of what was written.
+    """Write the files of a stream below `target`, an empty directory; return the entries with their sums.
 
-    `read_only`: the files are made without the right to write; otherwise the umask decides.
-    Raises: ClusterddpError: it is no such stream, or not the whole of it. OSError: the disk refuses.
+    `read_only`: the files are not writable; otherwise the umask decides.
+    Raises: ClusterddpError: the stream is invalid or incomplete. OSError: the disk refuses.
     """
     base, taken, made = os.fsencode(target), _exactly(read), {b""}
     entries: list[Entry] = []
@@ -112,7 +112,7 @@ def receive_files(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, 
 
 
 def _read_head(taken: Read) -> Entry | None:
-    """Read what comes next; None at the end."""
+    """Read the head of the next entry; None at the end."""
     kind, name_bytes, size, mtime_ns = _HEAD.unpack(taken(_HEAD.size))
     if kind == _END:
         return None
@@ -121,7 +121,7 @@ def _read_head(taken: Read) -> Entry | None:
     name = taken(name_bytes)
     if not is_safe_name(name):
         raise ClusterddpError(
-            f"{show(name)!r}: a name that leads out of the directory, or is too long; nothing of it is kept"
+            f"{show(name)!r}: a name that leads out of the directory or is too long; none of the files are kept"
         )
     if KINDS[kind] in ("file", "exec"):
         return Entry(name=name, kind=KINDS[kind], size=size, mtime_ns=mtime_ns)
@@ -144,9 +144,9 @@ def _write_file(taken: Read, path: bytes, entry: Entry, read_only: bool) -> Entr
         os.utime(file.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
     announced = taken(_SUM_BYTES)
     if announced == _SPOILED:
-        raise ClusterddpError(f"{show(entry.name)}: the sender could not read it as it had announced it")
+        raise ClusterddpError(f"{show(entry.name)}: it changed on the sender's side, or could not be read there")
     if announced != content.digest():
-        raise ClusterddpError(f"{show(entry.name)}: its content arrived changed (sha256)")
+        raise ClusterddpError(f"{show(entry.name)}: the sum (sha256) of the received content is wrong")
     return replace(entry, sum=announced)
 
 
@@ -159,14 +159,14 @@ def _make_folder(base: bytes, name: bytes, made: set[bytes]) -> None:
 
 
 def _exactly(read: Read) -> Read:
-    """Make of a reader that may give less one that gives what was asked for."""
+    """Return a function that reads exactly as many bytes as it is called for."""
 
     def taken(count: int) -> bytes:
         pieces: list[bytes] = []
         while count:
             piece = read(count)
             if not piece:
-                raise ClusterddpError("the connection ended in the middle of the files; nothing of them is kept")
+                raise ClusterddpError("the connection ended before the last file; none of the files are kept")
             pieces.append(piece)
             count -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -176,11 +176,13 @@ def _exactly(read: Read) -> Read:
 
 @contextlib.contextmanager
 def _refusing(entry: Entry) -> Iterator[None]:
-    """Say which name cannot be: one that comes twice, or lies below one that is a file."""
+    """Refuse a name that the stream has twice, or that lies below a file."""
     try:
         yield
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise ClusterddpError(f"{show(entry.name)}: comes twice, as two things; nothing of it is kept") from error
+        raise ClusterddpError(
+            f"{show(entry.name)}: the stream has it twice, or below a file; none of the files are kept"
+        ) from error
 
 
 def _content(entry: Entry) -> bytes:

@@ -1,4 +1,4 @@
-"""Files that other processes read: written whole or not at all, read with a limit, whatever has been put there."""
+"""Files that several processes share: written atomically, read with a size limit, and only regular files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from clusterddp.system.exclusive import name_new
 from clusterddp.wire import build, read_object, read_value
 
 MAX_RECORD_BYTES = 1 << 26
-"""Of a record: the plan of a thousand nodes takes one MiB."""
+"""The largest record that is read; the plan of a thousand nodes has one MiB."""
 _T = TypeVar("_T")
 _HALVES = re.compile("[\ud800-\udfff]")
 _TAIL_BYTES = 8_192
 
 
 def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False) -> bool:
-    """Write `data` to `path` at once or not at all: temporary file, fsync, rename, fsync of the directory.
+    """Write `data` to `path` atomically: temporary file, fsync, rename, fsync of the directory.
 
-    With `exclusive`, an existing file is left as it is and False is returned: of several writers the first one wins.
+    With `exclusive`, an existing file stays and False is returned: of several writers the first one wins.
     Files are created with mode 0600.
     Raises: ClusterddpError: the file system refuses (full, read-only, quota); nothing is left behind.
     """
@@ -64,9 +64,9 @@ def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
 
 
 def read_json(path: Path) -> Any | None:
-    """Read a JSON file; None when there is none.
+    """Read a JSON file; None if it does not exist.
 
-    Raises: ClusterddpError: it is there and is not JSON, is `null`, is no file, or is larger than any of ours.
+    Raises: ClusterddpError: it is not JSON, is `null`, is no regular file, or is larger than `MAX_RECORD_BYTES`.
     """
     try:
         value = read_value(read_regular(path, MAX_RECORD_BYTES))
@@ -75,23 +75,23 @@ def read_json(path: Path) -> Any | None:
     except ValueError as error:
         raise ClusterddpError(f"{path}: not JSON: {error}") from error
     if value is None:
-        raise ClusterddpError(f"{path}: holds null, which no record is")
+        raise ClusterddpError(f"{path}: contains null, which is no record")
     return value
 
 
 def read_record(kind: type[_T], path: Path) -> _T | None:
-    """Read a record; None when there is none.
+    """Read a record; None if it does not exist.
 
-    Raises: ClusterddpError: what is there is none; see `read_json` and `build`.
+    Raises: ClusterddpError: the file is invalid; see `read_json` and `build`.
     """
     value = read_json(path)
     return None if value is None else build_record(kind, value, str(path))
 
 
 def build_record(kind: type[_T], value: Any, where: str) -> _T:
-    """Make a record of JSON.
+    """Build a record from JSON.
 
-    Raises: ClusterddpError: it holds something else, `where`.
+    Raises: ClusterddpError: the data is invalid; the message begins with `where`.
     """
     try:
         return build(kind, value)
@@ -101,9 +101,9 @@ def build_record(kind: type[_T], value: Any, where: str) -> _T:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file that others may have put there: a pipe or a device is not waited for, and not read.
+    """Open a file that another user may have made; it never waits for a pipe or reads a device.
 
-    Raises: ClusterddpError: it is no file. OSError: it cannot be opened.
+    Raises: ClusterddpError: it is no regular file. OSError: it cannot be opened.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -113,9 +113,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a file that others may have put there, whole.
+    """Read the whole of a file that another user may have made.
 
-    Raises: ClusterddpError: it is no file, or has more than `max_bytes`. OSError: it cannot be opened.
+    Raises: ClusterddpError: it is no regular file, or has more than `max_bytes`. OSError: it cannot be opened.
     """
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
@@ -125,10 +125,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Append one row in a single write, so that rows of several writers never mix.
+    """Append one row in a single write, so rows of several writers never mix.
 
-    A disk that runs full may take a part of it; the next row begins on a line of its own.
-    Raises: OSError: the row is not there, or not whole.
+    A full disk may take a part of the row; the next row begins on a new line.
+    Raises: OSError: the row was not written, or only in part.
     """
     line = (_dump(row) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -143,9 +143,9 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Read rows; a last line that is still being written, or was cut by a crash, is left out.
+    """Read rows; an incomplete line, which is being written or was cut by a crash, is left out.
 
-    Raises: ClusterddpError: it is no file.
+    Raises: ClusterddpError: it is no regular file.
     """
     try:
         file = open_regular(path)
@@ -157,8 +157,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield read_object(line)
 
 
-def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
+def read_last_lines(path: Path, tail_bytes: int) -> list[bytes]:
+    """Read the whole lines in the last `tail_bytes` of a file; none when there is no file."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -166,15 +166,20 @@ def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
             lines = file.read(tail_bytes).split(b"\n")
     except FileNotFoundError:
         return []
+    return lines[1:] if size > tail_bytes else lines  # the beginning of the first one was cut off
+
+
+def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
+    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
     rows = []
-    for line in lines[1:] if size > tail_bytes else lines:  # the beginning of the first one was cut off
+    for line in read_last_lines(path, tail_bytes):
         with contextlib.suppress(ValueError):
             rows.append(read_object(line))
     return rows
 
 
 def read_tail(path: Path) -> str:
-    """Read the end of a log, without the blank lines that follow it."""
+    """Read the end of a log without trailing blank lines; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -184,7 +189,7 @@ def read_tail(path: Path) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether a file is there and can be seen; False while its storage does not answer."""
+    """Return whether a file exists; False while its storage cannot be reached."""
     try:
         return path.is_file()
     except OSError:
@@ -201,6 +206,6 @@ def sync_directory(path: Path) -> None:
 
 
 def _dump(value: Any, *, indent: int | None = None) -> str:
-    """Write JSON; halves of a character, which a host may send and UTF-8 does not have, are escaped."""
+    """Convert to JSON; lone surrogates, which a host may send and UTF-8 cannot encode, are escaped."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _HALVES.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

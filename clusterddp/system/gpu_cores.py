@@ -1,4 +1,4 @@
-"""Which cores of this host are near a GPU, as the kernel tells it: those of the NUMA node that its slot belongs to."""
+"""Find the cores near a GPU of this host: those of its NUMA node, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEVICES = Path("/sys/bus/pci/devices")
 def cores_for_ranks(
     gpus: Sequence[str], allowed: frozenset[int], *, driver: Path = DRIVER, devices: Path = DEVICES
 ) -> list[str | None]:
-    """Return for each rank the cores near its GPU, such as 0-31,64-95; None: it stays on all that are allowed.
+    """Return for each rank the cores near its GPU, such as 0-31,64-95; None: it may use all allowed cores.
 
-    `gpus`: of each rank one, as CUDA_VISIBLE_DEVICES names it. Where the allowed cores near a GPU are fewer than a
-    rank's share of all of them, no rank is kept to any: whoever allowed them has other plans.
+    `gpus`: the GPU of each rank, as CUDA_VISIBLE_DEVICES names it. If fewer allowed cores are near a GPU than a rank's
+    share, all ranks get None: the user or the scheduler has chosen the cores in another way.
     """
     addresses = _addresses(driver)
     near = [_near(addresses.get(gpu.lower()), devices) & allowed for gpu in gpus]
@@ -27,9 +27,9 @@ def cores_for_ranks(
 
 
 def read_cores(text: str) -> frozenset[int]:
-    """Read a list of cores as the kernel writes it.
+    """Read a list of cores in the kernel's format, 0-3,8.
 
-    Raises: ValueError: it is none.
+    Raises: ValueError: it is no such list.
     """
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
@@ -39,7 +39,7 @@ def read_cores(text: str) -> frozenset[int]:
 
 
 def spell_cores(cores: frozenset[int]) -> str:
-    """Write a list of cores as the kernel does."""
+    """Write a list of cores in the kernel's format."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
@@ -50,7 +50,7 @@ def spell_cores(cores: frozenset[int]) -> str:
 
 
 def _addresses(driver: Path) -> dict[str, str]:
-    """Return the PCI address of each GPU by its index, which counts in the order of addresses, and by its UUID."""
+    """Return the PCI address of each GPU, by its index (in the order of the addresses) and by its UUID."""
     found: dict[str, str] = {}
     try:
         folders = sorted(folder.name for folder in driver.iterdir())

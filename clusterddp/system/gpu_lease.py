@@ -1,12 +1,11 @@
-"""The lease on a GPU: held by the processes of one run, told to everybody on the host, gone with the last holder.
+"""The lease on a GPU: the processes of one run hold it, all users of the host see it, the last holder's end frees it.
 
-A lease is two abstract unix sockets of one device, bound and never used: the name of the first is the device's, so the
-kernel gives it to one taker only; the name of the second says for whom. Whoever wants to know reads the names in
-/proc/net/unix. The kernel drops both when the last process that has them open ends, however it ends: there is no file
-to clean up, and users need nothing in common. Sockets are of a network namespace: containers with networks of their
-own do not see each other's leases.
+A lease is two abstract unix sockets per device, bound and never used. The name of the first is the device's, so the
+kernel gives it to one process only; the name of the second contains the run. /proc/net/unix lists the names. The kernel
+closes both when the last process that has them open ends, so there is no file to clean up, and users need no common
+directory. Sockets belong to a network namespace: containers with networks of their own do not see each other's leases.
 
-The same pair of names makes a line: a place has a number in place of a device.
+The line of waiting runs uses the same pair of names, with a number in place of the device.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _LINE = "clusterddp-line"
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
 _PLACE = re.compile("[0-9]{1,9}")
-"""A number in the line; a longer one is somebody's joke, after which no number would be left."""
+"""A number in the line; a longer one is not ours, and would leave no number after it."""
 _NAMES = Path("/proc/net/unix")
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
-"""Processes, as the kernel abbreviates their names, that compute for others: those are listed themselves."""
+"""Processes, by their names in the kernel, that compute for other processes, which are listed themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds a lease or a place; the kernel vouches for neither, another user could bind any name."""
+    """The run that holds a lease or a place in the line; unverified, since any user can bind any name."""
 
     run: str
-    """Empty: it has not said so yet."""
+    """Empty: the second socket is not bound yet."""
     uid: int | None
 
     def __str__(self) -> str:
@@ -50,25 +49,25 @@ class Holder:
 
 
 class Lease:
-    """Leases of this process, or a place in the line; they end when all holders of the descriptors have closed them."""
+    """Leases, or a place in the line; they end when all processes that have the descriptors have closed them."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = list(sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What a process must inherit to hold them, too; in the order of the devices, the same number for each."""
+        """The descriptors that another process inherits to hold them, too: two per device, in their order."""
         return tuple(each.fileno() for each in self._sockets)
 
     def close(self) -> None:
-        """Hold them no longer; who has inherited them still does."""
+        """Close the descriptors; processes that have inherited them still hold the leases."""
         for each in self._sockets:
             each.close()
         self._sockets.clear()
 
 
 class Line:
-    """The line of the runs that wait for GPUs of this host, whoever their users are: first come, first served."""
+    """The line of the runs of all users that wait for GPUs of this host: first come, first served."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -76,7 +75,7 @@ class Line:
         self._number = 0
 
     def ahead(self) -> list[Holder]:
-        """Stand in line, unless we do, and return who stands there before us, the first one first."""
+        """Take a place in the line, unless this run has one, and return the runs before it in order."""
         if self._place is None:
             self._number = max(self._numbers(), default=0)
             while self._place is None:
@@ -84,7 +83,7 @@ class Line:
                 self._place = _bind_all(_LINE, [str(self._number)], self.run)
         places = self._numbers()
         ours = Holder(run=self.run, uid=os.getuid())
-        # A run that reaches one machine by two names stands there twice; the first of its places counts for both.
+        # A run that reaches one machine by two names has two places; the first one counts for both.
         first = min([self._number, *(number for number, holder in places.items() if holder == ours)])
         return [places[number] for number in sorted(places) if number < first]
 
@@ -99,9 +98,9 @@ class Line:
 
 
 def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
-    """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: somebody has one of them.
+    """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: one of them is leased.
 
-    `listed` are the GPUs of this host. Where the kernel has no abstract sockets (not Linux) nothing is held.
+    `listed`: the GPUs of this host. Without abstract sockets (not Linux) the lease is empty.
     """
     if sys.platform != "linux":
         return Lease(())
@@ -109,7 +108,7 @@ def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease |
 
 
 def read_leases(gpus: Iterable[str], listed: Sequence[Gpu]) -> dict[str, Holder]:
-    """Say which of these GPUs are leased, and to whom."""
+    """Return which of these GPUs are leased, and by which run."""
     leased = _read_marks(_GPU)
     held = {gpu: [leased[key] for device in devices_of(gpu, listed) if (key := _key(device)) in leased] for gpu in gpus}
     return {gpu: holders[0] for gpu, holders in held.items() if holders}
@@ -122,23 +121,23 @@ def busy_gpus(
     listed: Sequence[Gpu] | None = None,
     foreign: bool = True,
 ) -> dict[str, str]:
-    """Say of the GPUs that this environment sees (or of `gpus`) who uses those that are in use, in words.
+    """Return which GPUs that this environment sees (or of `gpus`) are in use, and by what: GPU -> text for people.
 
-    Leased ones by their run; with `foreign`, those without a lease by the processes that compute on them.
+    The text names the run that leases a GPU; with `foreign`, for a GPU without a lease, the processes that use it.
     """
     listed = list_gpus(environ) if listed is None else listed
     names = visible_gpus(environ, listed) if gpus is None else tuple(gpus)
     busy = {gpu: str(holder) for gpu, holder in read_leases(names, listed).items()}
     processes = _processes(environ) if foreign and set(names) - set(busy) else {}
     for gpu in names:
-        users = [words for device in devices_of(gpu, listed) for words in processes.get(device, ())]
+        users = [user for device in devices_of(gpu, listed) for user in processes.get(device, ())]
         if users and gpu not in busy:
             busy[gpu] = ", ".join(dict.fromkeys(users))
     return {gpu: busy[gpu] for gpu in names if gpu in busy}
 
 
 def spell_busy(busy: Mapping[str, str]) -> str:
-    """Say who uses which GPU: `GPUs 0 and 1: run brisk-otter-3; GPU 2: pid 4120 of ana`."""
+    """Write which GPU is used by what: `GPUs 0 and 1: run brisk-otter-3; GPU 2: pid 4120 of ana`."""
     by_user: dict[str, list[str]] = {}
     for gpu, user in busy.items():
         by_user.setdefault(user, []).append(gpu)
@@ -152,7 +151,7 @@ def spell_busy(busy: Mapping[str, str]) -> str:
 def devices_of(gpu: str, listed: Sequence[Gpu]) -> tuple[str, ...]:
     """Return the UUID of the device that CUDA_VISIBLE_DEVICES names by index, UUID, or the beginning of a UUID.
 
-    A GPU that is cut into MIG slices stands for all of them. A name that nvidia-smi does not know stands for itself.
+    For a GPU with MIG slices it returns all slices, for a name that nvidia-smi does not list the name itself.
     """
     for each in listed:
         if gpu == each.index or (gpu.startswith("GPU-") and each.uuid.startswith(gpu)):
@@ -165,7 +164,7 @@ def devices_of(gpu: str, listed: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def user_name(uid: int) -> str:
-    """Name a user of this host."""
+    """Return the name of a user of this host, or `uid 1000`."""
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
@@ -190,14 +189,14 @@ def _bind_all(kind: str, keys: Iterable[str], run: str) -> Lease | None:
 
 
 def _read_marks(kind: str) -> dict[str, Holder]:
-    """Read which keys are taken, and by whom; none where the kernel does not tell."""
+    """Read which keys are taken, and by which run; none if the kernel does not list sockets."""
     marks: dict[str, Holder] = {}
     try:
         lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return marks
     for line in lines:
-        # Any user may bind any name, with ends of lines in it and numbers that are none.
+        # Any user may bind any name, also one with line ends or invalid numbers.
         *_, name = line.split(maxsplit=7) or [""]
         if mark := re.fullmatch(rf"@{kind}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
             if mark[3]:
@@ -212,23 +211,23 @@ def _key(device: str) -> str:
 
 
 def _processes(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Say in words which processes compute on each GPU (by UUID), whoever started them."""
+    """List the processes of all users that compute on each GPU: UUID -> texts for people."""
     found: dict[str, list[str]] = {}
     listing = ask_nvidia_smi(environ, "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
     for line in listing.splitlines():
         uuid, comma, pid = (part.strip() for part in line.partition(","))
-        if comma and (words := _spell_process(pid)):
-            found.setdefault(uuid, []).append(words)
+        if comma and (user := _spell_process(pid)):
+            found.setdefault(uuid, []).append(user)
     return found
 
 
 def _spell_process(pid: str) -> str:
-    """Name a process and its user; empty for one that only computes for others."""
+    """Name a process and its user; empty for one in `_NO_HOLDER`."""
     if not pid.isdigit():
-        return "a process that cannot be seen from here"  # nvidia-smi says why in brackets
+        return "a process that cannot be seen from here"  # nvidia-smi gives the reason in brackets
     process = Path("/proc", pid)
     with contextlib.suppress(OSError):
         if (process / "comm").read_text(errors="replace").strip() in _NO_HOLDER:
             return ""
         return f"pid {pid} of {user_name(process.stat().st_uid)}"
-    return f"pid {pid}"  # of another PID namespace, or gone this moment
+    return f"pid {pid}"  # it is in another PID namespace, or has just ended

@@ -1,6 +1,6 @@
-"""The process table of this machine: who runs, since when, for whom, and with which environment.
+"""The process table of this machine: each process with its parent, start time, user and environment.
 
-Linux tells it in /proc, which needs no package. Elsewhere psutil is asked; it is imported only there.
+On Linux it reads /proc, which needs no package. Elsewhere it uses psutil, which is imported only there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CPU_FIELDS, _IO_WORDS = 13, 4
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, told from any later one of the same pid by when it began."""
+    """One process; its start time tells it apart from a later one with the same pid."""
 
     pid: int
     parent: int
@@ -30,7 +30,7 @@ class Process:
     zombie: bool
 
     def alive(self) -> bool:
-        """Say whether it still runs."""
+        """Return whether it still runs."""
         try:
             now = read_process(self.pid)
         except ProcessLookupError:
@@ -38,11 +38,11 @@ class Process:
         return now.started == self.started and not now.zombie
 
     def send_signal(self, number: int) -> bool:
-        """Signal exactly this process, not one that was given its pid meanwhile; say whether the signal was sent."""
+        """Signal this process, never a later one with its pid; return whether the signal was sent."""
         try:
             handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
             try:
-                if not self.alive():  # the handle may be a successor's
+                if not self.alive():  # the handle may belong to a later process
                     return False
                 if handle is None:
                     os.kill(self.pid, number)
@@ -57,14 +57,14 @@ class Process:
 
 
 def read_process(pid: int) -> Process:
-    """Look one process up.
+    """Read one process.
 
-    Raises: ProcessLookupError: there is none of that pid.
+    Raises: ProcessLookupError: no process has that pid.
     """
     if not _LINUX:
         return _ask_psutil(pid)
     try:
-        # The name, in brackets, may hold anything; what follows the last bracket is state, ppid, ... start (field 22).
+        # The name, in brackets, may contain anything; after the last bracket come state, ppid, ... start (field 22).
         state, parent, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except FileNotFoundError as error:
         raise ProcessLookupError(error.errno, "no such process", str(pid)) from error
@@ -73,7 +73,7 @@ def read_process(pid: int) -> Process:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a signal (SIGSTOP, SIGTSTP) has stopped a process; False when that cannot be told."""
+    """Return whether a signal (SIGSTOP, SIGTSTP) has stopped a process; False if that cannot be found out."""
     return read_state(pid) == "T"
 
 
@@ -104,15 +104,15 @@ def read_usage(pid: int) -> tuple[float, int]:
 
 
 def read_age_s() -> float:
-    """Read how long ago this process was started."""
+    """Return the seconds since this process was started."""
     started = read_process(os.getpid()).started
     return (time.clock_gettime(time.CLOCK_BOOTTIME) if _LINUX else time.time()) - started
 
 
 def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> list[Process]:
-    """Find the live processes of a user that were started with a variable whose value is wanted.
+    """Find the live processes of a user that were started with a variable whose value is `wanted`.
 
-    One pass over the table; a process that is just being forked, or is between two programs, can be missed by it.
+    It is one pass over the process table, which can miss a process during its fork or exec.
     """
     found = []
     for pid in list_pids():
@@ -120,7 +120,7 @@ def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> 
             continue
         try:
             process = read_process(pid)
-            # Whose environment was read may be gone by now, and its pid somebody else's.
+            # The process may have ended since, and its pid may belong to another one: check again.
             if not process.zombie and read_owner(pid) == uid and _carries(pid, variable, wanted):
                 found.append(process)
         except (OSError, ValueError):
@@ -129,10 +129,9 @@ def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> 
 
 
 def find_descendants(ancestors: Collection[int]) -> dict[int, Process]:
-    """Find the live children of these processes, their children, and so on: pid -> process."""
-    everybody = _read_all()
+    """Find the live descendants of these processes: pid -> process."""
     children: dict[int, list[Process]] = {}
-    for process in everybody:
+    for process in _read_all():
         children.setdefault(process.parent, []).append(process)
     found: dict[int, Process] = {}
     todo = [child for pid in ancestors for child in children.get(pid, ())]
@@ -152,9 +151,9 @@ def list_pids() -> list[int]:
 
 
 def read_owner(pid: int) -> int:
-    """Read whose process it is: the real user id.
+    """Read the real user id of a process.
 
-    Raises: ProcessLookupError: there is none of that pid.
+    Raises: ProcessLookupError: no process has that pid.
     """
     if not _LINUX:
         return _ask_psutil_for(pid, "uids").real  # type: ignore[no-any-return]
@@ -166,7 +165,7 @@ def read_owner(pid: int) -> int:
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """Read the environment that a process was started with; empty when it is gone, or may not be looked at."""
+    """Read the environment that a process was started with; empty if it has ended or may not be read."""
     if not _LINUX:
         return _environment_by_psutil(pid)
     entries = (entry.partition(b"=") for entry in _read_or_nothing(f"/proc/{pid}/environ").split(b"\0"))
@@ -174,7 +173,7 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def read_command(pid: int) -> list[str]:
-    """Read the command line of a process; empty when it is gone."""
+    """Read the command line of a process; empty if it has ended."""
     if not _LINUX:
         try:
             return list(_ask_psutil_for(pid, "cmdline"))
@@ -184,11 +183,11 @@ def read_command(pid: int) -> list[str]:
 
 
 def _may_be_owned_by(uid: int, pid: int) -> bool:
-    """Rule out most of the table at the price of one call; the real owner is read of those that are left."""
+    """Exclude most processes with one call; the real owner is read only for the others."""
     if not _LINUX:
         return True
     try:
-        # A process that must not be traced belongs to root in /proc, whoever runs it.
+        # In /proc a process that must not be traced belongs to root, whatever its user.
         return os.stat(f"/proc/{pid}").st_uid in (uid, _ROOT)
     except OSError:
         return False
@@ -219,7 +218,7 @@ def _read_or_nothing(path: str) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    """Read a file of /proc with as few calls as it takes: a sweep reads hundreds, several times a second."""
+    """Read a file of /proc with as few calls as possible: a cleanup reads hundreds, several times a second."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = chunk = os.read(descriptor, _CHUNK)

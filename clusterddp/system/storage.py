@@ -1,4 +1,4 @@
-"""The storage that a directory is on: whether other machines see it, and how long a process waits while it is away."""
+"""The storage of a directory: whether other machines share it, and how long a process retries during an outage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterddp.system.timeouts import HOST_SILENCE_S
 _T = TypeVar("_T")
 _RETRY_S = 0.25
 _REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EEXIST})
-"""Answers of a file system that is there. Anything else that a run's own files meet is an outage: ENOENT, ESTALE, EIO,
+"""Errors of a file system that works. For a run's own files any other error is an outage: ENOENT, ESTALE, EIO,
 ENOTCONN, ETIMEDOUT."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "devpts", "proc", "sysfs", "hugetlbfs", "mqueue", "cgroup2"})
 _SHARED = frozenset(
@@ -29,19 +29,19 @@ _SHARED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """Where a directory lies."""
+    """The file system of a directory."""
 
     point: str
     kind: str
 
     @property
     def shared(self) -> bool:
-        """True where machines share the file system; False says nothing: a server sees its own disk as local."""
+        """True if machines share the file system; False is not certain, since a server sees its own disk as local."""
         return self.kind in _SHARED or self.kind.startswith("fuse.")
 
     @property
     def in_memory(self) -> bool:
-        """It is gone when the machine is, and no other machine sees it."""
+        """True if it is lost when the machine stops, and no other machine sees it."""
         return self.kind in _IN_MEMORY
 
 
@@ -50,17 +50,17 @@ class _Wait:
 
 
 def set_storage_timeout(host_silence_s: float | None) -> None:
-    """Set how long this process waits for storage that is away: as long as the run that it serves waits for hosts."""
+    """Set how long this process retries during an outage of storage: `host_silence_s` of its run."""
     _Wait.timeout_s = HOST_SILENCE_S if host_silence_s is None else host_silence_s
 
 
 def storage_timeout_s() -> float:
-    """Return how long this process waits for storage that is away: a server that restarts, a mount that comes back."""
+    """Return how long this process retries during an outage of storage, such as the restart of a file server."""
     return _Wait.timeout_s
 
 
 def is_outage(error: Exception) -> bool:
-    """Say whether an error about a file that was there means that its storage is away for now."""
+    """Return whether an error about an existing file means an outage of its storage."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
@@ -68,9 +68,9 @@ def is_outage(error: Exception) -> bool:
 
 
 def retry_outage(action: Callable[[], _T], timeout_s: float | None = None) -> _T:
-    """Do something with the files of a run; while their storage is away, try again, as long as `storage_timeout_s`.
+    """Call `action`, which uses the files of a run; retry during an outage, by default for `storage_timeout_s`.
 
-    Raises: ClusterddpError, OSError: what the last try did.
+    Raises: ClusterddpError, OSError: the error of the last try.
     """
     deadline = time.monotonic() + (_Wait.timeout_s if timeout_s is None else timeout_s)
     while True:
@@ -83,7 +83,7 @@ def retry_outage(action: Callable[[], _T], timeout_s: float | None = None) -> _T
 
 
 def check_shared(directory: Path, what: str, hint: str) -> tuple[str, ...]:
-    """Return notes about a directory that the nodes of a job have to see.
+    """Return notes about a directory that all nodes of a job must share.
 
     Raises: UsageError: it is in the memory of this machine.
     """
@@ -100,7 +100,7 @@ def check_shared(directory: Path, what: str, hint: str) -> tuple[str, ...]:
 
 
 def find_mount(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount | None:
-    """Find what is mounted where a directory lies, or will lie; None where that cannot be told."""
+    """Find the mount of a directory, which need not exist yet; None if it cannot be found out."""
     try:
         lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def find_mount(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> M
     for line in lines:
         before, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        # Of several mounts on one point the last one is seen.
+        # Of several mounts at one point the last one is visible.
         if place.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
             best = Mount(point=point, kind=after.split()[0])
     return best

@@ -1,4 +1,4 @@
-"""Where the texts that ship with clusterddp lie: in the wheel, or beside the package in a checkout."""
+"""The templates that are installed with clusterddp: in the wheel, or beside the package in a checkout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long others may be silent before they count as lost, where the spec does not say."""
+"""Default timeouts after which a host or a process counts as lost."""
 
 from __future__ import annotations
 
 HOST_SILENCE_S = 30.0
-"""network.host_silence: a spanning tree, a switch that restarts and a bond settle in that time."""
+"""network.host_silence: longer than a spanning tree, the restart of a switch or the failover of a bond takes."""
 HEARTBEAT_TIMEOUT_S = 60.0
-"""network.heartbeat_timeout: a process that waits for a file server, or is stopped for a while, survives."""
+"""network.heartbeat_timeout: longer than a process usually waits for a file server."""

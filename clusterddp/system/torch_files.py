@@ -1,4 +1,4 @@
-"""What the files of a package say without importing it: where it lies, and torch's version and CUDA."""
+"""Find a package and read torch's version and CUDA version from its files, without importing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VALUE = r"^{name}\b[^=\n]*=\s*'([^']+)'"
 
 
 def find_package(name: str) -> Path | None:
-    """Find the directory of a package; a half removed one, without its first file, is none."""
+    """Find the directory of a package; None if it is not installed, or was partly removed."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -20,11 +20,9 @@ def find_package(name: str) -> Path | None:
 
 
 def read_torch_values(torch: Path | None) -> dict[str, str]:
-    """Read from torch's directory what `torch.version` has for `__version__`, `cuda` and `hip`.
+    """Read `__version__`, `cuda` and `hip` of `torch.version` from torch's directory; a CPU build has only the first.
 
-    Neither `cuda` nor `hip`: a build for CPUs.
-
-    What cannot be read is left out. The version that pip knows may be less: 2.13.0 where this is 2.13.0+cu130.
+    Values that cannot be read are left out. The version of pip may be shorter: 2.13.0 in place of 2.13.0+cu130.
     """
     if torch is None:
         return {}

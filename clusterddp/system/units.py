@@ -1,4 +1,4 @@
-"""How numbers with a unit are written for people."""
+"""Write numbers with their units for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Write how many there are: `1 rank`, `8 ranks`, `2 processes`, `0 directories`."""
+    """Write a number with its noun: `1 rank`, `8 ranks`, `2 processes`, `0 directories`."""
     if count == 1:
         return f"1 {noun}"
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"

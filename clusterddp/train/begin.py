@@ -164,7 +164,7 @@ def build_exchange(
 ) -> Exchange:
     """Make the exchange of mode `comm` (exact, bf16, powersgd:R, local:H); rank 0's weights replace those of all ranks.
 
-    The docstring of each class says what it costs; docs/trainer.md, when it pays.
+    The docstring of each class has its cost; docs/trainer.md explains when to use it.
     """
     if group.world_size == 1:
         return Exchange(model, group)

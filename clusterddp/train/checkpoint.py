@@ -4,7 +4,8 @@ A generation is `step-00000123-a0.pt` (step, attempt) and a manifest of the same
 after it; without the manifest, with its sum, there is no checkpoint. No file is ever overwritten: an attempt that was
 cut off and still writes, late, cannot change its successor's files.
 
-A thread of rank 0 writes while training goes on; what it writes is a copy.
+A thread of rank 0 writes while training goes on; what it writes is a copy. torch is imported when a state is pickled or
+unpickled, so that a script that has not imported it can read manifests.
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.system.files import write_bytes
 from clusterddp.system.storage import retry_outage
-from clusterddp.train.host_copy import cut_apart
 from clusterddp.wire import read_object
 
 _WAIT_AFTER_ERROR_S = 10.0
@@ -43,9 +41,10 @@ class Manifest:
     sha256: str
     bytes: int
     attempt: int
-    epoch: int
+    epoch: int | None
+    """None, as `samples`: a script has written it."""
     step: int
-    samples: int
+    samples: int | None
     created: float
 
     @property
@@ -122,17 +121,25 @@ def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
     Raises: ClusterddpError: a later attempt of the run has begun; or the file system refuses, and then the
     checkpoints that were there are untouched.
     """
+    import torch
+
+    from clusterddp.train.host_copy import cut_apart
+
     buffer = io.BytesIO()
     torch.save(cut_apart(state), buffer)
-    return commit(store, buffer.getbuffer(), epoch=state["epoch"], step=state["step"], samples=state["samples"])
+    return commit(
+        store, buffer.getbuffer(), step=state["step"], epoch=_whole(state, "epoch"), samples=_whole(state, "samples")
+    )
 
 
-def commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, samples: int) -> Manifest:
+def commit(
+    store: Store, data: bytes | memoryview, *, step: int, epoch: int | None = None, samples: int | None = None
+) -> Manifest:
     """Write `data` durably, then its manifest; wait while the storage is away. See `write_checkpoint`."""
-    return retry_outage(lambda: _commit(store, data, epoch=epoch, step=step, samples=samples))
+    return retry_outage(lambda: _commit(store, data, step=step, epoch=epoch, samples=samples))
 
 
-def _commit(store: Store, data: bytes | memoryview, *, epoch: int, step: int, samples: int) -> Manifest:
+def _commit(store: Store, data: bytes | memoryview, *, step: int, epoch: int | None, samples: int | None) -> Manifest:
     name = f"step-{step:08d}-a{store.attempt}"
     path = store.directory / f"{name}.pt"
     with contextlib.suppress(OSError, ClusterddpError):
@@ -167,13 +174,24 @@ def read_newest(store: Store, report: Callable[[str], None]) -> tuple[Manifest, 
     Raises: OSError: the run's storage is away, which is not the same as no checkpoint.
     """
     retry_outage(store.run.attempts)
-    for path in sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True):
+    for path in _manifests(store):
         try:
             manifest = _read_manifest(path)
             return manifest, read_verified(store.directory, manifest)
         except (OSError, ClusterddpError) as error:
             report(f"the checkpoint {path.name} is not valid and is passed over: {error}")
     return None
+
+
+def newest_manifest(store: Store) -> Manifest | None:
+    """Read the newest manifest of an earlier attempt whose data has its size; their sums are not checked."""
+    earlier = (path for path in _manifests(store) if _name_age(path)[0] < store.attempt)
+    return next((_read_manifest(path) for path in earlier if _data_fits(path)), None)
+
+
+def newest_attempt(store: Store) -> int | None:
+    """Return the latest attempt that has left a manifest; None when there is none."""
+    return max((_name_age(path)[0] for path in _manifests(store)), default=None)
 
 
 def read_verified(directory: Path, manifest: Manifest) -> bytes:
@@ -183,16 +201,24 @@ def read_verified(directory: Path, manifest: Manifest) -> bytes:
     """
     data = (directory / manifest.file).read_bytes()
     if len(data) != manifest.bytes:
-        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest says {manifest.bytes:,}")
+        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest has {manifest.bytes:,}")
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise ClusterddpError(f"{manifest.file} is damaged: its sha256 is not the manifest's")
     return data
 
 
-def decode(data: bytes) -> dict[str, Any]:
+def decode(data: bytes, map_location: Any = "cpu") -> dict[str, Any]:
     """Unpickle a checkpoint's verified bytes; only tensors and plain values are accepted."""
-    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    import torch
+
+    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     return state
+
+
+def _whole(state: dict[str, Any], key: str) -> int | None:
+    """Return a number of the trainer's state; a script may have put anything there."""
+    value = state.get(key)
+    return value if isinstance(value, int) else None
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:
@@ -225,13 +251,18 @@ def _prune(store: Store) -> None:
     manifest is removed before its data, so a crash in between leaves no manifest without data.
     """
     refuse_if_stale(store.run, store.attempt)
-    manifests = sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True)
+    manifests = _manifests(store)
     kept = {path.stem for path in [path for path in manifests if _data_fits(path)][: store.keep]}
     rest = [path for path in store.directory.iterdir() if path not in manifests]
     for path in (*manifests, *rest):
         match = _GENERATION.match(path.name.lstrip("."))
         if match and match.group() not in kept and int(match["attempt"]) <= store.attempt:
             path.unlink(missing_ok=True)
+
+
+def _manifests(store: Store) -> list[Path]:
+    """List the manifests, newest first."""
+    return sorted(store.directory.glob("step-*.json"), key=_name_age, reverse=True)
 
 
 def _data_fits(path: Path) -> bool:
@@ -244,6 +275,6 @@ def _data_fits(path: Path) -> bool:
 
 
 def _name_age(path: Path) -> tuple[int, int]:
-    """Order by (attempt, step), from the name alone, so that damage inside changes no order."""
+    """Order by (attempt, step), from the name only, so that a damaged file changes no order."""
     match = re.fullmatch(r"step-(\d+)-a(\d+)", path.stem)
     return (int(match[2]), int(match[1])) if match else (-1, -1)

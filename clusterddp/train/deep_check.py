@@ -37,6 +37,7 @@ from clusterddp.facts.deep_check import (
     Training,
 )
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.run.assignment import Assignment
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
@@ -45,7 +46,7 @@ from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
-from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState
@@ -73,12 +74,12 @@ def main(environ: Mapping[str, str], arguments: list[str]) -> None:
     group = join_group(variables)
     probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=variables.backend, device=str(group.device)))
     if "hang" in arguments:
-        wait_for_ever(group, probe)
+        hang(group, probe)
     probe.group = group
     if group.world_size > 1:
         probe("all_reduce", lambda: time_reductions(group))
     if group.device.type == "cuda" and variables.local_rank == 0:
-        probe.alone("peers", measure_peers)
+        probe.on_this_rank("peers", measure_peers)
     spec = _spec(assignment, group)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     if spec.compile != "never":
@@ -96,12 +97,12 @@ class Probe:
         """If set, all ranks agree on whether a probe succeeded, so that they continue alike."""
 
     def __call__(self, name: str, measure: Callable[[], Any]) -> None:
-        worked = self.alone(name, measure)
+        worked = self.on_this_rank(name, measure)
         if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
             self._print(name, error="failed on another rank")
 
-    def alone(self, name: str, measure: Callable[[], Any]) -> bool:
-        """Run a probe of this rank alone; False: it failed."""
+    def on_this_rank(self, name: str, measure: Callable[[], Any]) -> bool:
+        """Run a probe on this rank only; False: it failed."""
         try:
             self._print(name, found=measure())
         except Exception as error:
@@ -217,7 +218,7 @@ def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> T
         )
 
 
-def wait_for_ever(group: Group, probe: Probe) -> None:
+def hang(group: Group, probe: Probe) -> None:
     """Let all ranks but the first enter an all-reduce that the first one never comes to."""
     probe("hang", lambda: Hang(waits=not group.is_first))
     if not group.is_first:

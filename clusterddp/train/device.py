@@ -98,8 +98,8 @@ def _no_gpu(variables: RankVariables) -> ClusterddpError:
     driver = read_driver(os.environ)
     if driver is None:
         return ClusterddpError(f"{wants} finds none: nvidia-smi shows no driver on this host", hint=cpu)
-    trouble = explain_old_driver(str(torch.version.cuda), driver)
-    if trouble is None:
+    outdated = explain_old_driver(str(torch.version.cuda), driver)
+    if outdated is None:
         return ClusterddpError(f"{wants} finds none: {build}, driver {driver}", hint=f"nvidia-smi -L there; {cpu}")
-    found, fix = trouble
+    found, fix = outdated
     return ClusterddpError(f"{wants} finds none: {build} is for CUDA {torch.version.cuda}, {found}", hint=fix)

@@ -119,16 +119,7 @@ def evaluate(
                 with slot():
                     _count(answer, _images(dataset, indices), dataset.test_labels[indices], counts, loss_sum, tta=tta)
     model.train()
-    correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
-    if total != num_samples:
-        raise ClusterddpError(f"evaluation counted {total:,} samples of {num_samples:,}: the ranks' shards do not fit")
-    return Evaluation(
-        step=step,
-        correct=correct,
-        samples=total,
-        loss=sum_over_ranks(loss_sum, group).item() / total,
-        correct_tta=None if tta == "none" else correct_tta,
-    )
+    return _sum_up(counts, loss_sum, group, step=step, num_samples=num_samples, tta=tta)
 
 
 def mean_logits(answer: Callable[[Tensor], Tensor], images: Tensor, plain: Tensor, *, tta: str) -> Tensor:
@@ -170,6 +161,20 @@ def _count(
     loss_sum += cross_entropy(logits, labels, reduction="sum")
     if tta != "none":
         counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
+
+
+def _sum_up(counts: Tensor, loss_sum: Tensor, group: Group, *, step: int, num_samples: int, tta: str) -> Evaluation:
+    """Add up what all ranks have counted."""
+    correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
+    if total != num_samples:
+        raise ClusterddpError(f"evaluation counted {total:,} samples of {num_samples:,}: the ranks' shards do not fit")
+    return Evaluation(
+        step=step,
+        correct=correct,
+        samples=total,
+        loss=sum_over_ranks(loss_sum, group).item() / total,
+        correct_tta=None if tta == "none" else correct_tta,
+    )
 
 
 def _images(dataset: Dataset, indices: Tensor) -> Tensor:

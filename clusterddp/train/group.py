@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-# Whoever imports this while there is a group, as torch.optim does by torch._dynamo, keeps that group for good, as the
-# default of an argument: its threads outlive it, and may abort the process while Python ends (torch 2.13).
+# Imported here, before there is a group: an import while there is one (torch.optim does it by torch._dynamo) keeps the
+# group for good, as the default of an argument; its threads may then abort the process while Python ends (torch 2.13).
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
@@ -76,6 +76,15 @@ def join_group(variables: RankVariables) -> Group:
     assert control is not None
     here = variables.on_one_host
     return Group(rank=variables.rank, world_size=variables.world_size, device=device, on_one_host=here, control=control)
+
+
+def take_group() -> Group:
+    """Make a `Group` of the process group that a script has joined; every rank calls this at the same point."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group(rank=0, world_size=1, device=torch.device("cpu"))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if world_size > 1 else None
+    return Group(rank=rank, world_size=world_size, device=torch.device("cpu"), control=control)
 
 
 def leave_group(group: Group) -> None:
@@ -217,18 +226,44 @@ def broadcast_bytes(data: bytes | None, group: Group) -> bytes | None:
     return bytes(content)
 
 
-class StopAgreement:
-    """Makes all ranks stop at the same step, without a step that waits for the agreement.
+class LateMaximum:
+    """Finds the largest of the ranks' numbers, without a step that waits for it.
 
-    `requested` asks this rank's own sources. Its answer is all-reduced during a step's computation and read one step
-    later, so that no rank waits for a round trip.
+    The all-reduce that `begin` starts runs during a step's computation; `take` reads it one step later, so that no rank
+    waits for a round trip. Every rank must call both equally often.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._number = torch.zeros(1, dtype=torch.int32)
+        self._pending: dist.Work | None = None
+
+    def begin(self, own: int) -> None:
+        self._number[0] = own
+        self._pending = dist.all_reduce(self._number, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True)
+
+    def take(self, timeout: timedelta = timedelta()) -> int | None:
+        """Wait for the all-reduce that is under way and return its result; None when none is.
+
+        `timeout`: 0 for the group's own.
+        """
+        if self._pending is None:
+            return None
+        self._pending.wait(timeout)
+        self._pending = None
+        return int(self._number.item())
+
+
+class StopAgreement:
+    """Makes all ranks stop at the same step, at most one step after a rank has seen the request.
+
+    `requested` asks this rank's own sources.
     """
 
     def __init__(self, requested: Callable[[], bool], group: Group) -> None:
         self._requested = requested
         self._group = group
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._pending: dist.Work | None = None
+        self._late = LateMaximum(group)
         self.stopping = False
         """True once all ranks have received the request to stop."""
 
@@ -239,8 +274,7 @@ class StopAgreement:
             return self.stopping
         self.settle()
         if not self.stopping:
-            self._flag[0] = self._requested()
-            self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True)
+            self._late.begin(self._requested())
         return self.stopping
 
     def agreed_now(self) -> bool:
@@ -251,7 +285,6 @@ class StopAgreement:
 
     def settle(self) -> None:
         """Wait for the all-reduce that is under way, if one is."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            self.stopping = bool(self._flag.item())
+        found = self._late.take()
+        if found is not None:
+            self.stopping = bool(found)

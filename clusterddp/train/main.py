@@ -1,7 +1,7 @@
 """The built-in trainer as a rank's program: join the group, build, train, leave.
 
-Started once per rank with torchrun's variables and CLUSTERDDP_RUN_DIR, whose plan.json holds the spec; alone it needs
-no more than CLUSTERDDP_RUN_DIR.
+Started once per rank with torchrun's variables and CLUSTERDDP_RUN_DIR, whose plan.json holds the spec; a single rank
+needs only CLUSTERDDP_RUN_DIR.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import os
 import random
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
+from clusterddp.run.assignment import Assignment
+from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
 from clusterddp.system.files import read_json
 from clusterddp.system.processes import read_age_s
@@ -33,31 +32,6 @@ from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter, describe_end
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """The run and the attempt that this process belongs to, and the file that requests a stop."""
-
-    run: RunDir
-    attempt: AttemptDir
-    stop_file: Path
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Assignment:
-        """Read the variables.
-
-        Raises: ClusterddpError: no run is named.
-        """
-        try:
-            run = RunDir(Path(environ["CLUSTERDDP_RUN_DIR"]))
-        except KeyError as error:
-            raise ClusterddpError(
-                "CLUSTERDDP_RUN_DIR is not set", hint="clusterddp submit starts the trainer"
-            ) from error
-        attempt = run.attempt(int(environ.get("CLUSTERDDP_ATTEMPT", "0")))
-        stop_file = environ.get("CLUSTERDDP_STOP_FILE")
-        return cls(run=run, attempt=attempt, stop_file=Path(stop_file) if stop_file else attempt.stop_file)
 
 
 def main(environ: Mapping[str, str]) -> None:

@@ -63,7 +63,7 @@ class Schedule:
 def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Schedule:
     """Count the steps of the run and scale its learning rate with the global batch (Goyal et al. 2017), if asked to.
 
-    A rank that steps with its own batch alone has the gradient's noise in full, where the mean over N ranks has it
+    A rank that steps with its own batch only has the gradient's noise in full, where the mean over N ranks has it
     1 / sqrt(N) as large. Unless the spec settles the scaling itself it takes that share of the rate: then the noise
     moves it no further in a step. Source: docs/benchmarks.md, "The same loss?".
     Raises: ClusterddpError: the train set is smaller than one step.

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.assignment import Assignment
 from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
@@ -32,7 +33,7 @@ from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
-from clusterddp.train.main import Assignment, read_plan, set_up_torch
+from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256

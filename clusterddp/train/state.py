@@ -203,7 +203,7 @@ def _mean_model(model: nn.Module, state: TrainState, group: Group) -> dict[str, 
 
 
 def _tensors(model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
-    """Return the model's tensors, or its buffers alone."""
+    """Return the model's tensors, or only its buffers."""
     return dict(model.state_dict() if whole else model.named_buffers())
 
 

@@ -1,4 +1,4 @@
-"""Fit a line with DistributedDataParallel: a script that runs under clusterddp, under torchrun, and alone."""
+"""Fit a line with DistributedDataParallel: a script that runs under clusterddp, under torchrun, and by itself."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def main() -> None:
 
 
 def fit(steps: int, lr: float) -> None:
-    """Fit it; jobs/function_entry.yaml calls this."""
-    for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        os.environ.setdefault(name, alone)
+    """Fit the line; jobs/function_entry.yaml calls this."""
+    for name, default in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, default)
     dist.init_process_group(os.environ.get("CLUSTERDDP_BACKEND", "gloo"))
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else "cpu"
@@ -46,7 +46,7 @@ def fit(steps: int, lr: float) -> None:
 
 
 def all_agree_to_stop(device: torch.device | str) -> bool:
-    """Say whether any rank was asked to stop; all ranks get the same answer, so all leave after the same step."""
+    """Return whether any rank was asked to stop; all ranks get the same answer, so all stop after the same step."""
     stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
     asked = torch.tensor(float(stop_file is not None and Path(stop_file).exists()), device=device)
     dist.all_reduce(asked, op=dist.ReduceOp.MAX)

@@ -105,7 +105,7 @@ def mirrored(root: Path) -> Target:
     from clusterddp.results.checkpoints import download_large
     from clusterddp.results.download import download_records
     from clusterddp.results.host_run import HostRun, Wants, newest_attempt
-    from clusterddp.results.reports import report_of, write_news
+    from clusterddp.results.reports import report_of, update_reports
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -151,7 +151,7 @@ def mirrored(root: Path) -> Target:
         host_run = host_run.wanting_from(newest_attempt(run, told["files"] or {}))
         records = download_records(session, host_run, told["files"] or {})
         if records.problem is None:
-            write_news(run, [report_of(host_run, told, told["files"] or {})])
+            update_reports(run, [report_of(host_run, told, told["files"] or {})])
             download_large(session, host_run, told["files"] or {}, lambda text: None)
         read_status(run)
 

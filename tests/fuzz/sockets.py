@@ -99,7 +99,7 @@ def _ranks() -> Iterator[Target]:
     from clusterddp.network.socket_links import faster_networks, names_in
     from clusterddp.ranks.launched import Launched
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.rank_client import _await_verdict
+    from clusterddp.rendezvous.rank_client import _await_decision
     from clusterddp.rendezvous.rank_messages import RANKS, introduce_rank
     from clusterddp.rendezvous.rank_server import RankServer
     from clusterddp.submission.worker.place import Decided, nodes_of
@@ -111,7 +111,7 @@ def _ranks() -> Iterator[Target]:
     def read_hello(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = RankServer(listener, launched, own, deadline=1e9, key="k")
-            server._members.server._strangers.append(connection_with(data, RANKS, "server"))
+            server._participants.server._unauthenticated.append(connection_with(data, RANKS, "server"))
             try:
                 for member in server.take_turn(0.0):
                     server._admit(member)
@@ -122,7 +122,7 @@ def _ranks() -> Iterator[Target]:
 
     def read_decided(what: Any, data: bytes, rng: random.Random) -> None:
         connection = connection_with(b'{"kind": "complete"}\n' + data, RANKS, "client")
-        verdict = _await_verdict(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
+        verdict = _await_decision(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
         if isinstance(verdict, dict):
             names_in(Decided.from_json(verdict, world_size=4).networks, read_links())
 
@@ -143,7 +143,7 @@ def _ranks() -> Iterator[Target]:
 
 def _joining() -> Iterator[Target]:
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.server import Members
+    from clusterddp.rendezvous.server import Participants
     from clusterddp.submission.join.client import JoinClient
     from clusterddp.submission.join.messages import JOIN
     from clusterddp.submission.join.server import JoinServer
@@ -151,15 +151,15 @@ def _joining() -> Iterator[Target]:
     facts: dict[str, str | None] = {"clusterddp": "1", "torch": "2", "Python": "3.12"}
 
     def join_client() -> JoinClient:
-        return JoinClient(hosts=("a", "b"), node_rank=1, port=1, key="k", tell=lambda text: None)
+        return JoinClient(hosts=("a", "b"), node_rank=1, port=1, key="k", report=lambda text: None)
 
     def read_member(what: Any, data: bytes, rng: random.Random) -> None:
-        here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, tell=lambda text: None)
+        here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, report=lambda text: None)
         with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
-            here.members = Members(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
-            here.members.server._strangers.append(connection_with(data, JOIN, "server"))
-            here.take_turn(here.members, 0.0)
-            here.take_turn(here.members, 0.0)
+            here.clients = Participants(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
+            here.clients.server._unauthenticated.append(connection_with(data, JOIN, "server"))
+            here.take_turn(here.clients, 0.0)
+            here.take_turn(here.clients, 0.0)
 
     who = {"kind": "join", "node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}}
     yield Target(name="a machine that joins", examples=[Example(value=who)], read=read_member)

@@ -15,7 +15,7 @@ from tests.support.paths import JOBS
 
 def printed_by_slurm() -> Iterator[Target]:
     from clusterddp.network.hostlist import expand
-    from clusterddp.slurm import arrays, cluster, control, explain, jobs, partitions, queue, starter, time_left
+    from clusterddp.slurm import cluster, control, explain, first_spec, jobs, partitions, queue
 
     tag = "0" * 20
     stamps = ("2026-11-24T20:00:00", "N/A", "2026-11-25T20:00:00")
@@ -37,10 +37,10 @@ def printed_by_slurm() -> Iterator[Target]:
     sinfo = partitions.SEPARATOR.join(("gpu", "4", "64", "256000", "mix*", "gpu:a100:4(S:0-1),mps:400"))
     association = "c|a||normal|100|2-00:00:00"
     readers: dict[str, Callable[[str], object]] = {
-        "scontrol show job": lambda text: (control.read_job(text), time_left.read_time_left_s(text)),
+        "scontrol show job": lambda text: (control.read_job(text), control.read_time_left_s(text)),
         "scontrol show config": lambda text: (
-            arrays.array_limits(text),
-            time_left.read_kill_wait_s(text),
+            cluster.array_limits(text),
+            control.read_kill_wait_s(text),
             cluster.describe_cluster(cluster.parse_config(text), user=cluster.User(name="a")).version_number,
         ),
     }
@@ -56,10 +56,10 @@ def printed_by_slurm() -> Iterator[Target]:
         found = partitions.parse_partitions(text if what == "partitions" else partition, groups)
         known = partitions.parse_associations(text if what == "associations" else association, cluster=None)
         facts = cluster.describe_cluster({}, user=cluster.User(name="a"), partitions=found, associations=known)
-        chosen = starter.choose_partition(facts)
+        chosen = first_spec.choose_partition(facts)
         if chosen is not None:
-            starter.fill_in(facts, chosen)
-        list(starter.consequences(facts, chosen))
+            first_spec.fill_in(facts, chosen)
+        list(first_spec.consequences(facts, chosen))
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
         text = data.decode(errors="replace")
@@ -115,7 +115,7 @@ def printed_by_ranks() -> Target:
 
 def printed_by_ssh(root: Path) -> Iterator[Target]:
     from clusterddp.ranks.launched import find_place
-    from clusterddp.ssh.keys import _parse
+    from clusterddp.ssh.known_hosts import _parse
 
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000000"
     known = (

@@ -120,7 +120,7 @@ class Hosts:
 
     def sync(self, *runs: RunDir) -> Synchroniser:
         return Synchroniser(
-            runs or [self.run], os.environ, say=self.said.append, interval_s=0.0, open_session=self.open
+            runs or [self.run], os.environ, report=self.said.append, interval_s=0.0, open_session=self.open
         )
 
     def look(self) -> None:

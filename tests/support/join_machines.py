@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.rack import Rack

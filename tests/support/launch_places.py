@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import re
@@ -182,8 +183,9 @@ def own_directory(places: Places) -> Path:
 
 def install_clusterddp(environment_dir: Path) -> None:
     """Do what pip would: put the package and the commands into the environment that the machines see."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "clusterddp", environment_dir / "lib" / VERSION / "site-packages/clusterddp", ignore=ignore)
+    package = environment_dir / "lib" / VERSION / "site-packages/clusterddp"
+    shutil.copytree(ROOT / "clusterddp", package)
+    compileall.compile_dir(package, quiet=1)  # the machines may not write there: each process would compile it
     for name, module in CONSOLE_SCRIPTS.items():
         command = environment_dir / "bin" / name
         command.write_text(f"#!{BARE}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")

@@ -141,7 +141,7 @@ ROWS = (
         key="trainer-file",
         title="the built-in trainer, meeting by a file",
         spec="network: {init: file}\n"
-        "train: {dataset: shapes, samples: 64, model: fastnet, batch_size: 8, max_steps: 1}",
+        "train: {dataset: shapes, samples: 64, model: fastnet, width: 0.125, batch_size: 8, max_steps: 1}",
         cells=(submitted()[0], submitted()[2]),
         none={"ssh": "as above", "bare": "as above, with `tcp`"},
         trains=True,
@@ -149,7 +149,8 @@ ROWS = (
     Row(
         key="trainer-tcp",
         title="the built-in trainer, meeting by `tcp://`",
-        spec="network: {init: tcp}\ntrain: {dataset: shapes, samples: 64, model: fastnet, batch_size: 8, max_steps: 1}",
+        spec="network: {init: tcp}\n"
+        "train: {dataset: shapes, samples: 64, model: fastnet, width: 0.125, batch_size: 8, max_steps: 1}",
         cells=(submitted()[1], bare(TORCHRUN)),
         none={"local": "as over ssh", "slurm": "as over ssh"},
         trains=True,

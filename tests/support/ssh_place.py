@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from tests.support.person import Person
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
@@ -51,7 +52,7 @@ class SshPlace(Person):
         deadline = time.monotonic() + PATIENCE * within_s
         while (status := self.status(run))["state"] not in states:
             assert time.monotonic() < deadline, status
-            time.sleep(0.2)
+            time.sleep(0.5)  # each question starts a Python
         return status
 
     def processes(self, host: str, token: str | None = None) -> list[HostProcess]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
 

@@ -1,4 +1,4 @@
-"""How a plan is shown before anything is done: `submit --dry-run`."""
+"""Show a plan as text or JSON, for `submit --dry-run`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _COMMAND_SHOWN = 78
 
 
 def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
-    """Return the plan as JSON data without the run's secret token, which only its processes may know.
+    """Return the plan as JSON data without the run's secret token.
 
-    `scheduler` is Slurm's answer to `sbatch --test-only`, for a plan that goes there.
+    `scheduler` is Slurm's answer to `sbatch --test-only`, for a plan for Slurm.
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
     if plan.ssh:
@@ -43,8 +43,8 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
     """Write the scheduler's answer to a plan."""
     if verdict is None:
         return []
-    word = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
-    text, colour = word[verdict.accepted]
+    answers = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
+    text, colour = answers[verdict.accepted]
     lines = ["", f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"]
     if verdict.accepted is False:
         from clusterddp.slurm.explain import advise_refusal
@@ -87,7 +87,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("master", f"{gang.master_addr or _master(plan)}, {port}"))
     train = plan.spec.get("train")
     if not train:
-        facts.append(("runs", entry_words(gang.entry)))
+        facts.append(("runs", entry_text(gang.entry)))
     else:
         batch = train["batch_size"] * gang.world_size * train["accumulate"]
         size = f" at {train['image_size']} pixels" if train.get("image_size") else ""
@@ -112,7 +112,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
-def entry_words(entry: Entry) -> str:
+def entry_text(entry: Entry) -> str:
     """Write what an entry runs: a command line, or a call."""
     if entry.kind == "function":
         named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
@@ -151,7 +151,7 @@ def _ranks(plan: Plan) -> str:
 def _code(plan: Plan) -> str:
     snapshot = plan.snapshot
     if not snapshot:
-        return "no snapshot" + (": it runs from where it lies" if plan.spec.get("entry") else "")
+        return "no snapshot" + (": it runs from its own place" if plan.spec.get("entry") else "")
     size = format_bytes(snapshot["bytes"])
     return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
 
@@ -194,7 +194,7 @@ def value_text(value: Any) -> str:
 
 
 def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
-    """Name what holds for all hosts."""
+    """Return the facts that are the same for all hosts."""
     data = [f"{format_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
     parts = " and ".join([*(["the code"] if with_code else []), *data])
     facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
@@ -219,7 +219,7 @@ def ssh_table(plan: Plan) -> list[str]:
 
 
 def ssh_lines(plan: Plan) -> list[str]:
-    """Write what is written and started on the hosts."""
+    """Write which files are made and which commands run on the hosts."""
     from clusterddp.planning.details import files_on_hosts
 
     assert plan.ssh is not None
@@ -249,7 +249,7 @@ def ssh_lines(plan: Plan) -> list[str]:
 
 
 def words(argv: Sequence[str]) -> str:
-    """Write a command as a shell takes it; a path from ~/ stays one."""
+    """Quote a command for a shell; a path from ~/ keeps it."""
     return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in argv)
 
 

@@ -1,4 +1,4 @@
-"""How the progress of a run is drawn while a command waits: a bar on a terminal, lines elsewhere."""
+"""Show the progress of a run while a command waits: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.terminal import Terminal, duration, say
-from clusterddp.cli.text.status import SAYS_IT_ALL, measures, progress_text
+from clusterddp.cli.text.status import WITHOUT_REASON, measures, progress_text
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
 
 _LINE_INTERVAL_S = 10.0
-"""How long no line is written where a line cannot be drawn again, unless something has changed."""
+"""How long no line is written without a change, where lines cannot be redrawn."""
 _WAITING_LINE_INTERVAL_S = 300.0
 """The same while the run waits in a queue, which may take days."""
 
@@ -35,14 +35,14 @@ def progress_lines(run: RunDir) -> Iterator[Show]:
     def show(view: RunView, progress: Progress | None) -> None:
         nonlocal said, said_at
         # A new epoch begins with a new accuracy: one line for both.
-        news = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
+        result = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
         waits = view.state.value in {"PENDING", "REQUEUED"}
-        facts = (view.state, view.attempt, view.reason if waits else news)
+        facts = (view.state, view.attempt, view.reason if waits else result)
         interval_s = _WAITING_LINE_INTERVAL_S if waits else _LINE_INTERVAL_S
         if view.finished or (facts == said and time.monotonic() - said_at < interval_s):
             return
         said, said_at = facts, time.monotonic()
-        reason = "" if view.state.value in SAYS_IT_ALL else printable(view.reason)
+        reason = "" if view.state.value in WITHOUT_REASON else printable(view.reason)
         text = progress_text(progress) if progress and not waits else reason
         say(f"{run.name} {view.state.value}  {text}".rstrip())
 

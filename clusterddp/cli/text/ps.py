@@ -1,4 +1,4 @@
-"""How runs and old directories on several machines are shown, to people and to scripts (ps and gc)."""
+"""Show runs and old directories on several machines as text and JSON (ps and gc)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import click
 
 from clusterddp.cli.terminal import duration, say, say_error, table
 from clusterddp.errors import SshError
-from clusterddp.look.clearing import answers
+from clusterddp.look.cleanup import answers
 from clusterddp.look.printable import printable
 from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.clearing import Clearing
+    from clusterddp.look.cleanup import Cleanup
     from clusterddp.run.leftovers import Ended, RunHere
     from clusterddp.run.stored import Storage, Stored
 
@@ -24,7 +24,7 @@ _KINDS = {"run": "run", "code": "snapshot of code", "package": "clusterddp", "re
 
 
 def process_lines(found: Mapping[str, list[RunHere] | SshError]) -> list[str]:
-    """Lay out the runs of each machine as one table; machines that could not be asked follow."""
+    """Lay out the runs of each machine as one table; machines that did not answer follow."""
     rows = [["HOST", "RUN", "STATE", "PROCESSES", "GPUS", "SINCE", "SUPERVISED BY"]]
     for host, runs in found.items():
         if isinstance(runs, SshError):
@@ -35,7 +35,7 @@ def process_lines(found: Mapping[str, list[RunHere] | SshError]) -> list[str]:
 
 
 def failure_lines(found: Mapping[str, Any]) -> list[str]:
-    """Write which machines could not be asked, and the fix."""
+    """Write which machines did not answer, and the fix."""
     lines = []
     for host, error in found.items():
         if isinstance(error, SshError):
@@ -57,7 +57,7 @@ def stored_lines(found: Mapping[str, Storage | SshError]) -> list[str]:
 
 
 def run_json(run: RunHere) -> dict[str, Any]:
-    """Describe a run on one machine for scripts; its token is a secret and not part of that."""
+    """Describe a run on one machine for scripts, without its token, which is a secret."""
     now = time.time()
     return {
         "run": run.run,
@@ -74,14 +74,14 @@ def run_json(run: RunHere) -> dict[str, Any]:
 
 
 def failure_json(host: str, error: SshError) -> dict[str, Any]:
-    """Describe a machine that could not be asked."""
+    """Describe a machine that did not answer."""
     return {"host": host, "ok": False, "phase": error.phase, "found": error.found, "fix": error.hint}
 
 
-def clearing_question(clearing: Clearing) -> str:
+def cleanup_question(cleanup: Cleanup) -> str:
     """Write what is to be done, as a question; empty when there is nothing to do."""
-    processes = sum(len(run.processes) for runs in clearing.left_over.values() for run in runs)
-    removable = [each for storage in answers(clearing.storages).values() for each in storage.removable]
+    processes = sum(len(run.processes) for runs in cleanup.left_over.values() for run in runs)
+    removable = [each for storage in answers(cleanup.storages).values() for each in storage.removable]
     words = [f"end {format_count(processes, 'process')}"] if processes else []
     if removable:
         size = format_bytes(sum(each.size for each in removable))
@@ -90,46 +90,46 @@ def clearing_question(clearing: Clearing) -> str:
     return f"{question[:1].upper()}{question[1:]}?" if words else ""
 
 
-def clearing_lines(clearing: Clearing) -> list[str]:
-    """Lay out what is to be ended and removed, and which machines could not be asked."""
-    runs = process_lines(clearing.left_over) if clearing.left_over else []
-    return [*runs, *stored_lines(clearing.storages), *failure_lines({**clearing.storages, **clearing.found})]
+def cleanup_lines(cleanup: Cleanup) -> list[str]:
+    """Lay out what is to be ended and removed, and which machines did not answer."""
+    runs = process_lines(cleanup.left_over) if cleanup.left_over else []
+    return [*runs, *stored_lines(cleanup.storages), *failure_lines({**cleanup.storages, **cleanup.found})]
 
 
-def say_kept(clearing: Clearing) -> None:
-    """Say what gc leaves alone, though the user may expect it to go."""
-    say_unmarked(clearing.left_over)
-    for host, storage in answers(clearing.storages).items():
+def say_kept(cleanup: Cleanup) -> None:
+    """Print what gc keeps though the user may expect its removal."""
+    say_unmarked(cleanup.left_over)
+    for host, storage in answers(cleanup.storages).items():
         if storage.unfinished:
             say(
-                f"{printable(host)}: no end is recorded of {printable(', '.join(storage.unfinished))}: left alone; "
+                f"{printable(host)}: no end is recorded of {printable(', '.join(storage.unfinished))}: kept; "
                 f"they lie in {printable(storage.root)}/runs"
             )
 
 
 def say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
-    """Say which processes of runs gc cannot prove to be theirs."""
+    """Print which processes gc does not end, since no cookie shows that they belong to a run."""
     for host, runs in left_over.items():
         for run in runs:
             if run.unmarked:
                 processes, pids = format_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
                 say(
                     f"{printable(host)}: {processes} that {printable(run.label)} has started "
-                    f"carry no cookie, gc leaves them alone: kill {pids}"
+                    f"carry no cookie, so gc does not end them: kill {pids}"
                 )
 
 
-def say_cleared(clearing: Clearing, put: Callable[[str], object]) -> None:
-    """Say what was ended and removed, with `put`, and what was not."""
-    for host, runs in clearing.left_over.items():
-        ended = clearing.ended[host]
+def say_removed(cleanup: Cleanup, put: Callable[[str], object]) -> None:
+    """Print what was ended and removed, with `put`, and what was not."""
+    for host, runs in cleanup.left_over.items():
+        ended = cleanup.ended[host]
         if isinstance(ended, SshError):
             say_error(ended.message, hint=ended.hint)
             continue
         labels = {run.token: run.label for run in runs}
         for each in ended:
             _say_ended(host, labels[each.token], each, put)
-    for host, removed in clearing.removed.items():
+    for host, removed in cleanup.removed.items():
         if isinstance(removed, SshError):
             say_error(removed.message, hint=removed.hint)
             continue
@@ -142,9 +142,9 @@ def say_cleared(clearing: Clearing, put: Callable[[str], object]) -> None:
                 say_error(f"{host}: {stays.place} stays: {stays.error}")
 
 
-def clearing_json(clearing: Clearing) -> dict[str, Any]:
-    """Describe a clearing for scripts."""
-    return {"hosts": [_host_json(clearing, host) for host in clearing.found]}
+def cleanup_json(cleanup: Cleanup) -> dict[str, Any]:
+    """Describe a cleanup for scripts."""
+    return {"hosts": [_host_json(cleanup, host) for host in cleanup.found]}
 
 
 def _row(host: str, run: RunHere) -> list[str]:
@@ -162,7 +162,7 @@ def _row(host: str, run: RunHere) -> list[str]:
 
 
 def _processes(run: RunHere) -> str:
-    """Name the processes of ranks by their number, and those of a run that is left over by their pids."""
+    """Write the number of a run's processes, with their pids when it is left over."""
     if run.answered_by is not None:
         return str(len(run.processes))
     pids = [str(process.pid) for process in run.processes]
@@ -177,16 +177,16 @@ def _stored_row(host: str, root: str, stored: Stored) -> list[str]:
     return [printable(host), _KINDS[stored.kind], printable(f"{root}/{place}"), age, format_bytes(stored.size), note]
 
 
-def _host_json(clearing: Clearing, host: str) -> dict[str, Any]:
-    storage = clearing.storages.get(host)
-    ended, removed = clearing.ended.get(host, []), clearing.removed.get(host, [])
-    for answer in (clearing.found[host], storage, ended, removed):
+def _host_json(cleanup: Cleanup, host: str) -> dict[str, Any]:
+    storage = cleanup.storages.get(host)
+    ended, removed = cleanup.ended.get(host, []), cleanup.removed.get(host, [])
+    for answer in (cleanup.found[host], storage, ended, removed):
         if isinstance(answer, SshError):
             return failure_json(host, answer)
     assert not isinstance(storage, SshError)
     assert not isinstance(ended, SshError)
     assert not isinstance(removed, SshError)
-    left_over = clearing.left_over.get(host, [])
+    left_over = cleanup.left_over.get(host, [])
     names = {run.token: {"run": run.run, "key": run.token[:8]} for run in left_over}
     return {
         "host": host,
@@ -205,12 +205,12 @@ def _host_json(clearing: Clearing, host: str) -> dict[str, Any]:
 
 
 def _say_ended(host: str, label: str, ended: Ended, put: Callable[[str], object]) -> None:
-    """Say it in one line: `3 processes of brisk-otter-3 ended on gpu01`."""
+    """Print one line: `3 processes of brisk-otter-3 ended on gpu01`."""
     if ended.ended or ended.answered_by is None:
         put(f"{format_count(ended.ended, 'process')} of {printable(label)} ended on {printable(host)}")
     if ended.answered_by is not None:
         whom = printable(ended.answered_by)
-        say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: left alone")
+        say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: not ended")
     if ended.left:
         say_error(
             f"{host}: {format_count(len(ended.left), 'process')} of {label} cannot be ended: {', '.join(ended.left)}",

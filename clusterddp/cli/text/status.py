@@ -1,4 +1,4 @@
-"""How a run is shown: its state, progress and ranks, why it failed, and what to type next."""
+"""Show a run as text: its state, progress and ranks, why it failed, and the next commands."""
 
 from __future__ import annotations
 
@@ -16,52 +16,55 @@ from clusterddp.system.files import read_json
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.events import HangEvent, NodeTransport
+    from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
-    from clusterddp.look.status import RankStatus, RunStatus, RunSummary
+    from clusterddp.look.ranks import RankStatus
+    from clusterddp.look.status import RunStatus, RunSummary
+    from clusterddp.look.times import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8
-SAYS_IT_ALL = {"RUNNING", "COMPLETED"}
-"""States whose reason adds nothing."""
+_MOST_VALUES_SHOWN = 4
+WITHOUT_REASON = {"RUNNING", "COMPLETED"}
+"""States that are shown without a reason."""
 _BY_HAND = {
     "join": ("clusterddp join SPEC", "on each machine"),
     FOREIGN: ("clusterddp worker SPEC", "started as before"),
 }
-_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan", "KILLED": "yellow"}
+_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan"}
+_COLORS |= {"STOPPING": "yellow", "KILLED": "yellow"}
 
 
 def state_text(state: str) -> str:
-    """Colour a state word; the word alone says all."""
+    """Return the state in its colour."""
     return click.style(state, fg=_COLORS.get(state), bold=True)
 
 
 def warning_text(warning: str) -> str:
-    """Spell what a person should look at though the run ended well."""
+    """Write the warning of a run that ended well."""
     return f"{click.style('warning', fg='yellow')}: {printable(warning)}"
 
 
 def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
-    """Write all about one run; ranks are folded by node when there are many, unless `one_by_one`."""
+    """Write the status of one run; many ranks are grouped by node, unless `one_by_one`."""
     name, where = printable(status.run), printable(_where(status))
-    lines = [f"{click.style(name, bold=True)}  {state_text(status.state.value)}  {where}"]
-    if status.reason and not status.root_cause and status.state.value not in SAYS_IT_ALL:
+    state = "STOPPING" if status.stopping else status.state.value
+    name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
+    lines = [f"{name}  {state_text(state)}  {where}"]
+    if status.stopping:
+        lines.append(f"  {printable(stopping_text(status.stopping, now=time.time()))}")
+    if status.reason and not status.root_cause and status.state.value not in WITHOUT_REASON:
         lines.append(f"  {printable(status.reason)}")
     if status.warning:
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
-    lines += [f"  {printable(words)}" for words in status.silent if not any(words in line for line in said)]
-    if status.progress:
-        lines.append(f"  {progress_text(status.progress)}")
-    elif status.last_output:
-        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
-    if status.hang:
-        lines += hang_lines(status.hang, address)
+    lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
+    lines += _progress_lines(status, address)
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
-    lines += [f"  NCCL: {printable(words)}" for words in transport_texts(status.transports)]
+    lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines += [f"  {printable(str(run.path))}", ""]
@@ -75,16 +78,31 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
     return [*lines, "", *steps] if steps else lines
 
 
-def hang_lines(hang: HangEvent, address: str) -> list[str]:
-    """Write since when no rank makes progress, and which ranks wait for which."""
-    what = f"no progress for {duration(time.time() - hang.since)}: {printable(hang.text)}"
-    lines = [f"  {click.style('hang', fg='yellow')}: {what}"]
-    lines += [f"    {printable(hang.hint)}"] if hang.hint else []
+def _progress_lines(status: RunStatus, address: str) -> list[str]:
+    """Write how far the run is, or when it last wrote something; since when no rank makes progress, and why."""
+    lines = []
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    elif status.last_output:
+        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+    if status.hang is None:
+        return lines
+    what = f"no progress for {duration(time.time() - status.hang.since)}: {printable(status.hang.text)}"
+    lines.append(f"  {click.style('hang', fg='yellow')}: {what}")
+    lines += [f"    {printable(status.hang.hint)}"] if status.hang.hint else []
     return [*lines, f"    its stacks: clusterddp stacks {address}"]
 
 
+def stopping_text(stopping: Stopping, *, now: float) -> str:
+    """Say why the ranks are to stop, how long they have left, and whether their program knows."""
+    left = f"{stopping.reason}: its ranks are ended in {duration(max(0.0, stopping.until - now))}"
+    if stopping.asks:
+        return f"{left} if they have not stopped at a checkpoint by then"
+    return f"{left} and save nothing: the program has not asked clusterddp.should_stop()"
+
+
 def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
-    """Write why the run failed: the first failure, and the end of what that rank wrote to standard error."""
+    """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.look.log_file import read_log_tail
 
     code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
@@ -100,7 +118,7 @@ def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
 
 
 def _from_traceback(lines: list[str]) -> list[str]:
-    """Leave out what stands before the last traceback, if there is one."""
+    """Return the lines from the last traceback on, or all when there is none."""
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[starts[-1] :] if starts else lines
 
@@ -108,9 +126,9 @@ def _from_traceback(lines: list[str]) -> list[str]:
 def next_steps(
     state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
 ) -> list[str]:
-    """Return the commands that make sense now, each with what it does.
+    """Return the commands that are useful now, each with what it does.
 
-    `job_log`: what there is to read when no rank was started, relative to the run's directory.
+    `job_log`: the log to read when no rank was started, relative to the run's directory.
     """
     steps: list[tuple[str, str]] = []
     if state in {"PENDING", "RUNNING", "REQUEUED"}:
@@ -128,9 +146,11 @@ def next_steps(
 
 
 def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return the command that goes on with a run that has ended, or repeats it; by hand, where its ranks were."""
+    """Return the command that continues a run that has ended, or repeats it."""
     launcher = (read_json(run.record) or {}).get("launcher")
-    goes_on = _has_checkpoint(run)
+    from clusterddp.look.status import has_checkpoint
+
+    goes_on = has_checkpoint(run)
     if launcher in _BY_HAND:
         command, where = _BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
@@ -139,22 +159,16 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
     return ("go on" if goes_on else "try again", command)
 
 
-def _has_checkpoint(run: RunDir) -> bool:
-    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
-    from clusterddp.run.host_reports import read_reports
-
-    here = next(run.checkpoints.glob("*.json"), None) is not None
-    return here or any(report.checkpoints for report in read_reports(run).values())
-
-
 def progress_text(progress: Progress) -> str:
     """Write in one line how far a run is; unknown values are left out."""
     parts = []
     if progress.epoch is not None:
         parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
+    elif progress.step is not None:
+        parts.append(f"step {progress.step}" + (f"/{progress.steps}" if progress.steps else ""))
     if progress.fraction is not None:
         parts.append(f"{progress.fraction:.0%}")
-    elif progress.step is not None:
+    elif progress.epoch is not None and progress.step is not None:
         parts.append(f"step {progress.step}")
     parts += measures(progress)
     if progress.eta_s:
@@ -168,7 +182,7 @@ def phases_text(phases: Mapping[str, float]) -> str:
 
 
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
-    """Write which way NCCL's data takes, equal nodes together."""
+    """Write by which network and devices NCCL sends, equal nodes together."""
     nodes: dict[str, list[str]] = {}
     for transport in transports:
         devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
@@ -176,7 +190,7 @@ def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
         nodes.setdefault(f"network {transport.network}{devices}{links}", []).append(transport.host)
     if len(nodes) == 1:
         return list(nodes)
-    return [f"{', '.join(dict.fromkeys(hosts))}: {words}" for words, hosts in nodes.items()]
+    return [f"{', '.join(dict.fromkeys(hosts))}: {text}" for text, hosts in nodes.items()]
 
 
 def measures(progress: Progress) -> list[str]:
@@ -188,6 +202,8 @@ def measures(progress: Progress) -> list[str]:
         parts.append(f"accuracy {progress.accuracy:.1%}")
     if progress.images_per_s is not None:
         parts.append(f"{_count(progress.images_per_s)} images/s")
+    for name, value in list(progress.values.items())[:_MOST_VALUES_SHOWN]:
+        parts.append(f"{printable(name)} {value if isinstance(value, str) else f'{value:.4g}'}")
     return parts
 
 
@@ -197,7 +213,6 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     for summary in summaries:
         state, progress = summary.state.value, summary.progress
         accuracy = "-" if progress is None or progress.accuracy is None else f"{progress.accuracy:.1%}"
-        until = summary.ended or (now if state in {"PENDING", "RUNNING", "REQUEUED"} else None)
         rows.append(
             [
                 printable(summary.run),
@@ -206,8 +221,8 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
                 _short_progress(progress),
                 accuracy,
                 _when(summary.created, now),
-                duration(until - summary.created) if until else "-",
-                "" if state in SAYS_IT_ALL else printable(summary.reason),
+                duration(summary.times.running_s) if summary.times.running_s else "-",
+                "" if state in WITHOUT_REASON else printable(summary.reason),
             ]
         )
     if any(summary.variant for summary in summaries):
@@ -233,14 +248,17 @@ def _where(status: RunStatus) -> str:
         parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
     if status.attempt:
         parts.append(f"attempt {status.attempt}")
-    until = status.ended or (time.time() if not status.state.finished else None)
-    if until:
-        parts.append(duration(until - status.created))
-    return ", ".join(parts)
+    return ", ".join([*parts, *times_texts(status.times)])
+
+
+def times_texts(times: Times) -> list[str]:
+    """Write how long a run ran, waited and stood still, as far as it did."""
+    spent = (("ran", times.running_s), ("queued", times.queued_s), ("stopped", times.stopped_s))
+    return [f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1]
 
 
 def _job_facts(job: Job) -> list[str]:
-    """Write Slurm's state of the job, where it adds to ours, and where the job is."""
+    """Write Slurm's state of the job when it adds to the run's, and the job's nodes."""
     parts = [] if job.state in {"PENDING", "RUNNING"} else [job.state]
     if job.nodes:
         parts.append(f"on {printable(job.nodes)}")
@@ -282,7 +300,7 @@ def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Shorten a line at its end, where no colour is, to so many columns."""
+    """Shorten a line to so many columns, at its end, which has no colour."""
     excess = len(click.unstyle(line)) - columns
     return line if excess <= 0 else f"{line[: -excess - 3]}..."
 
@@ -292,6 +310,8 @@ def _short_progress(progress: Progress | None) -> str:
         return "-"
     epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
     fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    if not (epoch or fraction) and progress.step is not None:
+        return f"step {progress.step}"
     return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
 
 

@@ -1,4 +1,4 @@
-"""How a sweep is drawn: its plan, what carries its runs, how many of them are in which state."""
+"""Show a sweep as text: its plan, the job array or queue that starts its runs, the number of runs in each state."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def plan_lines(plan: SweepPlan) -> list[str]:
         lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
     else:
         lines += [f"  queue      {printable(shlex.join(plan.command))}"]
-    lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, which stands for all:", ""]
+    lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]
     commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
     return lines + plan_text.plan_lines(dataclasses.replace(plan.base, commands=commands))
 
 
 def status_head(status: SweepStatus) -> str:
-    """Write the lines above the table of runs: the states, what carries the runs, and what their queue waits for."""
+    """Write the lines above the table of runs: the states, what starts the runs, and what their queue waits for."""
     where = f"{format_count(len(status.runs), 'run')}, " + (
         carrier_text(status.launcher, status.job_id) if status.job_id else status.launcher
     )
@@ -97,7 +97,7 @@ def _queue_lines(status: SweepStatus) -> list[str]:
     if "LOST" not in status.states:
         return []
     what = f"has ended: {status.queue.why}" if state == "ENDED" else "is gone"
-    return [f"the queue {printable(what)}; what is left goes on with: clusterddp resume {status.sweep}"]
+    return [f"the queue {printable(what)}; continue with: clusterddp resume {status.sweep}"]
 
 
 def _cell(value: Any) -> str:

@@ -23,8 +23,8 @@ from clusterddp.planning.command_lines import launcher_command
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.local import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
-from clusterddp.run.attempts import Started, Tell, silence
-from clusterddp.run.cleanup import answers_for_its_run, find_processes, sweep
+from clusterddp.run.attempts import Report, Started, no_report
+from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_run, read_start
@@ -52,7 +52,7 @@ class LocalLauncher:
     def check(self, plan: Plan) -> None:
         """Refuse nothing: planning has checked everything already."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
         """Start the attempt; return when submitit has taken it over.
 
         By then the record names the job and its keeper, submitit's controller; the run ends when the controller dies.
@@ -71,13 +71,13 @@ class LocalLauncher:
                 raise ClusterddpError(f"{run.name} could not be started: {last_line or f'exit code {exit_code}'}")
             return Started(job_id)
         except subprocess.TimeoutExpired as error:
-            sweep(f"{token}.", timeout_s=5.0)
+            end_processes(f"{token}.", timeout_s=5.0)
             raise ClusterddpError(
                 f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
             ) from error
         except BaseException:
             # An interrupt may arrive after any process has started; the cookie finds all of them.
-            sweep(f"{token}.", timeout_s=5.0)
+            end_processes(f"{token}.", timeout_s=5.0)
             raise
 
     def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
@@ -114,7 +114,7 @@ class LocalLauncher:
         """
         if not find_processes(f"{record.token}."):
             return False
-        _sweep(run, record, max(1.0, timeout_s))
+        _end_processes(run, record, max(1.0, timeout_s))
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
@@ -126,11 +126,11 @@ class LocalLauncher:
         """
         family = f"{record.token}."
         deadline = time.monotonic() + CLEAR_TIMEOUT_S
-        while any(answers_for_its_run(process) for process in find_processes(family)) and time.monotonic() < deadline:
+        while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
             time.sleep(0.05)
         strays = find_processes(family)
         if strays:
-            _sweep(run, record, CLEAR_TIMEOUT_S)
+            _end_processes(run, record, CLEAR_TIMEOUT_S)
         return len(strays)
 
     def read_state(
@@ -140,8 +140,8 @@ class LocalLauncher:
         return _read_state(run, record, attempt, end)
 
 
-def _sweep(run: RunDir, record: RunRecord, timeout_s: float) -> None:
-    left = sweep(f"{record.token}.", timeout_s=timeout_s)
+def _end_processes(run: RunDir, record: RunRecord, timeout_s: float) -> None:
+    left = end_processes(f"{record.token}.", timeout_s=timeout_s)
     if left:
         raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
 
@@ -184,7 +184,7 @@ def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: Attemp
     foreign = _foreign_host(record)
     if foreign is not None:
         return _unknown(attempt, foreign)
-    if _answered_for(run, record):
+    if _is_supervised(run, record):
         return RunView(state=RunState.REQUEUED, attempt=attempt.number, end=end, reason=f"restarts after: {end.reason}")
     newest = run.newest_attempt()
     if newest.number != attempt.number or _final(read_end(newest)):
@@ -199,7 +199,7 @@ def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: Start) 
     alive = head.alive()
     if alive is None:
         return _unknown(attempt, head.host)
-    if alive or _answered_for(run, record):
+    if alive or _is_supervised(run, record):
         return RunView(state=RunState.RUNNING, attempt=attempt.number, end=None, reason="its supervisor is alive")
     # The last process may have recorded the end and exited after the search for processes.
     if attempt.end.exists():
@@ -212,7 +212,7 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
     if foreign is not None:
         return _unknown(attempt, foreign)
     number = attempt.number if attempt else None
-    if _answered_for(run, record) or _just_made(attempt):
+    if _is_supervised(run, record) or _just_made(attempt):
         previous = read_end(run.attempt(number - 1)) if number else None
         state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
         return RunView(state=state, attempt=number, end=None, reason="is being started")
@@ -221,14 +221,14 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
     return _lost(run, record, attempt, "was never started: the process that submitted it is gone", None)
 
 
-def _answered_for(run: RunDir, record: RunRecord) -> bool:
+def _is_supervised(run: RunDir, record: RunRecord) -> bool:
     """Say whether a process on this machine will still record the end of the run."""
     # The submitter answers until the record names a keeper; a submitter in a notebook may live for days after that.
     identity = record.keeper or record.submitter
     if identity and ProcessIdentity.from_json(identity).alive():
         return True
     # Before the record names a keeper, and while a guard or the task cleans up, only the cookie finds the process.
-    return any(answers_for_its_run(process) for process in _processes(run, record))
+    return any(is_supervising(process) for process in _processes(run, record))
 
 
 def _lost(run: RunDir, record: RunRecord, attempt: AttemptDir | None, reason: str, end: AttemptEnd | None) -> RunView:

@@ -24,7 +24,7 @@ from clusterddp.planning.environment import process_environment
 from clusterddp.ranks.environment import inherited_environment, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
@@ -89,7 +89,7 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
         retry_outage(lambda: _wait_for_end(run))
         # The guards have done this, unless they were killed too.
         for node in gang.nodes:
-            sweep(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
+            end_processes(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
         if final_end(run) is None:
             end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, error_text))
 

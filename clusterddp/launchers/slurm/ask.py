@@ -12,8 +12,6 @@ from clusterddp.slurm.commands import call_slurm
 
 _START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
 """Slurm 26.05 has an `a` before `using`."""
-_NO_ANSWER = ("no such command", "could not establish a configuration source", "cannot be run")
-"""Parts of error messages that do not come from the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +33,7 @@ def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
         # The script goes over standard input: a dry run writes no file.
         done = call_slurm([*plan.sbatch, "--test-only"], environ=environ, stdin=plan.script)
     except SlurmError as error:
-        unasked = error.transient or any(words in error.message.lower() for words in _NO_ANSWER)
+        unasked = error.transient or error.reason in {"no command", "cannot run", "no cluster"}
         return Verdict(accepted=None if unasked else False, words=error.message)
     words = " ".join(line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
     match = _START.search(words)

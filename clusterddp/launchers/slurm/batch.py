@@ -29,7 +29,7 @@ from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
 from clusterddp.launchers.slurm.requeue import start_next_attempt
 from clusterddp.ranks.environment import START_AGAIN, inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end
 from clusterddp.run.record import drop_secrets, log_event, read_run
@@ -138,7 +138,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     # Child processes inherit it: Slurm's commands must survive the SIGTERM that the whole job receives.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _settled_end(run) is None:
-        sweep(f"{carried.record.token}.", timeout_s=5.0)
+        end_processes(f"{carried.record.token}.", timeout_s=5.0)
         end = _explain(carried, srun_end, _read_from(log, log_size_before), signals)
         end_or_spool(run, attempt, carried.record.token, end)
     return _conclude(carried, attempt)

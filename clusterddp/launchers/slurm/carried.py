@@ -13,8 +13,8 @@ from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.slurm.commands import run_slurm
+from clusterddp.slurm.control import END_TIME, read_time_left_s
 from clusterddp.slurm.identity import tag_of
-from clusterddp.slurm.time_left import END_TIME, read_time_left_s
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import set_storage_timeout
 

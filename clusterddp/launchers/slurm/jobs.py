@@ -20,7 +20,6 @@ _PATIENCE_S = 45.0
 """How long to retry when the controller does not answer."""
 _LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.25
-_NO_SUCH_JOB = "Invalid job id"
 
 
 def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
@@ -78,7 +77,7 @@ def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str
     try:
         run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
     except SlurmError as error:
-        if _NO_SUCH_JOB not in error.message:
+        if error.reason != "unknown job":
             raise
 
 

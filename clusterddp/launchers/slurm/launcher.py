@@ -20,7 +20,7 @@ from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.container import IMPORT_PATH
 from clusterddp.planning.slurm.options import without_waiting
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
     JobAnswer,
@@ -153,7 +153,7 @@ class SlurmLauncher:
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
         return 1
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
         """Submit the job that starts with this attempt; see `submit_attempt`."""
         return submit_attempt(run, attempt, environ)
 

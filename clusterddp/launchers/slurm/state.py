@@ -209,7 +209,7 @@ def _without_job(known: _Run, words: str) -> RunView:
     if known.end:
         reason = f"should have started again after: {known.end.reason}; {words}"
     elif known.was_started:
-        reason = f"ended without a word: {words}, and no end is recorded"
+        reason = f"{words}, and no process recorded how the run ended"
     else:
         reason = f"{words}, which Slurm had accepted, and no rank was started"
     return known.view(RunState.LOST, f"{reason}{_last_line(known)}; resume queues it again")

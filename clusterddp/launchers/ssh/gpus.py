@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from clusterddp.errors import PreflightError, SshError
 from clusterddp.planning.local import GpusInUseError
-from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.gpu_lease import spell_busy
 
 _LEASE_TIMEOUT_S = 60.0

@@ -23,7 +23,7 @@ from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.upload import upload_run
 from clusterddp.remote.uploader import Progress
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.attempts import Started, Tell, silence
+from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
@@ -56,8 +56,8 @@ class SshLauncher:
     def check(self, plan: Plan) -> None:
         """Refuse nothing: `start` runs the preflight on the hosts."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], tell: Tell = silence) -> Started:
-        """Start the attempt on its hosts; the job id is the head's pid and host. `tell` receives progress messages.
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+        """Start the attempt on its hosts; the job id is the head's pid and host. `report` receives progress messages.
 
         Raises: SshError, PreflightError, ClusterddpError: the attempt could not start. Hosts that answer have no
         process of it left; on a host that does not answer, its processes exit when our connection ends.
@@ -66,7 +66,7 @@ class SshLauncher:
         sessions = open_host_sessions(plan, environ)
         try:
             with Heartbeats(sessions):
-                job_id = _start(run, attempt, sessions, environ, tell)
+                job_id = _start(run, attempt, sessions, environ, report)
             if plan.ssh is not None and plan.ssh.attached:
                 return Started(job_id, connections=Heartbeats(sessions))
             sessions.ask_all("run.release", {"token": plan.token})
@@ -137,7 +137,7 @@ class SshLauncher:
         return read_host_state(run, record, attempt, end)
 
 
-def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], tell: Tell) -> str:
+def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
     assert sessions.plan.ssh is not None
     uploaded = upload_run(
@@ -145,11 +145,11 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         code=run.code.resolve() if run.code.is_symlink() else None,
         run_name=directory_name(sessions.plan.run, sessions.plan.token),
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
-        watch=_UploadReport(tell),
+        watch=_UploadReport(report),
     )
-    plan, grants = _choose_resources(sessions, tell)
+    plan, grants = _choose_resources(sessions, report)
     for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
-        tell(f"note: {note}")
+        report(f"note: {note}")
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     orders = _prepare(plan, sessions, record, attempt, grants)
@@ -190,8 +190,8 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
 class _UploadReport:
     """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._reported_at: float | None = None
 
     def __call__(self, progress: Progress) -> None:
@@ -201,7 +201,7 @@ class _UploadReport:
             return
         done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
         self._reported_at = now
-        self._tell(f"{progress}{done}")
+        self._report(f"{progress}{done}")
 
 
 def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
@@ -213,12 +213,12 @@ def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
     sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
-def _choose_resources(sessions: HostSessions, tell: Tell) -> tuple[Plan, dict[int, Grant]]:
+def _choose_resources(sessions: HostSessions, report: Report) -> tuple[Plan, dict[int, Grant]]:
     """Lease GPUs and choose interfaces and addresses on the hosts; return the plan with them."""
     plan = sessions.plan
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
-    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=tell)
+    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=report)
     settled = settle_network(plan.gang, sessions.by_host)
     nodes = []
     for node in plan.gang.nodes:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from clusterddp.errors import NetworkError, PreflightError, SshError
 from clusterddp.network.choice import choose_network
 from clusterddp.network.diagnosis import diagnose
-from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_strange_names
+from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
 from clusterddp.network.paths import Findings, HostNetwork, Probe, plan_probes, usable_addresses
 from clusterddp.run.gang import Gang
-from clusterddp.ssh.session import Reply, Session, ask_all, raise_for
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all, raise_for
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough to resend one lost packet."""
@@ -100,7 +101,7 @@ def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
     return ChosenNetwork(
         master_addr=choice.taken.master.address.address,
         nodes=nodes,
-        notes=(*warn_of_choice(findings, choice), *warn_of_strange_names(findings, gang.env)),
+        notes=(*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env)),
     )
 
 

@@ -13,7 +13,8 @@ from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.planning.program import TRAINER
 from clusterddp.spec.image_sets import GENERATED
-from clusterddp.ssh.session import Reply, Session, ask_all
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all
 
 if TYPE_CHECKING:
     from clusterddp.launchers.ssh.sessions import HostSessions

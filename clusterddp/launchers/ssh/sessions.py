@@ -12,7 +12,8 @@ from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.planning.plan import Plan
 from clusterddp.remote.package import package
 from clusterddp.ssh.fan import AT_ONCE, EACH_S, Fan
-from clusterddp.ssh.session import Reply, Session, ask_all, open_sessions, raise_for
+from clusterddp.ssh.session import Reply, Session
+from clusterddp.ssh.sessions import ask_all, open_sessions, raise_for
 
 HEARTBEAT_INTERVAL_S = 2.0
 _HEARTBEAT_ANSWER_S = 60.0
@@ -101,7 +102,7 @@ class Heartbeats:
         # A connection that breaks ends the ranks on that host, and therefore everywhere.
         with contextlib.suppress(SshError):
             while not self._stopped.wait(wait_s):
-                session.beat(_HEARTBEAT_ANSWER_S)
+                session.send_heartbeat(_HEARTBEAT_ANSWER_S)
                 wait_s = HEARTBEAT_INTERVAL_S
 
 

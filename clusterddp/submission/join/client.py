@@ -1,4 +1,4 @@
-"""Every other node of machines that join: it finds node 0, introduces itself, and receives how the run goes on."""
+"""The client of `clusterddp join` on nodes 1 and up: it connects to node 0, introduces itself and receives the run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from clusterddp.network.own_host import addresses_of
 from clusterddp.rendezvous.client import Found, NotFound, Search
 from clusterddp.rendezvous.connection import Connection, Message, raise_if_refused
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.run.attempts import Tell
+from clusterddp.run.attempts import Report
 from clusterddp.submission.join.messages import JOIN, Beginning, digests_of
 from clusterddp.wire import build
 
 _GRACE_S = 2.0
-"""How much longer than our own time-out node 0 may take to send that it gives up: it knows who is missing."""
+"""How long after our own timeout node 0's refusal is waited for; it names the machines that are missing."""
 
 
 class JoinClient:
-    """The connection of this node to node 0, from the first attempt until the run has ended."""
+    """The connection of this node to node 0, from the first try until the run has ended."""
 
-    def __init__(self, *, hosts: Sequence[str], node_rank: int, port: int, key: str, tell: Tell) -> None:
+    def __init__(self, *, hosts: Sequence[str], node_rank: int, port: int, key: str, report: Report) -> None:
         self._hosts = hosts
         self._node_rank = node_rank
         self._port = port
         self._key = key
-        self._tell = tell
+        self._report = report
         self._head = f"node 0 at {hosts[0]}:{port}"
         self._waiting_for = "some node"
         self._unread: list[Message] = []
@@ -39,17 +39,17 @@ class JoinClient:
         self._connection: Connection | None = None
 
     def join(self, spec: Mapping[str, Any], facts: Mapping[str, str | None], timeout_s: float) -> Beginning:
-        """Find node 0 and wait until all machines are there; return what node 0 sends of the run.
+        """Connect to node 0 and wait until all machines have joined; return what node 0 sends of the run.
 
-        Raises: PreflightError: no process answers, this machine is refused, or not all come in time.
+        Raises: PreflightError: node 0 does not answer or refuses this machine, or not all machines join in time.
         """
         deadline = time.monotonic() + timeout_s
-        self._tell(f"node {self._node_rank} of {len(self._hosts)} looks for {self._head}, {timeout_s:g} s at the most")
+        self._report(f"node {self._node_rank} of {len(self._hosts)} connects to {self._head}; timeout {timeout_s:g} s")
 
         def introduce(connection: Connection) -> Message:
             ours = {"spec": dict(spec)} if self._key else {"digests": digests_of(spec, connection.signer)}
-            who = {"node_rank": self._node_rank, "host": socket.gethostname(), "pid": os.getpid()}
-            return {"kind": "join"} | who | {"facts": dict(facts)} | ours
+            identity = {"node_rank": self._node_rank, "host": socket.gethostname(), "pid": os.getpid()}
+            return {"kind": "join"} | identity | {"facts": dict(facts)} | ours
 
         search = Search(
             lambda: addresses_of(self._hosts[0]),
@@ -66,7 +66,7 @@ class JoinClient:
         return self._await_beginning(found, deadline, timeout_s)
 
     def updates(self) -> list[Message]:
-        """Return what node 0 has sent since."""
+        """Return the messages that node 0 has sent since the last call."""
         assert self._connection is not None
         received, self._unread = self._unread + self._connection.receive(time.monotonic()), []
         return received
@@ -92,8 +92,9 @@ class JoinClient:
                     self._take_waiting(message)
             messages = self._connection.wait(deadline + _GRACE_S)
         if self._connection.lost is not None:
-            raise PreflightError(f"{self._head} has left while all were being waited for", hint="its terminal says why")
-        raise PreflightError(f"{self._waiting_for} did not come within {timeout_s:g} s", hint=self._hint())
+            reason = f"{self._head} disconnected before all machines had joined"
+            raise PreflightError(reason, hint="the terminal of node 0 shows the reason")
+        raise PreflightError(f"{self._waiting_for} did not join within {timeout_s:g} s", hint=self._hint())
 
     def _take_waiting(self, message: Message) -> None:
         with contextlib.suppress(ValueError):
@@ -101,20 +102,20 @@ class JoinClient:
 
     def _not_found(self, failure: NotFound | None, timeout_s: float) -> PreflightError:
         if failure is None:
-            why, kind = "its name is not known here", ""
+            why, kind = "its name cannot be resolved here", ""
         else:
             why, kind = f"{failure.address}: {failure.loss}", failure.loss.kind
         if kind == "unproven":
-            hint = f"{JOIN_KEY} has to have the same value on all machines, or be set on none"
+            hint = f"set {JOIN_KEY} to the same value on all machines, or on none"
             return PreflightError(f"{self._head} does not know the same {JOIN_KEY}", hint=hint)
         if kind == "version":
             return PreflightError(f"{self._head}: {why}", hint="install the same version on all machines")
         if kind in {"closed", "stranger"}:
-            return PreflightError(f"{self._head}: what answers there is no clusterddp join", hint=self._hint())
+            return PreflightError(f"{self._head}: another program answers there", hint=self._hint())
         return PreflightError(f"{self._head} did not answer within {timeout_s:g} s: {why}", hint=self._hint())
 
     def _hint(self) -> str:
         return (
-            f"clusterddp join has to be typed on {self._hosts[0]}, too, with the same spec, and its port {self._port} "
-            "be open; network.master_port names another port"
+            f"run clusterddp join on {self._hosts[0]}, too, with the same spec, and open its port {self._port}; "
+            "network.master_port sets another port"
         )

@@ -1,7 +1,7 @@
-"""A run that machines join one by one, each from a terminal of its own: no SSH, no scheduler, nothing in common.
+"""Join a run: `clusterddp join` runs on each machine, without SSH, a scheduler or shared storage.
 
-Each machine finds itself among the hosts of the spec and starts its own node's supervisor; node 0's is the head, as in
-any run. What was started here ends with this process. The functions behind `join` are what `cancel` and `resume` ask.
+Each machine finds itself among the hosts of the spec and starts the supervisor of its own node; node 0's is the head,
+as in any run. The supervisor ends with this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterddp.planning.environment import process_environment
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.rendezvous.connection import refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.run.attempts import Tell, silence
+from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
@@ -47,20 +47,20 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What this machine is to do, before the others are there."""
+    """What this machine does in the run; known before the other machines have joined."""
 
     plan: Plan
     node_rank: int
     lease: Lease
-    """On the GPUs of its node."""
+    """The lease on the GPUs of its node."""
     interface: str | None
-    """The one that the spec names."""
+    """The interface that the spec names; None: it is chosen."""
     environ: Mapping[str, str]
     earlier: RunDir | None
-    """The run that is gone on with, as this machine has it."""
+    """The run to resume, in this machine's runs directory; None: a new run."""
 
     def settled(self, *, run: str, token: str, master_addr: str) -> Plan:
-        """Return the plan with what is known once all are there."""
+        """Return the plan with the values that are known once all machines have joined."""
         names = {"run": run, "token": token, "master_addr": master_addr}
         return settle(self.plan, self.node_rank, interface=self.interface, **names)
 
@@ -74,29 +74,25 @@ def join(
     node_rank: int | None = None,
     timeout_s: float = TIMEOUT_S,
     resume: str | None = None,
-    say: Tell = silence,
+    report: Report = no_report,
 ) -> Joined:
-    """Take this machine's part in a run: wait for the others, then start its node's ranks.
+    """Join a run with this machine: wait for the others, then start the ranks of its node.
 
-    `node_rank`: which node it is, where its addresses and names do not tell. `resume`: the run to go on with.
-    Raises: UsageError, PreflightError, ClusterddpError: it is none of the hosts, or not all fitting ones come in time;
-    nothing is left then.
+    `node_rank`: which node it is, if its names and addresses do not show that. `resume`: the run to resume.
+    Raises: UsageError, PreflightError, ClusterddpError: it cannot join, or not all machines join; nothing is left.
     """
-    from clusterddp.spec.hosts import share_out
     from clusterddp.spec.load import flatten
 
     plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     earlier = find_earlier(runs_dir, resume) if resume else None
-    if earlier is not None:
-        JoinLauncher().clear_away(
-            earlier, read_run(earlier), environ
-        )  # first, for what is left of it may hold its GPUs
+    if earlier:  # its leftover processes may hold the GPUs
+        JoinLauncher().clear_away(earlier, read_run(earlier), environ)
         plan = under_its_name(plan, earlier)
     rank = _own_rank(hosts_of(plan), node_rank)
-    named = resolved.job.network.interface
-    plan, lease = lease_own_gpus(plan, rank, share_out(resolved.job)[rank].gpus, environ)
+    plan, lease = lease_own_gpus(plan, resolved, rank, environ)
     with contextlib.closing(lease):
+        named = resolved.job.network.interface
         interface = None if named == "auto" else named
         part = Part(plan=plan, node_rank=rank, lease=lease, interface=interface, environ=environ, earlier=earlier)
         rendezvous = _Rendezvous(
@@ -106,14 +102,14 @@ def join(
             spec=flatten(resolved.job.model_dump(mode="json")),
             facts=read_facts() | {"--resume": earlier.name if earlier else None},
             timeout_s=timeout_s,
-            tell=say,
+            report=report,
         )
         return _follow(part, rendezvous) if rank else _lead(part, rendezvous)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rendezvous:
-    """Where and how the machines meet."""
+    """How the machines find and check each other."""
 
     hosts: tuple[str, ...]
     port: int
@@ -121,11 +117,11 @@ class _Rendezvous:
     spec: Mapping[str, Any]
     facts: Mapping[str, str | None]
     timeout_s: float
-    tell: Tell
+    report: Report
 
 
 def start_timeout_s(job: JobSpec) -> float:
-    """Return how long to wait for the other machines: what the spec says, else five minutes."""
+    """Return how long to wait for the other machines: network.start_timeout of the spec, else `TIMEOUT_S`."""
     return float(job.network.start_timeout.seconds) if job.network.start_timeout else TIMEOUT_S
 
 
@@ -138,7 +134,7 @@ def _own_rank(hosts: tuple[str, ...], named: int | None) -> int:
 
 
 def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
-    """Wait for the others and start the head; then send them where it is."""
+    """On node 0: wait for the others, start the head, and send them its address."""
     hosts = rendezvous.hosts
     server = JoinServer(
         hosts=hosts,
@@ -146,7 +142,7 @@ def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
         facts=rendezvous.facts,
         key=rendezvous.key,
         port=rendezvous.port,
-        tell=rendezvous.tell,
+        report=rendezvous.report,
     )
     try:
         if len(hosts) > 1:
@@ -162,20 +158,20 @@ def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
         link = read_link(supervisor, plan.gang.start_timeout_s)
         if link is None:
             supervisor.kill()
-            raise ClusterddpError(f"{run.name}: the supervisor did not say where it listens: {_last_line(run)}")
+            raise ClusterddpError(f"{run.name}: the supervisor of node 0 sent no address: {_last_line(run)}")
         server.begin(plan.run, plan.token, attempt, dict(link))
     except BaseException:
-        server.send_all(refusal(ClusterddpError(f"node 0 ({hosts[0]}) could not start; its terminal says why")))
+        server.send_all(refusal(ClusterddpError(f"node 0 ({hosts[0]}) could not start; its terminal shows the reason")))
         server.close()
         raise
-    return Joined(run, 0, supervisor, server if server.members else None).watch()
+    return Joined(run, 0, supervisor, server if server.clients else None).watch()
 
 
 def _follow(part: Part, rendezvous: _Rendezvous) -> Joined:
-    """Find node 0, wait until all are there, and start this node's supervisor, which finds the head by itself."""
+    """On the other nodes: wait at node 0 until all machines have joined, then start this node's supervisor."""
     rank = part.node_rank
     client = JoinClient(
-        hosts=rendezvous.hosts, node_rank=rank, port=rendezvous.port, key=rendezvous.key, tell=rendezvous.tell
+        hosts=rendezvous.hosts, node_rank=rank, port=rendezvous.port, key=rendezvous.key, report=rendezvous.report
     )
     try:
         begin = client.join(rendezvous.spec, rendezvous.facts, rendezvous.timeout_s)
@@ -195,7 +191,7 @@ def _follow(part: Part, rendezvous: _Rendezvous) -> Joined:
 
 
 def _own(plan: Plan) -> RunDir:
-    """Say in the record that this process carries the run here."""
+    """Write into the record that this process carries the run on this machine."""
     run = RunDir(plan.run_dir)
     keeper = dataclasses.asdict(ProcessIdentity.of())
     job_id = f"{os.getpid()}@{socket.gethostname()}"
@@ -212,11 +208,10 @@ def _start(part: Part, plan: Plan, run: RunDir, attempt: int, link: Link | None)
         link=link,
         parent_bound=True,
         hold=part.lease.descriptors,
-        over_ssh=True,  # this process carries its node alone, as an agent does
+        over_ssh=True,  # this process carries only its own node, as an agent does
     )
     return start_supervisor(order, process_environment("", part.environ), answers=order.is_head)
 
 
 def _last_line(run: RunDir) -> str:
-    log = supervisor_log(run, 0)
-    return (read_tail(log).rpartition("\n")[2].strip() if log.exists() else "") or "it said nothing"
+    return read_tail(supervisor_log(run, 0)).rpartition("\n")[2].strip() or "its log is empty"

@@ -1,4 +1,4 @@
-"""The plan of a run that machines join: hosts of the ssh section, code and paths of this machine."""
+"""The plan of a joined run: the hosts of the ssh section, the code and paths of this machine."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _TRIES = 5
 
 
 def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]) -> Plan:
-    """Compute what this machine would do in the run; who it is, and where node 0 is found, is filled in later.
+    """Compute what this machine does in the run; `settle` adds its own node and the address of node 0 later.
 
-    Raises: UsageError, PreflightError, ClusterddpError: it could not take part, with the reason.
+    Raises: UsageError, PreflightError, ClusterddpError: it cannot join, with the reason.
     """
     from clusterddp.spec.hosts import share_out, unused_hosts
 
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
     if resolved.job.sweep:
-        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+        raise UsageError("a spec with a sweep describes many runs; join starts one", hint="~sweep drops the section")
     check_secrets(tuple(resolved.job.secrets), environ)
-    # The code is here, as for a run of this machine alone; nothing is sent anywhere.
+    # The code and the paths are this machine's, as in a local run; nothing is uploaded.
     here = with_absolute_paths(resolved.job.model_copy(update={"launcher": "local"}), working_dir)
     shares = share_out(resolved.job)
     placement = plan_ssh_placement(resolved.job, shares, unused_hosts(resolved.job))
@@ -73,20 +73,20 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
 
 
 def hosts_of(plan: Plan) -> tuple[str, ...]:
-    """Name the hosts in the order of the node ranks."""
+    """Return the hosts in the order of the node ranks."""
     return tuple(node.host for node in plan.gang.nodes)
 
 
 def join_port(resolved: ResolvedSpec) -> int:
-    """Return the port at which node 0 waits for the others: the one of the spec, or one that follows from its name."""
+    """Return the port at which node 0 listens: the one of the spec, or one that is computed from the spec's name."""
     port = resolved.job.network.master_port
     return walk_ports(f"join:{resolved.job.name}", 1)[0] if port == "auto" else port
 
 
 def settle(plan: Plan, node_rank: int, *, run: str, token: str, master_addr: str, interface: str | None) -> Plan:
-    """Fill in what is known once all are there: the run, and how this machine reaches node 0.
+    """Fill in what is known once all machines have joined: the run, and the interface towards node 0.
 
-    Raises: ClusterddpError: there is no way there, or not the interface that the spec names.
+    Raises: ClusterddpError: no interface leads to node 0, or the one that the spec names does not exist.
     """
     found = _interface(plan, master_addr, interface)
     nodes = tuple(
@@ -99,25 +99,30 @@ def settle(plan: Plan, node_rank: int, *, run: str, token: str, master_addr: str
     return move_plan(dataclasses.replace(plan, token=token, gang=gang), plan.runs_dir / run)
 
 
-def lease_own_gpus(plan: Plan, node_rank: int, count: int, environ: Mapping[str, str]) -> tuple[Plan, Lease]:
-    """Lease so many GPUs of this machine for its node; they are in the plan then.
+def lease_own_gpus(
+    plan: Plan, resolved: ResolvedSpec, node_rank: int, environ: Mapping[str, str]
+) -> tuple[Plan, Lease]:
+    """Lease the GPUs of this machine that its node needs; return the plan with them, and the lease.
 
-    Raises: PreflightError: it has fewer, or fewer that are free.
+    Raises: PreflightError: the machine has fewer, or fewer are free.
     """
+    from clusterddp.spec.hosts import share_out
+
+    count = share_out(resolved.job)[node_rank].gpus
     for _ in range(_TRIES):
         machine = read_machine(environ)
         free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)[:count]
         if len(free) < count:
             in_use = f", {len(free)} of them free: {spell_busy(machine.busy)}" if len(machine.gpus) >= count else ""
             raise PreflightError(
-                f"node {node_rank} is to have {count} GPUs; this machine shows {len(machine.gpus)}{in_use}",
+                f"node {node_rank} needs {count} GPUs; this machine has {len(machine.gpus)}{in_use}",
                 hint="--cpu, on all machines, starts the same ranks on the CPU with gloo",
             )
         lease = take_leases(free, plan.name, list_gpus(environ))
         if lease is not None:
             nodes = tuple(_with_gpus(node, node_rank, free) for node in plan.gang.nodes)
             return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes)), lease
-    raise PreflightError(f"{plan.name}: the GPUs that are free are taken by others again and again")
+    raise PreflightError(f"{plan.name}: other runs took the free GPUs in {_TRIES} tries")
 
 
 def _interface(plan: Plan, master_addr: str, named: str | None) -> Interface:

@@ -1,4 +1,4 @@
-"""One machine's part of a run that was joined: node 0 sends updates to the others, which write them into files."""
+"""One machine of a joined run: node 0 sends the start and the end of attempts, the others write them into files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from clusterddp.wire import build
 
 _POLL_S = 0.1
 _LAST_UPDATE_S = 10.0
-"""How long node 0 may take to send the others how the run ended, once their supervisors have left."""
+"""How long after the end of their supervisors the other machines wait for the end of the run from node 0."""
 
 
 class Joined:
-    """This machine's part of a run; closing it, or the end of this process, ends the run."""
+    """The run on this machine; `close`, or the end of this process, ends it on all machines."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Joined:
         return self
 
     def close(self) -> None:
-        """Let the supervisor, and with it the gang, end, unless it has ended; wait until all machines know how."""
+        """End the supervisor, which ends the gang; wait until the end was sent or received."""
         if self._supervisor.stdin is not None:
             with contextlib.suppress(OSError):
                 self._supervisor.stdin.close()
@@ -72,10 +72,10 @@ class Joined:
             self._others.close()
 
     def _exchange(self) -> None:
-        """Send the others the start, or write what node 0 has sent."""
+        """Send the start of an attempt, or write what node 0 has sent."""
         if isinstance(self._others, JoinServer):
             self._others.flush()
-            with contextlib.suppress(OSError, ClusterddpError):  # storage that is away is asked again
+            with contextlib.suppress(OSError, ClusterddpError):  # the next call tries the storage again
                 self._send_start(self._others)
         elif self._others is not None:
             for message in self._others.updates():
@@ -100,7 +100,7 @@ class Joined:
         attempt = self.run.attempt(message["attempt"])
         make_attempt_dirs(attempt)
         if message["kind"] == "started":
-            # On this machine the run's supervisor is that of this node.
+            # The state of the run here follows this node's supervisor.
             with contextlib.suppress(ProcessLookupError):
                 own = dataclasses.asdict(ProcessIdentity.of(self._supervisor.pid))
                 write_json(attempt.start, message["record"] | {"supervisor": own})

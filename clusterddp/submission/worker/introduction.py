@@ -1,4 +1,4 @@
-"""How a rank that another launcher started introduces itself to the others, and which specs it refuses."""
+"""The introduction of a rank that another launcher has started, and the specs that it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.network.interface import own_addresses, read_links
-from clusterddp.network.socket_links import tell_links
+from clusterddp.network.socket_links import report_links
 from clusterddp.planning.job_values import spec_text
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, str]) -> tuple[Launched, RankHello]:
-    """Complete what PMI reports, and describe this rank to the others."""
+    """Complete the facts from PMI, and return what this rank sends rank 0."""
     timeout_s = start_timeout_s(resolved.job)
     if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
         launched = ask_pmi(launched, environ, own_addresses(), timeout_s)
-    size = launched.told.get("WORLD_SIZE")
+    size = launched.variables.get("WORLD_SIZE")
     port_is_given = launched.master_port is not None and not launched.port_is_taken
     gpus = count_gpus(resolved.job, environ)
     return launched, introduce_rank(
@@ -40,7 +40,7 @@ def introduce(launched: Launched, resolved: ResolvedSpec, environ: Mapping[str, 
         spec=hashlib.sha256(spec_text(resolved.job).encode()).hexdigest(),
         local_rank=launched.local_rank,
         gpus=gpus,
-        links=tell_links(read_links()) if gpus else {},
+        links=report_links(read_links()) if gpus else {},
         identity="" if port_is_given else f"{launched.identity}:{launched.start}",
     )
 
@@ -56,16 +56,16 @@ def with_spec_port(launched: Launched, job: JobSpec) -> Launched:
     Raises: UsageError: it sets another one.
     """
     port = job.network.master_port
-    told = launched.told.get("MASTER_PORT")
+    told = launched.variables.get("MASTER_PORT")
     if port == "auto" or launched.port_is_taken:
         return launched
     if told and told.origin.endswith("MASTER_PORT") and int(told.value) != port:
         raise UsageError(
-            f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one thing",
+            f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one port",
             hint=f"unset {told.origin}, or network.master_port=auto",
         )
-    known = {**launched.told, "MASTER_PORT": Variable(str(port), "network.master_port")}
-    return dataclasses.replace(launched, master_port=port, told=known)
+    known = {**launched.variables, "MASTER_PORT": Variable(str(port), "network.master_port")}
+    return dataclasses.replace(launched, master_port=port, variables=known)
 
 
 def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
             hint="torchrun ... -m clusterddp worker SPEC; or start=ranks",
         )
     if job.sweep:
-        raise UsageError("a spec with a sweep is many runs; this is about one", hint="~sweep drops the section")
+        raise UsageError("a spec with a sweep is many runs; a worker is of one", hint="~sweep drops the section")
     if job.container:
         raise UsageError(
             "container: another launcher starts the ranks, and it has to start them in the container",

@@ -1,7 +1,7 @@
-"""A run whose ranks another launcher starts: what rank 0 decides for all of them, and what each makes of it.
+"""A run whose ranks another launcher starts: rank 0 decides for all ranks, and each rank applies the decision.
 
-Rank 0 makes the run's directory before the others hear of it; where they see it they use it, and where hosts share
-nothing the first rank of each host makes one of its own, of the same name and token.
+Rank 0 makes the run's directory before it sends the decision. Ranks that see the directory use it; on hosts that share
+no storage the first rank of each host makes its own, with the same name and token.
 """
 
 from __future__ import annotations
@@ -26,30 +26,23 @@ from clusterddp.planning.environment import python_path
 from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.plan import Plan, move_plan
-from clusterddp.planning.program import TRAINER, plan_program
+from clusterddp.planning.program import plan_program
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.rank_messages import RanksMet
 from clusterddp.run.attempts import make_attempt
-from clusterddp.run.directory import AttemptDir, RunDir, find_run
-from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import (
-    FOREIGN,
-    ProcessIdentity,
-    RankRecord,
-    log_event,
-    read_run,
-    write_rank,
-    write_run,
-)
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.find import find_run
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import FOREIGN, ProcessIdentity, RankRecord, log_event, read_run, write_rank, write_run
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.worker.place import (
     Decided,
     choose_interface,
     count_gpus,
-    count_threads,
     decide_gpus,
     decide_networks,
+    gang_of,
     nodes_of,
 )
 from clusterddp.system.files import write_json
@@ -73,7 +66,7 @@ class Worker:
 
     @property
     def job(self) -> JobSpec:
-        # Where it runs is decided already; as a local one its paths are those of this host.
+        # Its place is decided already; as a local job its paths are those of this host.
         return self.resolved.job.model_copy(update={"launcher": "local"})
 
     @property
@@ -83,9 +76,9 @@ class Worker:
         return entry is None or (entry.command is None and entry.counts == "processes")
 
     def decide(self, met: RanksMet) -> dict[str, Any]:
-        """Decide on rank 0 for all, and make the run's directory here.
+        """Decide on rank 0 for all ranks, and make the run's directory here.
 
-        Raises: ClusterddpError: the gang cannot be, whatever it is told.
+        Raises: ClusterddpError: these ranks cannot form a gang.
         """
         if met.hellos[0].torch == "" and self.job.entry is None:
             raise PreflightError(
@@ -111,7 +104,7 @@ class Worker:
         return dataclasses.asdict(dataclasses.replace(decided, run=self._make(decided).name))
 
     def settle(self, decided: Decided) -> RunDir:
-        """Find the run's directory on this host, or make one where hosts share nothing."""
+        """Find the run's directory on this host, or make one where hosts share no storage."""
         run = self._found(decided) or self._make(decided)
         with contextlib.suppress(FileExistsError):
             make_attempt(run, decided.attempt)
@@ -119,7 +112,7 @@ class Worker:
 
     def become_rank(self, decided: Decided, run: RunDir) -> tuple[tuple[str, ...], dict[str, str]]:
         """Record this process as the rank that it becomes; return the command and the environment for that."""
-        gang = self._gang(decided, entry_working_dir=run.path)
+        gang = gang_of(decided, self.job, rank=self.launched.rank, working_dir=run.path)
         interface = choose_interface(self.job, decided)
         variables = self.variables(decided, gang, run, interface)
         attempt = run.attempt(decided.attempt)
@@ -128,7 +121,7 @@ class Worker:
         return rank_command(run.path), dict(self.environ) | python_path(self.environ) | chosen
 
     def variables(self, decided: Decided, gang: Gang, run: RunDir, interface: str | None) -> dict[str, Variable]:
-        """Compute what this rank's environment lacks; what the launcher has set stays as it is."""
+        """Compute the variables that this rank's environment lacks; those that the launcher has set stay."""
         rank = self.launched.rank
         faster = names_in(decided.networks, read_links()) if decided.networks else ()
         nodes = tuple(dataclasses.replace(node, nccl_interfaces=faster) for node in gang.nodes)
@@ -157,7 +150,7 @@ class Worker:
         return kept
 
     def _find_earlier(self) -> RunDir | None:
-        """Find the run that this start goes on with: the named one, or that of the launcher's own restart."""
+        """Find the run that this start continues: the named one, or the one that the launcher restarts."""
         if self.resume is not None:
             run = RunDir(find_run(self.runs_dir, self.resume).path.absolute())
             self._refuse_resume(run)
@@ -176,7 +169,7 @@ class Worker:
         from clusterddp.run.view import RunState
 
         if read_run(run).launcher != FOREIGN:
-            raise UsageError(f"{run.name}: is none of clusterddp worker's runs", hint=f"clusterddp resume {run.name}")
+            raise UsageError(f"{run.name}: is no run of clusterddp worker", hint=f"clusterddp resume {run.name}")
         view = read_state(run)
         if view.state in {RunState.COMPLETED, RunState.RUNNING}:
             raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})")
@@ -186,7 +179,7 @@ class Worker:
         return f"{self.job.name[:48]}-{digest}"
 
     def _choose_name(self) -> str:
-        """Name a new run after its spec and this start of it; alone there is no name for the start."""
+        """Name a new run after its spec and its launcher's job, where the launcher names one."""
         if not self.launched.identity:
             return choose_run_name(self.runs_dir)
         name, number = self._name(), 1
@@ -195,10 +188,10 @@ class Worker:
         return name if number == 1 else f"{name}-{number}"
 
     def _master_addr(self, met: RanksMet) -> str:
-        """Take the address as it was found, and where it was our guess the one that the others got through by."""
-        told = self.launched.told.get("MASTER_ADDR")
-        if told and told.origin.endswith("MASTER_ADDR"):
-            return told.value
+        """Take the address that the launcher has set; without one the address by which the others reached rank 0."""
+        given = self.launched.variables.get("MASTER_ADDR")
+        if given and given.origin.endswith("MASTER_ADDR"):
+            return given.value
         return met.reached
 
     def _found(self, decided: Decided) -> RunDir | None:
@@ -210,7 +203,7 @@ class Worker:
         return None
 
     def _make(self, decided: Decided) -> RunDir:
-        """Make the directory, unless another rank of this host was faster."""
+        """Make the directory, unless another rank of this host has made it."""
         found = self._found(decided)
         if found is None:
             try:
@@ -232,7 +225,7 @@ class Worker:
         return found
 
     def _next_name(self, plan: Plan, decided: Decided) -> Plan:
-        """Give way to what has the name: our own run, which a fellow has made, or a stranger."""
+        """Name the run when its name is taken by another run; another rank may have made this run meanwhile."""
         found = self._found(decided)
         if found is not None:
             raise _MadeMeanwhile(found)
@@ -245,7 +238,8 @@ class Worker:
         program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=self.environ)
         run_dir = runs_dir / decided.run
         entry = plan_entry(program, job, run_dir=run_dir, working_dir=working_dir)
-        gang = dataclasses.replace(self._gang(decided, entry_working_dir=run_dir), entry=entry)
+        gang = gang_of(decided, self.job, rank=self.launched.rank, working_dir=run_dir)
+        gang = dataclasses.replace(gang, entry=entry)
         variables = gang.variables_of(0, run_dir=str(run_dir), attempt=0, master_port=decided.master_port)
         return Plan(
             run=decided.run,
@@ -265,28 +259,6 @@ class Worker:
             parent=None,
             files=(),
             commands=(rank_command(run_dir),),
-        )
-
-    def _gang(self, decided: Decided, entry_working_dir: Path) -> Gang:
-        from clusterddp.run.gang import Entry
-
-        nodes = tuple(
-            Node(node_rank=node_rank, host=host, ranks=ranks, slurm_chooses_gpus=True)
-            for node_rank, (host, ranks) in enumerate(decided.nodes)
-        )
-        own = next(ranks for _, ranks in decided.nodes if self.launched.rank in ranks)
-        return Gang(
-            run=decided.run,
-            token=decided.token,
-            nodes=nodes,
-            entry=Entry(kind="module", target=TRAINER, args=(), working_dir=str(entry_working_dir), import_paths=()),
-            threads_per_rank=self.job.resources.cpus_per_task or count_threads(len(own)),
-            backend="nccl" if decided.backend == "nccl" else "gloo",
-            on_cpu=not decided.gpus,
-            master_addr=decided.master_addr,
-            master_port=decided.master_port,
-            env=dict(self.job.env),
-            restarts=self.job.restarts,
         )
 
     def _record(
@@ -313,7 +285,7 @@ class Worker:
         write_rank(attempt, record)
 
 
-class _MadeMeanwhile(Exception):  # noqa: N818  not an error: another rank of this host was faster
+class _MadeMeanwhile(Exception):  # noqa: N818  not an error: another rank of this host has made the run
     def __init__(self, run: RunDir) -> None:
         super().__init__(run.name)
         self.run = run

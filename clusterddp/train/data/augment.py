@@ -1,4 +1,4 @@
-"""Augmentation in batches on the device; a sample's transform depends on (seed, epoch, sample index) alone.
+"""Augmentation in batches on the device; a sample's transform depends only on (seed, epoch, sample index).
 
 All randomness is a hash of those three numbers, in integer tensor arithmetic: it does not depend on the world size, the
 batch size or the device, and a checkpoint holds none of it. It is drawn for all samples once an epoch; a batch looks up

@@ -90,6 +90,6 @@ def _read_idx(folder: Path, name: str, *, dimensions: int) -> Tensor:
         raise ClusterddpError(f"{path}: cut short or damaged: {error}", hint="get the file again") from error
     if len(content) != wanted:
         found = "more" if len(content) > wanted else f"{len(content):,}"
-        raise ClusterddpError(f"{path}: {found} bytes of values, the header says {wanted:,}", hint="get the file again")
+        raise ClusterddpError(f"{path}: {found} bytes of values, the header has {wanted:,}", hint="get the file again")
     values = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return values.view(sizes)

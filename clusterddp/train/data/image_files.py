@@ -135,7 +135,7 @@ def _missing(known: ImageSet, data_dir: Path) -> ClusterddpError:
     absent = [name for name in known.files if not (data_dir / name).exists()]
     error = missing_error(known.reader, data_dir, wanted=" and ".join(absent))
     if known.by_hand:
-        hint = f"torchvision does not download {known.reader}: its documentation says what belongs there"
+        hint = f"torchvision does not download {known.reader}: its documentation lists the files"
         return ClusterddpError(error.message, hint=hint)
     return error
 

@@ -80,7 +80,7 @@ def _uniform(count: int, low: float, high: float, random: torch.Generator) -> Te
     return torch.rand(count, generator=random) * (high - low) + low
 
 
-# Each field tells how far a point lies outside its shape (negative: inside), in units of the shape's radius.
+# Each field is the distance of a point from its shape (negative: inside), in units of the shape's radius.
 # x and y: [count, 32, 32], y downwards.
 
 

@@ -19,7 +19,7 @@ _WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 1
 
 
 def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
-    """Build the model of `spec` for `dataset` on the CPU, with weights that depend on `spec.seed` and the data alone.
+    """Build the model of `spec` for `dataset` on the CPU, with weights that depend only on `spec.seed` and the data.
 
     Every rank computes the same start; where hosts round differently, DDP's construction makes rank 0's the one that
     counts (it broadcasts parameters and buffers, frozen ones too). The global random state is left as it was.

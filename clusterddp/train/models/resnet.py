@@ -18,7 +18,7 @@ def resnet18(*, channels: int = 3, num_classes: int = 10, large_stem: bool = Fal
 
 
 def has_large_stem(side: int) -> bool:
-    """Say whether images of `side` x `side` pixels are made a quarter as wide before the first block."""
+    """Return whether images of `side` x `side` pixels are made a quarter as wide before the first block."""
     return side > 64
 
 

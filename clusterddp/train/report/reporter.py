@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol, TextIO
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.metrics import MetricsFile
 from clusterddp.run.record import log_event
-from clusterddp.system.files import append_jsonl, write_json
+from clusterddp.system.files import write_json
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
+from clusterddp.train.report.events import EventWriter, flat_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +48,7 @@ class Reporter:
         self._attempt = attempt
         self._progress: Progress | None = open_progress(sys.stderr) if first else None
         self._events: EventWriter | None = None
-        self._lost_rows = 0
-        """Since the last row that was written."""
+        self._metrics = MetricsFile(run, attempt=attempt, report=self.log)
 
     def log(self, text: str) -> None:
         """Print one line for people."""
@@ -116,71 +114,9 @@ class Reporter:
             self._progress.close()
 
     def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, Any], place: Mapping[str, float]) -> None:
-        row = {"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place}
-        try:
-            refuse_if_stale(self._run, self._attempt)
-            append_jsonl(self._run.metrics, row | {"time": time.time()})
-        except OSError as error:
-            self._lose_row(error)
-        else:
-            self._report_lost_rows()
+        self._metrics.append({"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place})
         if self._events is not None:
             self._events.write(step, {f"{kind}/{name}": value for name, value in flat_numbers(values)})
-
-    def _lose_row(self, error: OSError) -> None:
-        """Count a row that could not be written: training goes on."""
-        self._lost_rows += 1
-        if self._lost_rows == 1:
-            self.log(f"warning: {self._run.metrics.name} cannot be written, training goes on: {error.strerror}")
-
-    def _report_lost_rows(self) -> None:
-        if self._lost_rows:
-            self.log(f"warning: {self._run.metrics.name} has lost {self._lost_rows} rows; it can be written again")
-            log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)
-            self._lost_rows = 0
-
-
-def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Return the numbers among `values`, those of a dict as `name_key`, as TensorBoard needs them."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat_numbers({f"{name}_{key}": each for key, each in value.items()})
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
-
-
-class EventWriter:
-    """Writes TensorBoard events from a thread of its own: the first import of tensorboard takes up to a second."""
-
-    def __init__(self, directory: str, *, purge_step: int, report: Callable[[str], None]) -> None:
-        """`report` is called, from that thread, when there will be no events."""
-        self._report = report
-        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(directory, purge_step), daemon=True)
-        self._thread.start()
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._rows.put((step, values))
-
-    def close(self) -> None:
-        self._rows.put(None)
-        self._thread.join()
-
-    def _work(self, directory: str, purge_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            self._report(f"note: no TensorBoard events ({error}); metrics.jsonl has the same numbers")
-            return
-        try:
-            writer = SummaryWriter(directory, purge_step=purge_step)
-            while (row := self._rows.get()) is not None:
-                step, values = row
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
-            writer.close()
-        except OSError as error:
-            self._report(f"warning: no more TensorBoard events ({error}); training goes on")
 
 
 class Progress(Protocol):

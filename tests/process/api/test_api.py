@@ -230,7 +230,7 @@ def test_hosts_make_it_a_run_over_ssh() -> None:
 
 
 def test_what_would_change_a_plan_or_a_loaded_spec_is_refused() -> None:
-    with pytest.raises(UsageError, match="a plan is carried out as it is"):
+    with pytest.raises(UsageError, match="a plan cannot be changed"):
         clusterddp.submit(clusterddp.plan("job.yaml"), ["name=b"])
-    with pytest.raises(UsageError, match="a spec that was loaded is taken as it is"):
+    with pytest.raises(UsageError, match="a loaded spec cannot be changed"):
         clusterddp.plan(clusterddp.load_spec(SPEC), ["name=b"])

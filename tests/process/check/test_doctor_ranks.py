@@ -48,7 +48,7 @@ train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: ne
 """
 
 
-def told(probe: str, found: Any = None, *, rank: int = 0, error: str | None = None) -> Finding:
+def probed(probe: str, found: Any = None, *, rank: int = 0, error: str | None = None) -> Finding:
     return Finding(rank=rank, host=f"gpu0{rank // 8}", probe=probe, found=found, error=error)
 
 
@@ -60,17 +60,23 @@ def levels(findings: list[Finding], **changes: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
-        (told("environment", GPU), "ok"),
-        (told("environment", dataclasses.replace(GPU, locked_memory_bytes=65536)), "note"),
-        (told("environment", dataclasses.replace(GPU, compile_obstacle="no Python.h in /usr/include")), "note"),
-        (told("compile", Compile(seconds=3.0)), "ok"),
-        (told("compile", error="InvalidCxxCompiler: No working C++ compiler found"), "note"),
-        (told("all_reduce", Reductions(sizes=(Reduction(bytes=1024, ms=0.1, bus_gb_per_s=0.1),))), "ok"),
-        (told("all_reduce", error="DistBackendError: NCCL error"), "red"),
-        (told("peers", Peers(access=((True, True), (True, True)), gb_per_s=((None, 300.0), (300.0, None)))), "ok"),
-        (told("peers", Peers(access=((True, False), (False, True)), gb_per_s=((None, 9.0), (9.0, None)))), "note"),
-        (told("train", TRAINING), "ok"),
-        (told("train", error="OutOfMemoryError: CUDA out of memory"), "red"),
+        (probed("environment", GPU), "ok"),
+        (probed("environment", dataclasses.replace(GPU, locked_memory_bytes=65536)), "note"),
+        (probed("environment", dataclasses.replace(GPU, compile_obstacle="no Python.h in /usr/include")), "note"),
+        (probed("compile", Compile(seconds=3.0)), "ok"),
+        (probed("compile", error="InvalidCxxCompiler: No working C++ compiler found"), "note"),
+        (probed("all_reduce", Reductions(sizes=(Reduction(bytes=1024, ms=0.1, bus_gb_per_s=0.1),))), "ok"),
+        (probed("all_reduce", error="DistBackendError: NCCL error"), "red"),
+        (
+            probed("peers", Peers(access=((True, True), (True, True)), gb_per_s=((None, 300.0), (300.0, None)))),
+            "ok",
+        ),
+        (
+            probed("peers", Peers(access=((True, False), (False, True)), gb_per_s=((None, 9.0), (9.0, None)))),
+            "note",
+        ),
+        (probed("train", TRAINING), "ok"),
+        (probed("train", error="OutOfMemoryError: CUDA out of memory"), "red"),
     ],
 )
 def test_each_probe_is_judged(finding: Finding, level: str) -> None:
@@ -79,12 +85,12 @@ def test_each_probe_is_judged(finding: Finding, level: str) -> None:
 
 def test_a_slow_rank_is_named_by_its_time() -> None:
     slow = dataclasses.replace(TRAINING, step_ms=15.0)
-    findings = [told("train", slow if rank == 3 else TRAINING, rank=rank) for rank in range(8)]
+    findings = [probed("train", slow if rank == 3 else TRAINING, rank=rank) for rank in range(8)]
     assert levels(findings, world_size=8) == {"train": "note"}
 
 
 def test_ranks_that_end_early_are_red_with_the_probe_that_they_came_to() -> None:
-    (_, ranks) = judge_ranks([told("environment", GPU)], world_size=2, state="FAILED", run="run-1")
+    (_, ranks) = judge_ranks([probed("environment", GPU)], world_size=2, state="FAILED", run="run-1")
     (result,) = ranks.results.values()
     assert ranks.level == "red"
     assert "FAILED; last reported: environment; 1 of 2 reported nothing" in result.found
@@ -94,7 +100,7 @@ def test_a_hang_that_takes_a_minute_to_end_is_noted() -> None:
     assert [judge_hang(seconds, backend="nccl").level for seconds in (2.0, 90.0, None)] == ["ok", "note", "note"]
 
 
-def test_the_way_that_nccl_took_is_told_with_what_status_warns_of() -> None:
+def test_the_transport_of_nccl_is_judged_with_the_warning_of_status() -> None:
     node = {"node_rank": 0, "host": "gpu00", "network": "Socket", "devices": ("eth0",), "links": ("P2P/CUMEM",)}
     check = judge_transports([node], "between hosts NCCL sends over sockets")
     assert check.level == "note"
@@ -103,17 +109,20 @@ def test_the_way_that_nccl_took_is_told_with_what_status_warns_of() -> None:
 
 
 def test_what_a_rank_prints_is_read_back_and_what_makes_no_sense_is_left_out() -> None:
-    lines = [finding.to_line() for finding in (told("environment", GPU), told("train", TRAINING))]
+    lines = [finding.to_line() for finding in (probed("environment", GPU), probed("train", TRAINING))]
     hostile = [MARK + "[" * 9000, MARK + "{}", MARK + lines[0][len(MARK) :].replace('"cores": 16', '"cores": "x"')]
     assert list(read_findings("\n".join(["a word", *hostile, *lines]))) == [
-        told("environment", GPU),
-        told("train", TRAINING),
+        probed("environment", GPU),
+        probed("train", TRAINING),
     ]
 
 
 def test_a_report_names_no_host_and_its_page_escapes_what_others_wrote() -> None:
     topology = "GPU0 <script>alert(1)</script>\n"
-    findings = [told("environment", dataclasses.replace(GPU, topology=topology)), told("train", TRAINING, rank=8)]
+    findings = [
+        probed("environment", dataclasses.replace(GPU, topology=topology)),
+        probed("train", TRAINING, rank=8),
+    ]
     report = to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
     text = json.dumps(report)
     assert "gpu0" not in text
@@ -154,7 +163,7 @@ def test_deep_and_job_without_a_spec_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(visible_gpus(os.environ)), reason="there are GPUs here")
-def test_gpu_check_says_what_is_missing_and_its_page_does(tmp_path: Path) -> None:
+def test_gpu_check_and_its_page_name_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path / "sent")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3
@@ -168,7 +177,7 @@ def test_a_report_becomes_a_table_of_the_docs() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from trainer_table import gpu_check_rows
 
-    findings = [told("environment", GPU), told("train", TRAINING)]
+    findings = [probed("environment", GPU), probed("train", TRAINING)]
     deep = {"ranks": 8} | to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
     speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0, "mfu_percent": 31.5}]
     machine = {"torch": "2.13.0", "date": "2026-11-25", "commit": "abcdef0"}

@@ -15,8 +15,9 @@ from typing import Any
 import pexpect
 import pytest
 
-from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.cleanup import end_processes, find_processes
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.system.files import read_json
 from tests.support.waiting import PATIENCE
@@ -46,7 +47,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "job.yaml").write_text(SPEC)
     yield tmp_path
     for run in list_runs(tmp_path / "runs"):
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def clusterddp(place: Path, *arguments: str, timeout_s: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -113,7 +114,7 @@ def test_stdout_of_submit_is_the_name_of_the_run(place: Path) -> None:
     assert clusterddp(place, "wait", done.stdout.strip()).returncode == 0
 
 
-def test_a_run_that_fails_is_exit_code_five_and_told(place: Path) -> None:
+def test_a_run_that_fails_is_reported_with_exit_code_five(place: Path) -> None:
     done = clusterddp(place, "submit", "job.yaml", FAILS, "--wait")
     assert done.returncode == 5
     assert "rank 3 on" in done.stderr
@@ -161,7 +162,7 @@ def test_json_stays_alone_on_stdout_while_following(place: Path) -> None:
     assert "rank 0 of 4\n" in done.stderr
 
 
-def test_ctrl_c_leaves_the_run_alone_and_says_how_to_cancel(place: Path) -> None:
+def test_ctrl_c_does_not_stop_the_run_and_prints_how_to_cancel(place: Path) -> None:
     child = pexpect.spawn(
         sys.executable,
         ["-m", "clusterddp", "submit", "job.yaml", LASTS, "--follow"],
@@ -248,7 +249,7 @@ def test_a_dry_run_as_json_is_the_plan_without_its_token(place: Path) -> None:
     assert plan["rank0"]["CLUSTERDDP_COOKIE"]["value"].startswith("*")
 
 
-def test_a_wrong_spec_is_told_line_by_line_with_exit_code_two(place: Path) -> None:
+def test_a_wrong_spec_is_reported_line_by_line_with_exit_code_two(place: Path) -> None:
     (place / "bad.yaml").write_text("name: bad\nresurces: {nodes: 2}\n")
     done = clusterddp(place, "submit", "bad.yaml", "train.epochs=0")
     assert (done.returncode, done.stdout) == (2, "")
@@ -267,7 +268,7 @@ def test_the_run_keeps_the_spec_as_resolved(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_learns_and_says_what_is_next(tmp_path: Path) -> None:
+def test_the_demo_learns_and_prints_what_is_next(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = clusterddp(tmp_path, "demo", timeout_s=160)
     assert done.returncode == 0, done.stderr

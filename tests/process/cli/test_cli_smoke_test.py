@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import list_runs
+from clusterddp.run.find import list_runs
 from clusterddp.system.files import read_json
 from clusterddp.train.device import RankVariables
 from clusterddp.train.smoke_test import check_program

@@ -18,7 +18,7 @@ name: job
 device: cpu
 resources: {procs_per_node: 2}
 network: {init: file}
-train: {dataset: shapes, samples: 64, model: fastnet, batch_size: 8, max_steps: 1}
+train: {dataset: shapes, samples: 64, model: fastnet, width: 0.125, batch_size: 8, max_steps: 1}
 """
 
 

@@ -16,12 +16,13 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.view import RunState, RunView
-from clusterddp.submission.submit import Submitted, cancel, resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import Submitted, resume, submit, wait
 from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import (
     HELLO,
@@ -60,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
     for run in starter.runs:
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def kill(process: Process) -> None:
@@ -414,3 +415,24 @@ def test_the_gang_in_the_plan_is_what_runs(start: Starter) -> None:
     assert {f"s{node['node_rank']}" for node in gang["nodes"]} == {role for role in roles if role.startswith("s")}
     assert sum(len(roles[f"n{node['node_rank']}"]) for node in gang["nodes"]) == 4
     cancel(run)
+
+
+def test_a_run_goes_on_with_other_values_and_the_code_of_its_first_submit(start: Starter) -> None:
+    run = start("import os, sys; print(sys.argv[1:], os.environ['WORLD_SIZE'])")
+    wait(run, 30)
+    code, token = run.code.resolve(), read_run(run).token
+    for refused in ("launcher=slurm", "entry.script=other.py", "name=other"):
+        with pytest.raises(UsageError, match=r"resume goes on with the same|no such file"):
+            resume(run, overrides=[refused])
+    with pytest.raises(UsageError, match="already completed"):
+        resume(run)
+    assert len(run.attempts()) == 1
+    resume(run, overrides=["entry.args=[--lr, 0.1]", "resources={nodes: 1, procs_per_node: 3}"])
+    view = wait(run, 30)
+    assert (view.state, view.attempt) == (RunState.COMPLETED, 1)
+    assert [run.attempt(1).stdout(rank).read_text() for rank in range(3)] == ["['--lr', '0.1'] 3\n"] * 3
+    assert (run.code.resolve(), read_run(run).token) == (code, token)
+    assert "procs_per_node: 3" in run.spec.read_text()
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    resumed = [event["overrides"] for event in events if event["event"] == "resumed"]
+    assert resumed == [["entry.args=[--lr, 0.1]", "resources={nodes: 1, procs_per_node: 3}"]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RunFailedError
-from clusterddp.run.directory import list_runs
+from clusterddp.run.find import list_runs
 from tests.support.launch_runs import plan_text
 from tests.support.slurm_person import HELD, SlurmPerson
 from tests.support.ssh_place import SshPlace

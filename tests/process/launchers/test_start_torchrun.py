@@ -38,8 +38,8 @@ time.sleep(0 if os.environ["CLUSTERDDP_ATTEMPT"] == "1" else 600)
 TRAIN = """
 restarts: 1
 train:
-  {dataset: shapes, samples: 256, model: fastnet, precision: fp32, epochs: 5, batch_size: 16, eval_every: 5,
-   log_every: 4}
+  {dataset: shapes, samples: 256, model: fastnet, width: 0.125, precision: fp32, epochs: 16, batch_size: 16,
+   eval_every: 16, log_every: 4}
 """
 
 
@@ -132,7 +132,7 @@ def test_torchrun_that_cannot_start_says_why() -> None:
     Path("torch/__init__.py").write_text("raise ImportError('this torch is broken')\n")
     run = submit("", more=f"env: {{PYTHONPATH: {Path.cwd()}}}")
     assert run.wait(PATIENCE * 60) == "FAILED"
-    assert "it said last: ImportError: this torch is broken" in run.status()["root_cause"]["error"]
+    assert "its last line: ImportError: this torch is broken" in run.status()["root_cause"]["error"]
 
 
 @pytest.mark.slow

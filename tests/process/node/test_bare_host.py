@@ -44,7 +44,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The package lies alone in a directory, as a launcher puts it on a host."""
+    """The package is the only one in a directory, as a launcher puts it on a host."""
     directory = tmp_path_factory.mktemp("package")
     (directory / "clusterddp").symlink_to(Path(clusterddp.__file__).parent)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def test_the_bare_python_has_none_of_our_packages(bare_python: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_run_on_bare_hosts_comes_to_its_end(finished: TwoHosts) -> None:
+def test_a_run_on_bare_hosts_completes(finished: TwoHosts) -> None:
     summary = read_json(finished.first.summary)
     assert summary is not None
     assert (summary["world_size"], summary["steps"], summary["eval_samples"]) == (2, 2 * STEPS_PER_EPOCH, 57)
@@ -151,7 +151,7 @@ def test_a_stop_on_another_host_is_confirmed_on_the_first_and_resumed_from_there
     )
 
 
-def test_data_that_cannot_be_downloaded_on_a_bare_host_is_told_with_a_way_out(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_data_that_cannot_be_downloaded_on_a_bare_host_is_an_error_with_a_hint(hosts: TwoHosts, tmp_path: Path) -> None:
     gang = hosts.start(dataset="cifar10", data_dir=str(tmp_path / "data"), samples=None)
     assert hosts.finish(gang) == [1, 1]
     error = gang.end().root_cause

@@ -14,16 +14,18 @@ from click import unstyle
 
 import clusterddp
 from clusterddp.cli.text.status import status_lines
+from clusterddp.errors import ClusterddpError
 from clusterddp.look.status import read_status
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
-from clusterddp.submission.submit import cancel, submit, wait
+from clusterddp.submission.cancel import HOW_TO_STOP, cancel
+from clusterddp.submission.submit import submit, wait
 from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
 from tests.support.waiting import wait_until
 
-TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
+REPORT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
 
 
 class Starter:
@@ -43,20 +45,20 @@ class Starter:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
-    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "show.py").write_text(REPORT)
     yield starter
     for run in starter.runs:
-        sweep(f"{read_run(run).token}.", timeout_s=5)
+        end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def output(run: RunDir, rank: int = 0) -> str:
     return run.attempts()[-1].stdout(rank).read_text()
 
 
-def told(run: RunDir, rank: int = 0) -> tuple[list[str], dict[str, str], str, list[str]]:
-    """Return the words, the variables, the working directory and the path that a rank has told."""
-    words, environ, cwd, path = json.loads(output(run, rank))
-    return words, environ, cwd, path
+def report(run: RunDir, rank: int = 0) -> tuple[list[str], dict[str, str], str, list[str]]:
+    """Return the arguments, the variables, the working directory and the path that a rank has printed."""
+    args, environ, cwd, path = json.loads(output(run, rank))
+    return args, environ, cwd, path
 
 
 def completed(run: RunDir) -> RunDir:
@@ -113,19 +115,19 @@ def test_the_exception_of_a_function_has_no_frames_of_ours(start: Starter, tmp_p
     assert "clusterddp" not in found.traceback.replace(str(tmp_path), "")
 
 
-def test_a_command_gets_its_words_as_they_are_and_the_ranks_variables(start: Starter) -> None:
+def test_a_command_gets_its_arguments_as_they_are_and_the_ranks_variables(start: Starter) -> None:
     run = completed(
-        start(f'{{command: [{sys.executable}, tell.py, "a b", "$HOME", "{{rank}}/{{world_size}}"], args: ["*"]}}')
+        start(f'{{command: [{sys.executable}, show.py, "a b", "$HOME", "{{rank}}/{{world_size}}"], args: ["*"]}}')
     )
-    words, environ, cwd, _ = told(run, 1)
-    assert words == ["a b", "$HOME", "1/2", "*"]
+    args, environ, cwd, _ = report(run, 1)
+    assert args == ["a b", "$HOME", "1/2", "*"]
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["CLUSTERDDP_RUN_DIR"]) == ("1", "2", str(run.path))
     assert cwd == str(start.directory)
 
 
 def test_a_text_is_split_into_words_and_no_shell_reads_it(start: Starter) -> None:
-    run = completed(start(f"{{command: \"{sys.executable} tell.py 'a b' && c\"}}"))
-    assert told(run)[0] == ["a b", "&&", "c"]
+    run = completed(start(f"{{command: \"{sys.executable} show.py 'a b' && c\"}}"))
+    assert report(run)[0] == ["a b", "&&", "c"]
 
 
 def test_a_shell_reads_text_that_asks_for_it(start: Starter) -> None:
@@ -158,7 +160,7 @@ def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Starter,
         ('"kill -9 $$"', 137, "was killed by SIGKILL"),
     ],
 )
-def test_a_command_that_knows_nothing_of_us_has_a_root_cause(
+def test_a_command_without_an_error_file_has_a_root_cause(
     start: Starter, command: str, exit_code: int, error: str
 ) -> None:
     found = cause(start(f"{{command: {command}, shell: true}}", procs=1))
@@ -171,15 +173,15 @@ def test_the_last_lines_of_a_commands_standard_error_are_kept(start: Starter) ->
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("program", "error"),
     [
         ("no-such-program", "entry.command: no-such-program: no such program on PATH"),
         ("./gone.sh", "entry.command: ./gone.sh: no such file in "),
-        ("./tell.py", "not executable (chmod +x "),
+        ("./show.py", "not executable (chmod +x "),
     ],
 )
-def test_a_program_that_cannot_be_started_is_named(start: Starter, program: str, words: str) -> None:
-    assert words in cause(start(f"{{command: [{program}]}}", procs=1)).error
+def test_a_program_that_cannot_be_started_is_named(start: Starter, program: str, error: str) -> None:
+    assert error in cause(start(f"{{command: [{program}]}}", procs=1)).error
 
 
 def test_a_command_that_takes_a_signal_for_a_stop_ends_well_and_the_run_has_stopped(start: Starter) -> None:
@@ -205,12 +207,12 @@ def test_nothing_of_a_command_is_left_when_the_run_is_cancelled(start: Starter) 
     wait_until(lambda: not processes_of(run))
 
 
-def test_a_program_that_owns_its_ranks_is_told_of_the_machines(start: Starter) -> None:
-    command = f"[{sys.executable}, tell.py, '{{node_rank}}/{{num_nodes}}', '{{rank}}/{{world_size}}']"
+def test_a_program_that_owns_its_ranks_gets_the_numbers_of_the_machines(start: Starter) -> None:
+    command = f"[{sys.executable}, show.py, '{{node_rank}}/{{num_nodes}}', '{{rank}}/{{world_size}}']"
     entry = f"{{command: {command}, owns_ranks: true}}"
     run = completed(start(entry, nodes=2, procs=3))
-    words, environ, _, _ = told(run, 1)
-    assert words == ["1/2", "1/2"]
+    args, environ, _, _ = report(run, 1)
+    assert args == ["1/2", "1/2"]
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
     assert [environ[name] for name in names] == ["1", "2", "3", "2", "3", "1"]
     assert not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ROLE_RANK"} & environ.keys()
@@ -224,28 +226,28 @@ def test_a_program_that_owns_its_ranks_is_told_of_the_machines(start: Starter) -
 
 def test_a_program_that_owns_its_ranks_may_count_processes(start: Starter) -> None:
     entry = (
-        f"{{command: [{sys.executable}, tell.py, '{{rank}}/{{world_size}}'], owns_ranks: true, world_size: processes}}"
+        f"{{command: [{sys.executable}, show.py, '{{rank}}/{{world_size}}'], owns_ranks: true, world_size: processes}}"
     )
-    words, environ, _, _ = told(completed(start(entry, nodes=2, procs=3)), 1)
-    assert (words, environ["RANK"], environ["WORLD_SIZE"]) == (["3/6"], "3", "6")
+    args, environ, _, _ = report(completed(start(entry, nodes=2, procs=3)), 1)
+    assert (args, environ["RANK"], environ["WORLD_SIZE"]) == (["3/6"], "3", "6")
 
 
 def test_placeholders_may_count_machines_while_variables_count_ranks(start: Starter) -> None:
-    entry = f"{{command: [{sys.executable}, tell.py, '{{rank}}/{{world_size}}'], world_size: machines}}"
-    words, environ, _, _ = told(completed(start(entry, nodes=2, procs=2)), 3)
-    assert (words, environ["RANK"], environ["WORLD_SIZE"]) == (["1/2"], "3", "4")
+    entry = f"{{command: [{sys.executable}, show.py, '{{rank}}/{{world_size}}'], world_size: machines}}"
+    args, environ, _, _ = report(completed(start(entry, nodes=2, procs=2)), 3)
+    assert (args, environ["RANK"], environ["WORLD_SIZE"]) == (["1/2"], "3", "4")
 
 
-def test_the_output_directory_is_made_where_the_spec_says(start: Starter, tmp_path: Path) -> None:
-    run = start(f"{{command: [{sys.executable}, tell.py, '{{output_dir}}'], output_dir: results/one}}", procs=1)
-    assert told(completed(run))[0] == [str(tmp_path / "results/one")]
+def test_the_output_directory_of_the_spec_is_made(start: Starter, tmp_path: Path) -> None:
+    run = start(f"{{command: [{sys.executable}, show.py, '{{output_dir}}'], output_dir: results/one}}", procs=1)
+    assert report(completed(run))[0] == [str(tmp_path / "results/one")]
     assert (tmp_path / "results/one").is_dir()
 
 
 def test_what_the_plan_shows_of_rank_0s_variables_is_what_it_finds(start: Starter) -> None:
-    run = completed(start(f"{{command: [{sys.executable}, tell.py], owns_ranks: true}}", nodes=2))
+    run = completed(start(f"{{command: [{sys.executable}, show.py], owns_ranks: true}}", nodes=2))
     plan: dict[str, Any] = json.loads(run.plan.read_text())
-    environ = told(run)[1]
+    environ = report(run)[1]
     unknown = {"MASTER_PORT", "PET_MASTER_PORT", "CLUSTERDDP_INIT_METHOD"}
     shown = {name: variable["value"] for name, variable in plan["rank0"].items() if name not in unknown}
     assert {name: environ.get(name) for name in shown} == shown
@@ -256,5 +258,35 @@ def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
     (start.directory / "loop.py").write_text(code)
     run = start(f"{{command: [{sys.executable}, loop.py]}}")
     wait_for_ranks(run, 2)
-    assert cancel(run, save=True) == "cancelled"
+    reports: list[str] = []
+    assert cancel(run, save=True, report=reports.append) == "cancelled"
+    assert not any("has not asked" in text for text in reports)
+    assert run.attempts()[-1].asked.exists()
     assert clusterddp.Run(run.path).wait(20) == "CANCELLED"
+
+
+def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_error(start: Starter) -> None:
+    (start.directory / "deaf.py").write_text("import time; print('up', flush=True); time.sleep(600)")
+    run = start("{script: deaf.py}", more='stop: {grace: "00:00:04"}')
+    wait_for_ranks(run, 2)
+    messages, seen = [], []
+
+    def report(text: str) -> None:
+        messages.append(text)
+        seen.append(read_status(run))
+
+    with pytest.raises(ClusterddpError, match=r"ended without a checkpoint: ranks 0-1 did not stop within 4 s") as info:
+        cancel(run, save=True, report=report)
+    assert (info.value.exit_code, info.value.hint) == (1, HOW_TO_STOP)
+    assert "the program has not asked clusterddp.should_stop() so far" in messages[0]
+    stopping = seen[0].stopping
+    assert stopping is not None
+    assert (stopping.reason, stopping.asks, stopping.until - stopping.since) == ("cancel --save", False, 4.0)
+    page = unstyle("\n".join(status_lines(seen[0], run, address=run.name)))
+    assert "STOPPING" in page.splitlines()[0]
+    assert "and save nothing: the program has not asked clusterddp.should_stop()" in page
+    end = read_end(run.attempts()[-1])
+    assert end is not None
+    assert (end.outcome, end.root_cause) == ("CANCELLED", None)
+    assert "; the program never asked clusterddp.should_stop()" in end.reason
+    assert read_status(run).stopping is None

@@ -1,4 +1,4 @@
-"""What NCCL says of its network reaches `status`: NCCL's own lines, from ranks that only pretend to be NCCL."""
+"""The transport in NCCL's log reaches `status`; ranks without NCCL print NCCL's lines."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ while not run_dir.joinpath("seen").exists(): time.sleep(0.02)
 """
 
 
-def test_what_nccl_says_on_each_node_is_in_status(tmp_path: Path) -> None:
+def test_the_transport_of_each_node_is_in_status(tmp_path: Path) -> None:
     program = f"LOGS = {[IB, IB, IB, SOCKET]!r}\n{PRETEND}"
     with running(tmp_path, program, backend="nccl") as gang:
         wait_until(lambda: len(read_transports(gang.run, 0)) == 2)
@@ -125,19 +125,19 @@ def test_gangs_without_gpus_have_no_log_of_nccl(tmp_path: Path) -> None:
         assert "NCCL_DEBUG" not in json.loads((gang.run.path / "1.json").read_text())
 
 
-def told(**changes: object) -> NodeTransport:
+def transport_of(**changes: object) -> NodeTransport:
     values = {"node_rank": 0, "host": "gpu01", "network": "IB", "devices": (), "links": (), "complaint": ""}
     return NodeTransport(**(values | changes))
 
 
 def test_sockets_between_hosts_are_warned_of_with_nccl_s_reason() -> None:
-    sockets = told(
+    sockets = transport_of(
         host="gpu02", node_rank=1, network="Socket", devices=("eno1",), complaint="NET/IB : No device found."
     )
-    warning = warn_of_sockets([told(), sockets])
+    warning = warn_of_sockets([transport_of(), sockets])
     assert warning.startswith("between hosts NCCL sends over sockets, by eno1, not by RDMA (NET/IB : No device found).")
     assert warn_of_sockets([sockets]) == ""
-    assert warn_of_sockets([told(), told(host="gpu02", node_rank=1)]) == ""
+    assert warn_of_sockets([transport_of(), transport_of(host="gpu02", node_rank=1)]) == ""
     assert warn_of_sockets([]) == ""
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process: what they share, what stays their own, and when they are not forked."""
+"""Ranks that are forked from one process: what they share, what is their own, and when they are not forked."""
 
 import json
 import os

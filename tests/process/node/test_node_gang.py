@@ -1,4 +1,4 @@
-"""A gang from start to end: what ranks get, what is recorded, and which failure is named."""
+"""A gang from start to end: the variables of ranks, the records, and the failure that is the root cause."""
 
 import json
 import os
@@ -98,7 +98,7 @@ assert os.getsid(0) == os.getpid() == os.getpgid(0)
 
 
 @pytest.mark.parametrize(
-    ("failure", "exit_code", "words"),
+    ("failure", "exit_code", "error"),
     [
         ("raise ValueError('no such\\nlabel')", 1, "rank 2 on host1: ValueError: no such label"),
         ("sys.exit(3)", 3, "rank 2 on host1 left with exit code 3"),
@@ -109,12 +109,12 @@ assert os.getsid(0) == os.getpid() == os.getpgid(0)
         ("exec('1 +')", 1, 'rank 2 on host1: File "<string>", line 1 1 + ^ SyntaxError: invalid syntax'),
     ],
 )
-def test_the_rank_that_failed_is_the_root_cause(tmp_path, failure, exit_code, words):
+def test_the_rank_that_failed_is_the_root_cause(tmp_path, failure, exit_code, error):
     with running(tmp_path, OTHERS_RUN + failure) as gang:
         assert gang.await_end() == [1, 1]
         cause = gang.end().root_cause
         assert gang.end().outcome == "FAILED"
-        assert (cause.rank, cause.host, cause.exit_code, cause.error) == (2, "host1", exit_code, words)
+        assert (cause.rank, cause.host, cause.exit_code, cause.error) == (2, "host1", exit_code, error)
         assert cause.log == "attempts/0/logs/rank-002.err"
         assert [record.error for record in gang.ranks() if record.rank != 2] == ["ended with the gang"] * 3
 
@@ -204,10 +204,10 @@ def test_a_rank_that_is_stopped_is_reported_until_it_goes_on(tmp_path):
         gang.await_up()
         pid = gang.ranks()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: gang.ranks()[1].stopped, 20, what="the record says so")
+        wait_until(lambda: gang.ranks()[1].stopped, 20, what="the change is recorded")
         assert gang.ranks()[0].stopped is None
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: gang.ranks()[1].stopped is None, 20, what="the record says so")
+        wait_until(lambda: gang.ranks()[1].stopped is None, 20, what="the change is recorded")
 
 
 def test_a_stopped_sibling_that_ignores_everything_is_ended_too(tmp_path):

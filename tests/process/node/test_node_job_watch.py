@@ -1,4 +1,4 @@
-"""What the head makes of Slurm's signals and of the controller's words, and what follows the end of an attempt."""
+"""How the head explains Slurm's signals by the controller's answers, and what follows the end of an attempt."""
 
 import time
 from types import SimpleNamespace
@@ -10,14 +10,13 @@ from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
-from clusterddp.node.job_watch import Intent, JobWatch, bring_home
-from clusterddp.node.joined import JoinedNodes
-from clusterddp.node.rendezvous import choose_address
+from clusterddp.node.gang_nodes import JoinedNodes
+from clusterddp.node.job_watch import Intent, JobWatch, apply_intent
+from clusterddp.node.rank_network import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.supervisors import SlurmOrder
-from clusterddp.slurm.control import JobNow
-from clusterddp.slurm.time_left import read_duration_s, read_kill_wait_s, read_time_left_s
+from clusterddp.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
 from tests.support.gang_runs import make_gang
 
 SHOWN = (
@@ -29,7 +28,7 @@ RUNNING = JobNow(name="a", state="RUNNING", reason="None", restarts=1, preempted
 
 
 class Controller:
-    """Answers as it is told to."""
+    """Gives the answers of the test, one after the other."""
 
     kill_wait_s = 30.0
     asking = False
@@ -71,7 +70,7 @@ def job(**changes):
 
 
 @pytest.mark.parametrize(
-    ("now", "kind", "words"),
+    ("now", "kind", "reason"),
     [
         (job(), "cancelled", "cancelled (scancel)"),
         (job(restarts=2), "goes_on", "the job was requeued"),
@@ -86,12 +85,12 @@ def job(**changes):
         ),
     ],
 )
-def test_the_controller_s_words_tell_why_sigterm_came(now, kind, words):
+def test_the_controller_s_answer_explains_sigterm(now, kind, reason):
     intent = after_term(now)
-    assert (intent.kind, intent.words) == (kind, words)
+    assert (intent.kind, intent.reason) == (kind, reason)
 
 
-def test_a_sigterm_of_somebody_else_changes_nothing():
+def test_a_sigterm_that_slurm_did_not_send_changes_nothing():
     assert after_term(RUNNING) is None
 
 
@@ -117,11 +116,11 @@ def test_in_a_container_the_end_of_the_job_is_known_from_its_environment(monkeyp
             intents[clock.now] = intent
     (approaches, first), (reached, last) = intents.items()
     assert (540 <= approaches <= 542, first.kind) == (True, "time_is_up")
-    assert (reached > 602, last.words) == (True, "the time limit of the job is reached")
+    assert (reached > 602, last.reason) == (True, "the time limit of the job is reached")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1e99", "9" * 40])
-def test_an_end_of_the_job_that_is_nonsense_is_not_known(text):
+def test_an_end_of_the_job_that_is_no_time_is_ignored(text):
     allocation = Allocation("2", {"PATH": "/nowhere", "SLURM_JOB_END_TIME": text}, Clock())
     allocation.ask()
     assert allocation.take().time_left_s is None
@@ -141,26 +140,26 @@ def test_the_end_of_a_preemption_s_grace_is_no_time_limit():
     watched.tick(0.0)
     watched.tick(0.1)
     watched.on_term(100.0)
-    words = [intent.words for step in range(300) if (intent := watched.tick(100.0 + step / 10))]
-    assert words == ["the job was preempted"]
+    reasons = [intent.reason for step in range(300) if (intent := watched.tick(100.0 + step / 10))]
+    assert reasons == ["the job was preempted"]
 
 
 def test_the_time_limit_does_not_rename_a_preemption(tmp_path):
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     for intent in (
-        Intent(kind="goes_on", words="the job was preempted"),
-        Intent(kind="time_is_up", words="the time limit approaches"),
+        Intent(kind="goes_on", reason="the job was preempted"),
+        Intent(kind="time_is_up", reason="the time limit approaches"),
     ):
-        bring_home(intent, attempt)
-        attempt.stop(intent.words, 1.0)
+        apply_intent(intent, attempt)
+        attempt.stop(intent.reason, 1.0)
     assert attempt.stop_reason == "the job was preempted"
 
 
-def test_a_killed_batch_script_fails_the_run_and_nobody_has_cancelled_it(tmp_path):
+def test_a_killed_batch_script_fails_the_run_and_does_not_cancel_it(tmp_path):
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     attempt.begun = 1.0
     attempt.stop("SIGTERM to the supervisor of node 0", 2.0)
-    bring_home(Intent(kind="failed", words="the script was killed"), attempt)
+    apply_intent(Intent(kind="failed", reason="the script was killed"), attempt)
     end = attempt.verdict(stop_confirmed=True)
     assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
     assert restarts(tmp_path).after(attempt, end, all_gone=True) == "none"
@@ -170,7 +169,7 @@ def test_ranks_are_asked_to_stop_a_lead_before_the_job_s_end():
     watched = watch(*[Answer(job=RUNNING, asked=0.0, time_left_s=600.0)] * 9)
     intents = {now: watched.tick(float(now)) for now in range(0, 600, 5)}
     assert [now for now, intent in intents.items() if intent] == [540]
-    assert intents[540].words == "the time limit of the job approaches, 60 s are left"
+    assert intents[540].reason == "the time limit of the job approaches, 60 s are left"
 
 
 def test_the_lead_is_at_most_half_of_what_was_left():
@@ -178,7 +177,7 @@ def test_the_lead_is_at_most_half_of_what_was_left():
     assert [now for now in range(20) if watched.tick(float(now))] == [10]
 
 
-def test_an_extended_time_limit_is_heard_of():
+def test_an_extended_time_limit_is_noticed():
     watched = watch(
         Answer(job=RUNNING, asked=0.0, time_left_s=600.0), *[Answer(job=RUNNING, asked=530.0, time_left_s=600.0)] * 9
     )
@@ -226,7 +225,7 @@ def make_attempt(tmp_path, **facts):
 
 
 @pytest.mark.parametrize(
-    ("facts", "outcome", "able", "sequel"),
+    ("facts", "outcome", "able", "restart"),
     [
         ({"job_ends": True, "stop_reason": "preempted"}, "STOPPED", True, "another job"),
         ({"job_ends": True, "stop_reason": "preempted"}, "FAILED", False, "another job"),
@@ -235,13 +234,13 @@ def make_attempt(tmp_path, **facts):
         ({"stop_reason": "asked"}, "STOPPED", True, "none"),
     ],
 )
-def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, outcome, able, sequel):
+def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, outcome, able, restart):
     attempt, end = make_attempt(tmp_path, **facts), AttemptEnd(outcome=outcome, reason="")
-    assert restarts(tmp_path).after(attempt, end, all_gone=able) == sequel
+    assert restarts(tmp_path).after(attempt, end, all_gone=able) == restart
 
 
 @pytest.mark.parametrize(
-    ("failure", "able", "sequel"),
+    ("failure", "able", "restart"),
     [
         ({"restartable": True}, True, "here"),
         ({"restartable": True}, False, "another job"),
@@ -249,10 +248,10 @@ def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, ou
         ({}, True, "none"),
     ],
 )
-def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_path, failure, able, sequel):
+def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_path, failure, able, restart):
     attempt, end = make_attempt(tmp_path), AttemptEnd(outcome="FAILED", reason="")
     attempt.fail(Failure.at("a", "", rank=1, **failure), 1.0)
-    assert restarts(tmp_path).after(attempt, end, all_gone=able) == sequel
+    assert restarts(tmp_path).after(attempt, end, all_gone=able) == restart
 
 
 @pytest.mark.parametrize(("by_people", "follows"), [(False, "another job"), (True, "none")])
@@ -263,13 +262,13 @@ def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_go
     assert restarts(tmp_path).after(attempt, end, all_gone=False) == follows
 
 
-def test_a_node_that_does_not_come_is_named(tmp_path):
+def test_a_node_that_does_not_join_is_named(tmp_path):
     joined = JoinedNodes(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
     assert joined.overdue(119.0) is None
     assert joined.overdue(120.0).cause.error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
 
 
-def test_a_task_that_does_not_come_is_named_with_its_host(tmp_path):
+def test_a_task_that_does_not_start_is_named_with_its_host(tmp_path):
     gang = make_gang(tmp_path, "")
     joined = JoinedNodes(gang, timeout_s=120, now=0.0)
     joined.join(gang.nodes[0], {"pid": 1})

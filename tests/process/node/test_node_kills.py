@@ -1,6 +1,5 @@
-"""What is left when supervisors, guards or what started them are killed: nothing, and the record says why."""
+"""Supervisors, guards and their parents are killed: no process is left, and the record has the cause."""
 
-import contextlib
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ def kill(*pids: int) -> float:
     return time.monotonic()
 
 
-def test_a_killed_head_takes_the_gang_along_and_its_guard_records_the_end(tmp_path):
+def test_a_killed_head_ends_the_gang_and_its_guard_records_the_end(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
         kill(gang.supervisors[0])
@@ -38,7 +37,7 @@ def test_a_killed_head_takes_the_gang_along_and_its_guard_records_the_end(tmp_pa
         assert [(record.exit_code, record.ended is not None) for record in gang.ranks()][:2] == [(137, True)] * 2
 
 
-def test_a_killed_supervisor_of_another_node_takes_the_gang_along(tmp_path):
+def test_a_killed_supervisor_of_another_node_ends_the_gang(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
         killed = kill(gang.supervisors[1])
@@ -68,7 +67,7 @@ def test_a_supervisor_and_its_guard_killed_together_leave_nothing(tmp_path):
         assert gang.end().root_cause.rank == 2
 
 
-def test_a_killed_starter_ends_the_gang(tmp_path):
+def test_a_killed_parent_of_the_supervisors_ends_the_gang(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
         kill(gang.starter.pid)
@@ -79,7 +78,7 @@ def test_a_killed_starter_ends_the_gang(tmp_path):
         assert (cause.rank, cause.host) == (0, "host0")
 
 
-def test_everything_that_can_answer_for_the_gang_killed_at_once_leaves_no_rank(tmp_path):
+def test_parent_supervisors_and_guards_killed_at_once_leave_no_rank(tmp_path):
     with running(tmp_path, FOREVER) as gang:
         gang.await_up()
         guards = gang.pids("g0") + gang.pids("g1")
@@ -88,7 +87,7 @@ def test_everything_that_can_answer_for_the_gang_killed_at_once_leaves_no_rank(t
         gang.await_nothing_left()
 
 
-def test_a_head_and_its_guard_killed_together_are_cleared_away_by_the_other_node(tmp_path):
+def test_a_head_and_its_guard_killed_together_are_cleaned_up_by_the_other_node(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
         kill(*gang.pids("g0"), gang.supervisors[0])
@@ -119,7 +118,7 @@ def test_a_killed_guard_is_replaced_and_the_gang_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("order", [("guard", "supervisor"), ("supervisor", "guard")])
-def test_the_second_of_a_guard_puts_a_node_in_order_on_which_both_were_killed(tmp_path, order):
+def test_the_second_of_a_guard_cleans_up_a_node_on_which_both_were_killed(tmp_path, order):
     with running(tmp_path, STUBBORN, nodes=1) as gang:
         gang.await_up()
         pids = {"guard": gang.guard(0), "supervisor": gang.supervisors[0]}
@@ -161,7 +160,7 @@ def test_a_stopped_supervisor_is_lost_when_its_heartbeat_timeout_is_over(tmp_pat
         gang.await_end()
 
 
-def test_a_head_that_was_stopped_for_too_long_names_itself(tmp_path):
+def test_a_head_that_was_stopped_for_too_long_is_the_root_cause(tmp_path):
     with running(tmp_path, STUBBORN, **QUICK) as gang:
         gang.await_up()
         os.kill(gang.supervisors[0], signal.SIGSTOP)
@@ -211,7 +210,7 @@ def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
         assert gang.ranks() == []
 
 
-def test_a_starter_killed_before_all_have_joined_is_named(tmp_path):
+def test_a_parent_killed_before_all_have_joined_is_named(tmp_path):
     with running(tmp_path, FOREVER, nodes=3, order={"only": (0, 1)}) as gang:
         kill(gang.starter.pid)
         gang.await_nothing_left()
@@ -258,63 +257,34 @@ def test_a_supervisor_that_breaks_before_the_start_is_named_at_once(tmp_path, mo
         assert [record.rank for record in gang.ranks() if record.node_rank == 1] == []
 
 
-def test_strangers_on_the_link_are_refused_and_harm_nothing(tmp_path):
-    def knock(*words: bytes) -> socket.socket:
-        stranger = socket.create_connection((gang.link["host"], gang.link["port"]))
-        for word in words:
+def test_clients_without_the_key_are_refused_and_harm_nothing(tmp_path):
+    def connect(*lines: bytes) -> socket.socket:
+        client = socket.create_connection((gang.link["host"], gang.link["port"]))
+        for line in lines:
             try:
-                stranger.sendall(word)
-            except OSError:  # already thrown out
+                client.sendall(line)
+            except OSError:  # refused already
                 break
-        return stranger
+        return client
 
     nonce = json.dumps({"nonce": "0" * 32}).encode() + b"\n"
     join = b'{"kind": "join", "node_rank": 1, "pid": 1}'
     with running(tmp_path, "until_stop()", start_timeout_s=20.0) as gang:
-        knocks = [
-            knock(b"GET / HTTP/1.1\r\n\r\n"),
-            knock(os.urandom(3000) + b"\n"),
-            knock(nonce, b"0" * 64 + b" " + join + b"\n"),
-            knock(nonce, b"\xff\n"),
-            knock(nonce, b"[" * 100_000 + b"\n"),
-            knock(b"x" * 10_000_000),
-            knock(nonce, b"y" * 10_000_000),
-            knock(b"half a li"),
-            knock(),
-            *[knock() for _ in range(50)],
+        clients = [
+            connect(b"GET / HTTP/1.1\r\n\r\n"),
+            connect(os.urandom(3000) + b"\n"),
+            connect(nonce, b"0" * 64 + b" " + join + b"\n"),
+            connect(nonce, b"\xff\n"),
+            connect(nonce, b"[" * 100_000 + b"\n"),
+            connect(b"x" * 10_000_000),
+            connect(nonce, b"y" * 10_000_000),
+            connect(b"half a li"),
+            connect(),
+            *[connect() for _ in range(50)],
         ]
         gang.await_up()
         assert [rank.exit_code for rank in gang.ranks()] == [None] * 4
         gang.attempt().stop_file.touch()
         assert gang.await_end() == [0, 0]
-        for stranger in knocks:
-            stranger.close()
-
-
-def fill(path: Path) -> None:
-    """Write until the file system is full."""
-    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-
-
-@pytest.mark.root
-def test_a_full_disk_leaves_no_rank_running(tmp_path):
-    if os.getuid() != 0:
-        pytest.skip("needs root to mount a small file system")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("mounting is not allowed here")
-    try:
-        filler = disk / "filler"
-        with running(disk, "up()\nif rank == 0: time.sleep(0.5); os._exit(4)\nforever()") as gang:
-            gang.await_up()
-            fill(filler)
-            wait_until(lambda: not gang.pids("n0") + gang.pids("n1"), 5)
-            filler.unlink()
-            assert gang.await_end() == [1, 1]
-            assert gang.end().root_cause.error == "rank 0 on host0 left with exit code 4"
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        for client in clients:
+            client.close()

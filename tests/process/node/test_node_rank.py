@@ -1,4 +1,4 @@
-"""The start-up of a rank, started here by the test itself: with and without what a supervisor gives."""
+"""The start-up of a rank that the test itself starts: with and without a supervisor's variables."""
 
 import json
 import signal
@@ -190,7 +190,7 @@ def test_a_rank_dies_with_the_process_that_started_it(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_stop_signal_that_comes_when_the_program_is_through_does_not_end_it(tmp_path):
+def test_a_stop_signal_that_comes_when_the_program_has_ended_does_not_end_it(tmp_path):
     script = write_script(
         tmp_path, "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
     )

@@ -1,4 +1,4 @@
-"""Gangs whose storage is full, read-only, or away: what ends them, and where that is recorded."""
+"""Gangs whose storage is full, read-only, or away: how they end, and where the end is recorded."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 
 
 @pytest.mark.root
-def test_a_rank_that_is_through_while_its_log_s_disk_is_full_has_not_failed(tmp_path):
+def test_a_rank_that_completes_while_its_log_s_disk_is_full_has_not_failed(tmp_path):
     with disk(tmp_path / "disk") as full, running(full.path, "print('x' * 7000)\nuntil_stop()") as gang:
         gang.await_up()
         filler = full.fill()
@@ -21,6 +21,18 @@ def test_a_rank_that_is_through_while_its_log_s_disk_is_full_has_not_failed(tmp_
         filler.unlink()
         assert gang.await_end() == [0, 0]
         assert {rank.exit_code for rank in gang.ranks()} == {0}
+
+
+@pytest.mark.root
+def test_a_full_disk_leaves_no_rank_running(tmp_path):
+    code = "up()\nif rank == 0: time.sleep(0.5); os._exit(4)\nforever()"
+    with disk(tmp_path / "disk") as full, running(full.path, code) as gang:
+        gang.await_up()
+        filler = full.fill()
+        wait_until(lambda: not gang.pids("n0") + gang.pids("n1"), 5)
+        filler.unlink()
+        assert gang.await_end() == [1, 1]
+        assert gang.end().root_cause.error == "rank 0 on host0 left with exit code 4"
 
 
 @pytest.mark.root

@@ -31,17 +31,17 @@ FAILURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("failure", "victim"), [("killed", 3), ("raised", 1), ("left", 0)])
 def test_the_cause_is_found_among_the_connection_losses_that_follow_from_it(tmp_path, failure, victim):
-    statement, words = FAILURES[failure]
+    statement, error = FAILURES[failure]
     program = LOOP.replace("VICTIM", str(victim)).replace("FAILURE", statement)
     with running(tmp_path, program) as gang:
         gang.await_end(timeout_s=120)
         cause = gang.end().root_cause
         assert cause.rank == victim
-        assert cause.error == words.format(rank=victim, host=f"host{victim // 2}")
+        assert cause.error == error.format(rank=victim, host=f"host{victim // 2}")
 
 
 @pytest.mark.slow
-def test_torch_ranks_find_each_other_by_the_variables_alone(tmp_path):
+def test_torch_ranks_find_each_other_by_the_variables(tmp_path):
     program = """
 import torch, torch.distributed
 torch.distributed.init_process_group()

@@ -1,4 +1,4 @@
-"""Ranks on several hosts that end well and have never met: the end says so, and nothing else does."""
+"""Ranks on several hosts that complete without a connection to the master: the end has a warning."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_listener_that_no_client_has_come_to_is_no_connection() -> None:
         assert was_connected("127.0.0.1", server.getsockname()[1]) is False
 
 
-def test_of_a_name_nothing_is_known() -> None:
+def test_connections_to_a_name_are_not_known() -> None:
     assert was_connected("host0", 29500) is None
 
 

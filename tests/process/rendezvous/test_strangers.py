@@ -1,4 +1,4 @@
-"""What a stranger on the network gets from the listeners of a run: nothing that it did not prove to be entitled to."""
+"""What an unauthenticated client gets from the listeners of a run: nothing that needs the key."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def join_server(key: str, said: list[str]) -> JoinServer:
-    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), tell=said.append)
+    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), report=said.append)
 
 
 @contextlib.contextmanager
@@ -134,27 +134,27 @@ def call(port: int) -> socket.socket:
 
 def join_as_node_1(port: int, key: str) -> None:
     """Be node 1, and leave."""
-    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, tell=lambda said: None)
+    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, report=lambda said: None)
     with contextlib.closing(client):
         client.join(SPEC, FACTS, PATIENCE * 5)
 
 
 def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
     def pair(key: str, other: str) -> tuple[Signer, Signer]:
-        head, member = Signer("x", key, "server"), Signer("x", other, "client")
-        head.meet(member.hello())
-        member.meet(head.hello())
-        return head, member
+        head, client = Signer("x", key, "server"), Signer("x", other, "client")
+        head.meet(client.hello())
+        client.meet(head.hello())
+        return head, client
 
-    head, member = pair("mum", "mum")
+    head, client = pair("mum", "mum")
     line = head.sign({"n": 1}).rstrip()
-    assert member.read(line) == {"n": 1}
-    for reader, text in ((member, line), (head, line), (pair("mum", "mum")[1], line)):
+    assert client.read(line) == {"n": 1}
+    for reader, text in ((client, line), (head, line), (pair("mum", "mum")[1], line)):
         with pytest.raises(UnprovenError):
             reader.read(text)
-    head, member = pair("mum", "dad")
+    head, client = pair("mum", "dad")
     with pytest.raises(UnprovenError):
-        member.read(head.sign({}).rstrip())
+        client.read(head.sign({}).rstrip())
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n", b"[" * 9000, b'{"nonce": 1}', b"\xff\xfe"])
@@ -173,16 +173,16 @@ def test_another_version_is_named(version: str) -> None:
 
 
 def test_a_machine_and_a_node_0_of_other_versions_refuse_each_other_by_name() -> None:
-    said: list[str] = []
+    reports: list[str] = []
     of_before = Signer("join", "", "client").hello().replace(b'"version": 3', b'"version": 2')
-    node_0 = join_server("", said)
+    node_0 = join_server("", reports)
     with waiting(node_0, 2.0), call(node_0.port) as stranger:
         stranger.sendall(of_before)
         stranger.settimeout(PATIENCE * 5)
         while stranger.recv(4096):
             pass
     assert any(
-        "127.0.0.1: it has another version of clusterddp: its rendezvous is 2, here it is 3" in each for each in said
+        "127.0.0.1: it has another version of clusterddp: its rendezvous is 2, here it is 3" in each for each in reports
     )
     refused = pytest.raises(PreflightError, match=r"node 0 at .*: it has another version of clusterddp")
     with serving(lambda sock: (sock.sendall(of_before), sock.recv(4096))) as port, refused:
@@ -221,7 +221,7 @@ def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
         {"master_addr": "10.0.0.1\0"},
     ],
 )
-def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
+def test_an_answer_that_no_node_0_gives_is_refused(change: dict[str, Any]) -> None:
     link = {"host": "127.0.0.1", "port": 4711}
     begin = {
         "kind": "begin",
@@ -238,23 +238,23 @@ def test_what_no_node_0_says_is_refused(change: dict[str, Any]) -> None:
         head.send(begin | change)
         head.read_all()
 
-    refused = pytest.raises(PreflightError, match="what answers as node 0 is none")
+    refused = pytest.raises(PreflightError, match="the process that answers is not node 0")
     with serving(answer) as port, refused:
         join_as_node_1(port, "")
 
 
 def test_node_0_with_a_key_sends_a_stranger_nothing_but_a_nonce_and_a_signature() -> None:
-    said: list[str] = []
-    node_0 = join_server("mum", said)
+    reports: list[str] = []
+    node_0 = join_server("mum", reports)
     with waiting(node_0, 2.0):
         stranger = Stranger(call(node_0.port), "join", "client")
         stranger.send({"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "spec": {}})
         got = stranger.read_all()
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"2.13.0", b"refuse"))
-    assert "a connection was refused: 127.0.0.1: it does not know the same CLUSTERDDP_JOIN_KEY" in said
+    assert "a connection was refused: 127.0.0.1: it does not know the same CLUSTERDDP_JOIN_KEY" in reports
 
 
-def test_node_0_without_a_key_tells_no_value_and_no_key_that_the_other_does_not_name() -> None:
+def test_node_0_without_a_key_sends_no_value_and_no_key_that_the_other_does_not_name() -> None:
     node_0 = join_server("", [])
     with waiting(node_0, 1.0):
         stranger = Stranger(call(node_0.port), "join", "client")
@@ -262,7 +262,7 @@ def test_node_0_without_a_key_tells_no_value_and_no_key_that_the_other_does_not_
             {"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}}
         )
         got = stranger.read_all()
-    assert b"its spec is another one: restarts differs; and 2 more" in got
+    assert b"its spec differs from node 0's: restarts differs; and 2 more" in got
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"lan"))
 
 
@@ -272,7 +272,7 @@ def test_ranks_with_the_same_key_meet_and_their_programs_do_not_see_it(tmp_path:
     assert [each.code for each in ended] == [0, 0], ended
 
 
-def test_a_rank_without_the_key_is_told_so_and_rank_0_says_who_came(tmp_path: Path) -> None:
+def test_a_rank_without_the_key_is_refused_and_rank_0_reports_its_address(tmp_path: Path) -> None:
     place = Place(tmp_path, start_timeout="0:06").write()
     variables = {"WORLD_SIZE": "2", **meeting()}
     first = place.start(*worker(), RANK="0", CLUSTERDDP_JOIN_KEY="mum", **variables)
@@ -280,7 +280,7 @@ def test_a_rank_without_the_key_is_told_so_and_rank_0_says_who_came(tmp_path: Pa
     ended = wait_for([first, other])
     assert [each.code for each in ended] == [3, 3]
     assert "from 127.0.0.1 did not know the same CLUSTERDDP_JOIN_KEY" in ended[0].err
-    assert "what answers there does not know the same CLUSTERDDP_JOIN_KEY" in ended[1].err
+    assert "the process that answers there does not know the same CLUSTERDDP_JOIN_KEY" in ended[1].err
     assert "has to have the same value for all ranks, or be set for none" in ended[1].err
 
 
@@ -296,7 +296,7 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
 
     with serving(answer) as port:
         (ended,) = place.by_hand([1], 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    assert (ended.code, "what answers as rank 0 is none" in ended.err) == (3, True)
+    assert (ended.code, "another process answers as rank 0" in ended.err) == (3, True)
     assert not (tmp_path / "escaped").exists()
 
 
@@ -324,7 +324,7 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
     ],
 )
 def test_what_no_rank_0_decides_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PreflightError, match="what answers as rank 0 is none"):
+    with pytest.raises(PreflightError, match="another process answers as rank 0"):
         Decided.from_json(DECIDED | change, 2)
 
 
@@ -349,7 +349,7 @@ def test_a_turn_takes_some_connections_and_the_next_one_more() -> None:
             sock.close()
 
 
-def test_a_listener_without_descriptors_rests_and_goes_on() -> None:
+def test_a_listener_without_descriptors_pauses_and_continues() -> None:
     with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as server:
         acceptor = Acceptor(server, selector)
         caller = socket.create_connection(server.getsockname())
@@ -369,11 +369,11 @@ def test_a_listener_without_descriptors_rests_and_goes_on() -> None:
 
 
 def test_refusals_are_reported_at_once_and_then_as_a_number() -> None:
-    said: list[str] = []
-    refusals = Refusals(said.append)
+    reports: list[str] = []
+    refusals = Refusals(reports.append)
     for now in (0.0, 1.0, 2.0, 100.0):
         refusals.add(f"came at {now:g}", now)
-    assert said == ["a connection was refused: came at 0", "3 connections were refused, the last one: came at 100"]
+    assert reports == ["a connection was refused: came at 0", "3 connections were refused, the last one: came at 100"]
 
 
 def test_a_flood_of_connections_stops_no_heartbeat_and_fills_no_log(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def say(data: bytes = b"", **words: Any) -> bytes:
 )
 def test_nonsense_is_an_error_of_that_host_which_is_then_left(answer: bytes) -> None:
     session = hostile_session(lambda request: answer)
-    with pytest.raises(SshError, match="gpu01: ask: its agent's answer makes no sense") as error:
+    with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid") as error:
         session.ask("results.read", timeout_s=5)
     assert error.value.dropped
     with pytest.raises(SshError):

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_not_what_its_manifest_says_is_left_there_and_named
     write_end(hosts.start()[0], END)
     hosts.fetch()
     assert fetched(hosts) == []
-    assert f"gpu01: the checkpoint {name} was left there: its sum is not its manifest's" in hosts.said
+    assert f"gpu01: the checkpoint {name} was not downloaded: its sum differs from its manifest's" in hosts.said
 
 
 def test_a_checkpoint_whose_copy_was_cut_off_goes_on_where_it_was(hosts: Hosts) -> None:
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_has_no_room_is_not_begun(hosts: Hosts) -> None:
         assert not hosts.fetch()
         assert fetched(hosts) == []
         assert read_state(hosts.run).state.value == "COMPLETED"
-    assert "8.4 MB are to be fetched from gpu01" in hosts.said[-1]
+    assert "8.4 MB to download from gpu01" in hosts.said[-1]
 
 
 class small_disk:  # noqa: N801

@@ -46,7 +46,7 @@ def test_a_run_whose_hosts_were_never_asked_is_unknown(hosts: Hosts) -> None:
     assert view.reason == "gpu01 has not been asked; last known: started as 7@gpu01"
 
 
-def test_a_supervisor_on_any_host_answers_for_the_run(hosts: Hosts) -> None:
+def test_a_supervisor_on_any_host_keeps_the_run_running(hosts: Hosts) -> None:
     hosts.start()
     hosts.process("s1")
     assert seen(hosts) == ("RUNNING", "runs")
@@ -57,7 +57,7 @@ def test_before_its_ranks_are_started_it_is_pending(hosts: Hosts) -> None:
     assert seen(hosts) == ("PENDING", "is being started")
 
 
-def test_it_is_pending_while_whoever_submits_it_lives(hosts: Hosts) -> None:
+def test_it_is_pending_while_its_submitter_lives(hosts: Hosts) -> None:
     submitter = dataclasses.asdict(ProcessIdentity.of())
     write_run(hosts.run, dataclasses.replace(read_run(hosts.run), job_id=None, submitter=submitter))
     assert seen(hosts) == ("PENDING", "is being started")
@@ -75,18 +75,17 @@ def test_the_end_that_the_head_recorded_is_the_end(hosts: Hosts) -> None:
     assert seen(hosts)[0] == "COMPLETED"
 
 
-def test_nobody_on_any_host_and_no_end_is_lost(hosts: Hosts) -> None:
+def test_a_run_without_supervisors_and_without_an_end_is_lost(hosts: Hosts) -> None:
     hosts.start()
-    words = "ended without a word: nobody answers for it on gpu01, gpu02, and no end is recorded"
-    assert seen(hosts) == ("LOST", words)
+    assert seen(hosts) == ("LOST", "its supervisors on gpu01, gpu02 are gone and recorded no end")
 
 
-def test_ranks_do_not_answer_for_a_run_but_are_named(hosts: Hosts) -> None:
+def test_ranks_do_not_supervise_a_run_but_are_named(hosts: Hosts) -> None:
     hosts.start()
     hosts.process("n1")
     state, reason = seen(hosts)
     assert state == "LOST"
-    assert reason.endswith("; processes of it are left on gpu02 (clusterddp cancel brisk-otter-3 ends them)")
+    assert reason.endswith("; its processes are left on gpu02 (clusterddp cancel brisk-otter-3 ends them)")
 
 
 def test_a_head_that_does_not_answer_leaves_it_open_and_says_what_was_known(hosts: Hosts) -> None:
@@ -105,7 +104,7 @@ def test_a_head_that_does_not_answer_leaves_it_open_while_other_nodes_go_on(host
     hosts.process("s1")
     hosts.down.add("gpu01")
     state, reason = seen(hosts)
-    words = "gpu01 cannot be reached (timed out); it is answered for on gpu02; last known: started as 7@gpu01"
+    words = "gpu01 cannot be reached (timed out); it is still supervised on gpu02; last known: started as 7@gpu01"
     assert (state, reason) == ("UNKNOWN", words)
 
 
@@ -126,7 +125,7 @@ def test_a_head_that_answers_and_goes_on_is_believed_before_another_node(hosts: 
     assert seen(hosts)[0] == "RUNNING"
 
 
-def test_a_node_that_saw_the_end_of_an_earlier_attempt_says_nothing_of_this_one(hosts: Hosts) -> None:
+def test_the_end_of_an_earlier_attempt_on_another_node_does_not_count(hosts: Hosts) -> None:
     attempts = hosts.start()
     write_end(attempts[1], LOST_HEAD)
     write_end(attempts[0], dataclasses.replace(LOST_HEAD, will_restart=True))
@@ -136,11 +135,11 @@ def test_a_node_that_saw_the_end_of_an_earlier_attempt_says_nothing_of_this_one(
     assert seen(hosts)[0] == "UNKNOWN"
 
 
-def test_a_host_that_was_started_anew_is_named(hosts: Hosts) -> None:
+def test_a_host_that_has_rebooted_is_named(hosts: Hosts) -> None:
     attempt = hosts.start()[0]
     text = attempt.start.read_text()
     attempt.start.write_text(text.replace(ProcessIdentity.of().boot, "an earlier boot"))
-    assert "; gpu01 was started anew since" in seen(hosts)[1]
+    assert "; gpu01 has rebooted since" in seen(hosts)[1]
 
 
 def test_a_directory_that_is_gone_on_the_head_is_named(hosts: Hosts) -> None:
@@ -151,7 +150,7 @@ def test_a_directory_that_is_gone_on_the_head_is_named(hosts: Hosts) -> None:
 def test_one_that_was_never_started_is_lost(hosts: Hosts) -> None:
     gone = dataclasses.asdict(dataclasses.replace(ProcessIdentity.of(), boot="an earlier boot"))
     write_run(hosts.run, dataclasses.replace(read_run(hosts.run), job_id=None, submitter=gone))
-    assert seen(hosts) == ("LOST", "was never started: what submitted it is gone")
+    assert seen(hosts) == ("LOST", "was never started: the process that submitted it is gone")
 
 
 def test_one_that_is_submitted_on_another_machine_is_left_open(hosts: Hosts) -> None:
@@ -160,7 +159,7 @@ def test_one_that_is_submitted_on_another_machine_is_left_open(hosts: Hosts) -> 
     assert seen(hosts) == ("UNKNOWN", "is being submitted on laptop, which cannot be asked from here")
 
 
-def test_what_was_said_before_a_resume_says_nothing_of_what_follows(hosts: Hosts) -> None:
+def test_reports_from_before_a_resume_do_not_count_after_it(hosts: Hosts) -> None:
     hosts.start()
     hosts.look()
     hosts.run.attempt(1).path.mkdir()
@@ -178,7 +177,7 @@ def test_ranks_of_a_host_that_does_not_answer_are_unknown(hosts: Hosts) -> None:
     assert [rank.state for rank in status.ranks] == ["RUNNING", "RUNNING", "UNKNOWN", "UNKNOWN"]
 
 
-def test_what_was_noted_of_hosts_may_be_damaged(hosts: Hosts) -> None:
+def test_a_damaged_file_of_reports_counts_as_none(hosts: Hosts) -> None:
     hosts.start()
     hosts.process("s0")
     hosts.look()
@@ -200,16 +199,17 @@ def test_something_is_known_of_one_that_was_reached_once(hosts: Hosts) -> None:
 
 
 @pytest.mark.root
-def test_root_does_not_ask_the_hosts_of_somebody_else(hosts: Hosts) -> None:
+def test_root_does_not_ask_the_hosts_of_another_user(hosts: Hosts) -> None:
     os.chown(hosts.run.path, 12345, 12345)
     state, reason = seen(hosts)
     assert (state, hosts.sessions) == ("UNKNOWN", [])
-    assert reason == "belongs to another user, who alone can ask its hosts; last known: started as 7@gpu01"
+    words = "belongs to another user, and only that user can connect to its hosts; last known: started as 7@gpu01"
+    assert reason == words
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(-5, "0 s ago"), (59, "59 s ago"), (180, "3 min ago"), (3600, "1 h ago"), (1e5, "27 h ago"), (2e5, "2 days ago")],
 )
-def test_how_long_ago_is_said_in_the_largest_unit_that_fits(seconds: float, words: str) -> None:
+def test_how_long_ago_is_written_in_the_largest_unit_that_fits(seconds: float, words: str) -> None:
     assert ago(seconds) == words

@@ -20,7 +20,8 @@ import pytest
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.planning.plan import Plan
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.staging import make_run

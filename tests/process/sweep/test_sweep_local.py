@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.run.cleanup import find_processes, sweep
+from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, claim, read_queue
@@ -71,7 +71,7 @@ def place(tmp_path: Path) -> Iterator[SweepPerson]:
     for each in place.sweeps():
         kill_queue(each)
         for run in each.runs():
-            sweep(f"{read_run(run).token}.", timeout_s=5)
+            end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def kill_queue(sweep: SweepDir) -> None:
@@ -167,7 +167,7 @@ def test_a_killed_queue_ends_no_run_and_what_waited_is_told_to_be_left(place: Sw
     kill_queue(sweep)
     status = place.status(sweep)
     assert (status["queue"]["state"], status["states"]) == ("GONE", {"RUNNING": 1, "LOST": 2})
-    assert status["runs"][1]["reason"].endswith(f"(clusterddp resume {sweep.name} goes on)")
+    assert status["runs"][1]["reason"].endswith(f"(clusterddp resume {sweep.name} starts it again)")
     place.let_go(0)
     await_states(sweep, "COMPLETED", "LOST", "LOST")
 
@@ -192,7 +192,7 @@ def test_after_a_power_cut_resume_goes_on_with_what_ran_and_what_waited(place: S
     place.let_go(0)
     await_begun(place, 1)
     kill_queue(sweep_dir)
-    sweep(f"{read_run(sweep_dir.runs()[1]).token}.", timeout_s=5)
+    end_processes(f"{read_run(sweep_dir.runs()[1]).token}.", timeout_s=5)
     assert states(sweep_dir) == ["COMPLETED", "LOST", "LOST"]
     place.let_go(1, 2)
     assert place.run("resume", sweep_dir.name, "--wait", HOLDS="all").returncode == 0
@@ -203,7 +203,7 @@ def test_a_queue_that_goes_on_is_not_doubled(place: SweepPerson) -> None:
     sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     done = place.run("resume", sweep.name)
     assert done.returncode == 2
-    assert f"{sweep.name}: its queue goes on" in done.stderr
+    assert f"{sweep.name}: its queue still runs" in done.stderr
 
 
 def test_a_sweep_that_is_done_has_nothing_to_resume(place: SweepPerson) -> None:
@@ -211,7 +211,7 @@ def test_a_sweep_that_is_done_has_nothing_to_resume(place: SweepPerson) -> None:
     name = place.sweeps()[0].name
     done = place.run("resume", name)
     assert (done.returncode, f"clusterddp resume {name}.1" in done.stderr) == (2, True)
-    assert "nothing is left to be started: 2 COMPLETED, 1 FAILED" in done.stderr
+    assert "no run is left to start: 2 COMPLETED, 1 FAILED" in done.stderr
 
 
 def test_cancel_ends_the_queue_and_all_runs(place: SweepPerson) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.node import local_ranks
-from clusterddp.node import starter as starters
-from clusterddp.node.starter import Launch, News
+from clusterddp.node import local_ranks, rank_starter
+from clusterddp.node.rank_starter import Launch, Update
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.system.gpu_cores import cores_for_ranks, read_cores, spell_cores
@@ -73,9 +72,9 @@ def test_lists_of_cores_are_written_as_they_are_read(text: str) -> None:
 
 
 class Recorder:
-    """A starter that starts nothing."""
+    """A rank starter that starts nothing."""
 
-    sweeps_descendants = False
+    owns_descendants = False
 
     def __init__(self) -> None:
         self.launches: dict[int, Launch] = {}
@@ -83,7 +82,7 @@ class Recorder:
     def start(self, launches: dict[int, Launch]) -> None:
         self.launches = launches
 
-    def news(self) -> list[News]:
+    def updates(self) -> list[Update]:
         return []
 
 
@@ -98,7 +97,7 @@ class Recorder:
     ],
     ids=["a GPU each", "on the CPU", "fewer GPUs than ranks", "the user's own choice", "Slurm has given cores"],
 )
-def test_a_node_tells_its_ranks_their_cores(
+def test_a_node_sets_the_cores_of_its_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     gpus: tuple[str, ...],
@@ -110,7 +109,7 @@ def test_a_node_tells_its_ranks_their_cores(
         pytest.skip("one core has no halves")
     halves = [spell_cores(frozenset(half)) for half in (own[::2], own[1::2])]
     files = host(tmp_path, dict(zip(TWO_SOCKETS, halves, strict=True)))
-    monkeypatch.setattr(starters, "cores_for_ranks", partial(cores_for_ranks, **files))
+    monkeypatch.setattr(rank_starter, "cores_for_ranks", partial(cores_for_ranks, **files))
     node = Node(node_rank=0, host="here", ranks=(0, 1), gpus=gpus, slurm_chooses_gpus="slurm_chooses_gpus" in changes)
     gang = Gang(
         run="x", token="t0ken", nodes=(node,), entry=Entry(kind="script", target="t.py", working_dir="/"),

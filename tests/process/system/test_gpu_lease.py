@@ -15,12 +15,13 @@ import pytest
 
 from clusterddp.errors import PreflightError
 from clusterddp.planning.local import read_machine
-from clusterddp.run.cleanup import sweep
+from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
-from clusterddp.submission.submit import cancel, resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus
@@ -279,7 +280,7 @@ def here(tmp_path: Path, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield here
     for run in here.runs:
         if run.record.exists():
-            sweep(f"{read_run(run).token}.", timeout_s=5)
+            end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
 def test_two_local_runs_get_different_gpus_and_a_third_is_refused(here: Here, gpus: FakeGpus) -> None:

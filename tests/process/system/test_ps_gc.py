@@ -1,6 +1,6 @@
 """What lives of runs on a machine, and the end of what is left over: real processes, found by what is in /proc.
 
-On this machine gc is always told which run it may end: others test here, too. What ends without a name does so on hosts
+On this machine gc always gets the name of a run: other tests run here, too. Tests without a name use hosts
 of a rack (test_ps_gc_hosts.py).
 """
 
@@ -43,12 +43,12 @@ subprocess.run([sys.executable, "-c", {OVERWRITES_ITS_ENVIRONMENT!r}])
 """
 WHILE_GC_ASKS = TESTS / "support/gang/while_gc_asks.py"
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-NOBODY = 65_534
+OTHER_UID = 65_534
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
 def needs_root(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that is somebody else for a while, or alone in a PID namespace."""
+    """Mark a test that runs as another user for a while, or in a PID namespace of its own."""
     return pytest.mark.root(pytest.mark.skipif(os.geteuid() != 0, reason="needs root")(test))
 
 
@@ -144,7 +144,7 @@ def test_gc_ends_a_grandchild_in_a_session_of_its_own(left_over_gang):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_gc_says_how_many_processes_of_which_run_ended_where(run, start):
+def test_gc_prints_how_many_processes_of_which_run_ended_where(run, start):
     start("n0")
     start("n0")
     start("n1")
@@ -179,7 +179,7 @@ def test_the_token_of_a_run_is_not_shown(run, start, token):
     assert token not in clusterddp("ps", run.path, "-o", "json").stdout + clusterddp("ps", run.path).stdout
 
 
-def test_the_age_of_a_process_is_told_in_seconds_since_the_epoch(run, start):
+def test_the_start_of_a_process_is_reported_in_seconds_since_the_epoch(run, start):
     before = time.time()
     start("n0")
     (host,) = json.loads(clusterddp("ps", run.path, "-o", "json").stdout)["hosts"]
@@ -194,7 +194,7 @@ def test_a_run_for_which_anybody_answers_is_not_swept(run, start, role):
     assert rank.poll() is None
 
 
-def test_a_run_that_somebody_answers_for_by_now_is_left_alone(start, token):
+def test_a_run_that_has_a_supervisor_again_is_not_ended(start, token):
     rank, guard = start("n0"), start("g0")
     assert end_left_over(token).answered_by == f"guard {guard.pid}"
     assert rank.poll() is None
@@ -217,7 +217,7 @@ def test_another_run_of_the_same_user_survives_cancel(run, start):
 @needs_root
 @pytest.mark.parametrize("command", ["gc", "cancel"])
 def test_a_process_of_another_user_with_the_same_command_and_environment_survives(run, start, command):
-    mine, theirs = start("n0"), start("n0", user=NOBODY)
+    mine, theirs = start("n0"), start("n0", user=OTHER_UID)
     clusterddp(command, run.path, *(["--yes"] if command == "gc" else []))
     mine.wait(10)
     assert theirs.poll() is None
@@ -225,7 +225,7 @@ def test_a_process_of_another_user_with_the_same_command_and_environment_survive
 
 @needs_root
 def test_a_process_of_another_user_is_not_shown_as_ours(start, token):
-    start("n0", user=NOBODY)
+    start("n0", user=OTHER_UID)
     assert look(token) is None
 
 
@@ -243,14 +243,14 @@ def test_gc_names_what_a_run_has_started_that_carries_no_cookie(run, start, toke
     (child,) = look(token).unmarked
     try:
         done = gc(run)
-        assert f"carry no cookie, gc leaves them alone: kill {child}" in done.stderr
+        assert f"carry no cookie, so gc does not end them: kill {child}" in done.stderr
         assert parent.wait(10) == -signal.SIGKILL
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_gc_does_not_end_the_run_that_it_was_started_in(run, start):
-    """Somebody may have started tmux in a rank: its shells carry the cookie, too."""
+    """A user may have started tmux in a rank: its shells carry the cookie, too."""
     command = [sys.executable, "-m", "clusterddp", "gc", str(run.path), "--yes"]
     shell = start("n0", ["sh", "-c", '"$@"; exec sleep 600', "sh", *command])
     wait_until(lambda: b"sleep" in Path(f"/proc/{shell.pid}/cmdline").read_bytes()[:5], what="gc has ended")

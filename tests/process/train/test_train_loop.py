@@ -83,9 +83,9 @@ def last_of_each_rank(results: list[list[dict[str, Any]]]) -> list[dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(gang: Gang, tmp_path: Path, accumulate: int) -> None:
-    options = {"accumulate": accumulate, "keep_checkpoints": 1}
+    options = {"accumulate": accumulate, "keep_checkpoints": 1, "samples": 160}
     whole = last_of_each_rank(gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], options))
-    questions = 2 * 288 // (32 * accumulate) + 4  # one for each step and evaluation batch, one before the first
+    questions = 2 * (160 // (32 * accumulate)) + 4  # one for each step and evaluation batch, one before the first
     where = set()
     for stop_after in range(questions):
         path = make_run(tmp_path / f"{stop_after}")

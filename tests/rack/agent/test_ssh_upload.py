@@ -30,7 +30,8 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_run
-from clusterddp.ssh.session import HostAccess, open_sessions
+from clusterddp.ssh.session import HostAccess
+from clusterddp.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 code = Path(order["run"]) / "code"
 code = code.resolve() if code.is_symlink() else None

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from tests.support.join_machines import Machines, interrupt, machines_on, result
@@ -65,7 +66,7 @@ def test_each_machine_finds_its_place_by_its_own_names_and_addresses(machines: M
 
 
 def test_the_trainer_learns_over_machines_that_have_nothing_in_common(machines: Machines) -> None:
-    train = "train: {dataset: shapes, samples: 256, model: fastnet, epochs: 1, batch_size: 32}\n"
+    train = "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
     machines.write("job.yaml", SPEC + train)
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process, 240)[0] for process in both] == [0, 0]
@@ -132,7 +133,7 @@ def test_a_missing_machine_is_named_on_those_that_came(machines: Machines) -> No
     both = [machines.join(node, "--timeout", "8") for node in ("node1", "node2")]
     ended = [result(process, 20) for process in both]
     assert [code for code, _ in ended] == [3, 3]
-    absent = "node 2 (node3) did not come within 8 s; there were node 0 (node1), node 1 (node2)"
+    absent = "node 2 (node3) did not join within 8 s; joined: node 0 (node1), node 1 (node2)"
     assert all(absent in said for _, said in ended)
 
 
@@ -163,7 +164,7 @@ def test_a_spec_with_another_value_is_refused_and_with_a_key_by_both_values(
     machines.write("job.yaml", SPEC + "entry: {script: entry.py}\nrestarts: 2\n", "node2")
     first, other = (machines.join(node, "--timeout", "6", environ=environ) for node in ("node1", "node2"))
     code, said = result(other, 20)
-    assert (code, f"its spec is another one: {difference}" in said) == (3, True), said
+    assert (code, f"its spec differs from node 0's: {difference}" in said) == (3, True), said
     code, said = result(first, 20)
     assert (code, "refused: node 1 (node2), pid" in said) == (3, True)
 
@@ -175,7 +176,7 @@ def test_a_machine_that_joins_twice_is_refused_the_second_time(machines: Machine
     ended = [result(process, 30) for process in twice]
     refusals = [said for _, said in ended if "refuses node 1 (node2)" in said]
     assert len(refusals) == 1
-    assert "node 1 is there already: node2 (10.77.0.12), pid" in refusals[0]
+    assert "node 1 has joined already: node2 (10.77.0.12), pid" in refusals[0]
     assert result(first, 30)[0] == 3
 
 
@@ -197,7 +198,7 @@ def test_a_closed_port_ends_within_the_time_out_and_is_named(machines: Machines)
         first, other = machines.join("node1", "--timeout", "8"), machines.join("node2", "--timeout", "8")
         code, said = result(other, 30)
         assert (code, "node 0 at node1:23456 did not answer within 8 s: 10.77.0.11: " in said) == (3, True)
-        assert "node 1 (10.77.0.12) did not come within 8 s" in result(first, 30)[1]
+        assert "node 1 (10.77.0.12) did not join within 8 s" in result(first, 30)[1]
     finally:
         open_ports(machines.rack, "node1")
 
@@ -240,7 +241,7 @@ def test_a_run_is_joined_again_with_its_next_attempt_on_all_machines_and_not_fro
     assert [each.attempt(1).stdout(rank).read_text() for rank, each in enumerate(runs)] == [f"{run.name} 1\n"] * 2
     assert [(read_state(each).state.value, read_state(each).attempt) for each in runs] == [("COMPLETED", 1)] * 2
     code, said = result(machines.join("node1", "--resume", run.name))
-    assert (code, "is done, there is nothing to resume" in said) == (2, True)
+    assert (code, "already completed" in said) == (2, True)
 
 
 def test_machines_that_go_on_with_different_runs_are_told_so(machines: Machines) -> None:
@@ -252,7 +253,7 @@ def test_machines_that_go_on_with_different_runs_are_told_so(machines: Machines)
         machines.join("node1", "--timeout", "6"), machines.join("node2", "--timeout", "6", "--resume", name)
     )]  # fmt: skip
     assert [code for code, _ in ended] == [3, 3]
-    assert f"it has --resume {name}, node 0 has none" in ended[1][1]
+    assert f"its --resume is {name}, on node 0 none" in ended[1][1]
 
 
 def _refuse_one(machines: Machines, run: RunDir) -> None:

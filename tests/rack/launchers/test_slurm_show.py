@@ -31,7 +31,7 @@ GANG = """\
 name: gang
 launcher: slurm
 device: cpu
-resources: {{nodes: 2, procs_per_node: {ranks}, cpus_per_task: 1, time: "0:10:00"}}
+resources: {{nodes: 2, procs_per_node: 3, cpus_per_task: 1, time: "0:10:00"}}
 snapshot: false
 entry: {{script: gang.py, args: [{word}]}}
 """
@@ -52,7 +52,7 @@ def rack(needs_rack: None) -> Iterator[Rack]:
         yield rack
 
 
-def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
+def train_2x8(rack: Rack, data_dir: Path, *more: str, ranks_per_node: int = 8) -> None:
     """Submit jobs/resnet18_2x8.yaml, GPUs and all, but to compute on the CPU; look at it all."""
     place = SlurmPerson.at(rack, "train")
     overrides = [
@@ -66,6 +66,7 @@ def train_2x8(rack: Rack, data_dir: Path, *, ranks_per_node: int = 8) -> None:
             f"resources.gpus_per_node={ranks_per_node}",
         ),
         *("resources.cpus_per_task=1", "train.eval_every=30", "resources.time=0:20:00"),
+        *more,
     ]
     done = place.clusterddp(
         "submit", str(ROOT / "jobs/resnet18_2x8.yaml"), "--wait", *overrides, timeout_s=350, check=False
@@ -91,16 +92,16 @@ def test_sixteen_ranks_on_two_hosts_train_and_complete(rack, cifar10_dir):
 
 def test_ranks_train_and_complete_where_slurm_keeps_accounts(needs_rack_accounting, cifar10_dir):
     with running_rack(RackPlan(nodes=TWO_NODES, accounting=True)) as rack:
-        train_2x8(rack, cifar10_dir, ranks_per_node=2)
+        train_2x8(rack, cifar10_dir, "train.model=fastnet", "train.width=0.125", ranks_per_node=2)
 
 
-def start_gang(rack: Rack, *, ranks_per_node: int) -> tuple[SlurmPerson, RunDir]:
+def start_gang(rack: Rack) -> tuple[SlurmPerson, RunDir]:
     """Start a gang that reduces over both hosts, and wait until all ranks do."""
     place = SlurmPerson.at(rack, "gang")
     (place.path / "gang.py").write_text(ALL_REDUCE)
-    run = place.submit(GANG.format(ranks=ranks_per_node, word=place.path / "word"))
+    run = place.submit(GANG.format(word=place.path / "word"))
     deadline = time.monotonic() + 200
-    logs = [run.attempt(0).stdout(rank) for rank in range(2 * ranks_per_node)]
+    logs = [run.attempt(0).stdout(rank) for rank in range(6)]
     while not all(log.exists() and "over eth0" in log.read_text() for log in logs):
         assert time.monotonic() < deadline, place.status(run)
         time.sleep(0.1)
@@ -123,7 +124,7 @@ def assert_all_over(
     ("how", "exit_code", "words"), [("raise", 1, "ValueError: the loss is nan"), ("kill", 137, "SIGKILL")]
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words):
-    place, run = start_gang(rack, ranks_per_node=4)
+    place, run = start_gang(rack)
     (place.path / "word").write_text(how)
     cause = assert_all_over(place, run, time.monotonic())
     assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
@@ -132,19 +133,19 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words
 
 
 def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):
-    place, run = start_gang(rack, ranks_per_node=4)
+    place, run = start_gang(rack)
     rack.power_off("node2")
     cause = assert_all_over(place, run, time.monotonic(), within_s=HOST_ENDS_WITHIN_S)
-    assert (cause["rank"], cause["host"]) == (4, "node2")
-    assert "ranks 4-7" in str(cause["error"])
+    assert (cause["rank"], cause["host"]) == (3, "node2")
+    assert "ranks 3-5" in str(cause["error"])
 
 
 def test_the_first_host_that_loses_power_ends_the_job_and_is_named(rack):
-    place, run = start_gang(rack, ranks_per_node=6)
+    place, run = start_gang(rack)
     rack.power_off("node1")
     cause = assert_all_over(place, run, time.monotonic(), within_s=HOST_ENDS_WITHIN_S)
     assert (cause["rank"], cause["host"]) == (0, "node1")
-    assert "ranks 0-5" in str(cause["error"])
+    assert "ranks 0-2" in str(cause["error"])
 
 
 TRAIN_ALONE = """\

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import read_end
 from clusterddp.ssh.stream import SILENCE_S

@@ -29,7 +29,8 @@ import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
 from clusterddp.launchers.ssh.gpus import lease_gpus
 from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, open_sessions
+from clusterddp.ssh.session import HostAccess
+from clusterddp.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]
 accesses = [HostAccess(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]

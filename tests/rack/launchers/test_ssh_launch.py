@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.system.files import read_json, write_json
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
@@ -27,7 +28,7 @@ device: cpu
 resources: {{procs_per_node: 2}}
 ssh: {{hosts: [node1, node2], python: {PYTHON}}}
 """
-TRAIN = SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, epochs: 1, batch_size: 32}\n"
+TRAIN = SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
 SLEEP = SPEC + "entry: {script: sleep.py}\n"
 
 
@@ -228,7 +229,7 @@ def test_restarts_begin_again_on_all_hosts(place: SshPlace) -> None:
 
 
 def test_resume_goes_on_from_the_checkpoint_of_the_first_host(place: SshPlace) -> None:
-    run = place.submit(TRAIN.replace("epochs: 1", "epochs: 200, checkpoint_every: 1, log_every: 1"))
+    run = place.submit(TRAIN.replace("epochs: 1", "epochs: 2000, checkpoint_every: 1, log_every: 1"))
     there = place.host_run_dir("node1", run)
     wait_until(lambda: any(there.checkpoints.glob("*.pt")), 60)
     place.clusterddp("cancel", "--save", run.name)

@@ -33,7 +33,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.ssh.network import choose, probe_network, settle_network
 from clusterddp.remote.package import package
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.ssh.session import HostAccess, open_sessions
+from clusterddp.ssh.session import HostAccess
+from clusterddp.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host) for host in sys.argv[1:]]
 sessions = open_sessions(accesses, environ=os.environ, package=package())
 for line in sys.stdin:

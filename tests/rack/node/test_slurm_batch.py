@@ -91,7 +91,7 @@ def test_a_preempted_job_that_may_not_be_requeued_is_followed_up(cluster):
     assert claims(run) == [(job, 0), (read_run(run).job_id, 0)]
 
 
-def test_a_requeue_that_leaves_no_time_for_an_end_is_buried_by_the_next_start(cluster):
+def test_a_requeue_that_leaves_no_time_for_an_end_is_closed_by_the_next_start(cluster):
     run, job = start(cluster, "no-end", HANG_THEN_COMPLETE)
     await_up(run)
     cluster.run(HEAD, ["scontrol", "requeue", job])
@@ -100,7 +100,7 @@ def test_a_requeue_that_leaves_no_time_for_an_end_is_buried_by_the_next_start(cl
     assert (first.outcome, first.will_restart, first.root_cause.host) == ("FAILED", True, "node1")
 
 
-def test_tasks_that_die_without_a_word_are_explained_by_what_they_said_last(cluster):
+def test_tasks_that_die_without_a_report_are_explained_by_their_last_line(cluster):
     run, _ = start(cluster, "dumb", TASK + "sys.exit('no such shared object')\n")
     end = await_final_end(run)
     assert (end.outcome, end.will_restart) == ("FAILED", False)
@@ -153,7 +153,7 @@ def test_a_job_that_was_given_up_meanwhile_starts_nothing(cluster):
     assert (claims(run), read_end(run.attempt(0))) == ([], None)
 
 
-def test_the_task_of_an_array_is_requeued_alone(cluster):
+def test_the_task_of_an_array_is_requeued_by_itself(cluster):
     runs = [
         make_slurm_run(cluster, name, "", more="restarts: 1", resources="{nodes: 1}") for name in ("arr-0", "arr-1")
     ]

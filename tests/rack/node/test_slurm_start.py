@@ -1,4 +1,4 @@
-"""How ranks start under Slurm: what each of them is told, by which interface they meet, and who is in the way."""
+"""How ranks start under Slurm: their variables, the interface by which they meet, and ports that others use."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def test_tasks_meet_at_a_port_that_another_user_wants(rack):
     assert (run.path / "stolen").read_text() == ""
 
 
-def test_gangs_over_several_hosts_are_told_the_interface_that_reaches_the_master(rack):
+def test_gangs_over_several_hosts_get_the_interface_that_reaches_the_master(rack):
     run = make_slurm_run(rack, "interface", DUMP)
     start_tasks(rack, run, "-N2", "-n2")
     assert [environ["GLOO_SOCKET_IFNAME"] for environ in dumps(run, 2)] == ["eth0", "eth0"]
@@ -80,7 +80,7 @@ def test_gangs_over_several_hosts_are_told_the_interface_that_reaches_the_master
     ]
 
 
-def test_a_gang_on_one_host_is_told_no_interface_and_meets_on_the_loopback(rack):
+def test_a_gang_on_one_host_gets_no_interface_and_meets_on_the_loopback(rack):
     run = make_slurm_run(rack, "alone", DUMP, resources="{nodes: 1, procs_per_node: 2}")
     start_tasks(rack, run, "-N1", "-n2")
     assert [environ["MASTER_ADDR"] for environ in dumps(run, 2)] == ["127.0.0.1"] * 2
@@ -152,7 +152,7 @@ def test_a_step_of_another_size_than_planned_is_refused(rack):
     assert "the plan has 2 ranks, srun has started 1 tasks" in done.stderr
 
 
-STRANGER = """
+OTHER_HEAD = """
 import contextlib, socket, sys
 servers = [socket.create_server(("", port)) for port in map(int, sys.argv[1:])]
 print("up", flush=True)
@@ -171,13 +171,13 @@ def test_ports_that_others_have_taken_are_walked_past(rack):
     job = int(rack.run(HEAD, ["sbatch", "--parsable", "--output=/dev/null", "--wrap", "true"]).stdout) + 1
     first_master = walk_ports(f"slurm:{job}:0", 3)
     taken = [*walk_ports(f"link:{job}", LINK_PORTS)[:5], *first_master]
-    argv = rack.argv("node1", [sys.executable, "-c", STRANGER, *map(str, taken)])
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
+    argv = rack.argv("node1", [sys.executable, "-c", OTHER_HEAD, *map(str, taken)])
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as other:
         try:
-            assert stranger.stdout.readline() == b"up\n"
+            assert other.stdout.readline() == b"up\n"
             done = start_tasks(rack, run, "-N2", "-n2", "--nodelist=node1,node2")
         finally:
-            stranger.kill()
+            other.kill()
     assert dumps(run, 1)[0]["SLURM_JOB_ID"] == str(job)
     assert done.returncode == 0, done.stderr
     assert read_json(run.attempt(0).start)["master_port"] not in taken

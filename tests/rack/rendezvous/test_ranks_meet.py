@@ -1,4 +1,4 @@
-"""Whatever keeps a gang from coming together ends every rank in time, and says which machine and which value it is.
+"""When a gang cannot be complete, every rank ends in time, and the error names the machine and the value.
 
 The ranks are started by hand on the hosts of a rack, as people do who have no launcher.
 """
@@ -39,7 +39,7 @@ class Hosts:
         return Popen(argv, stdout=PIPE, stderr=PIPE, text=True)
 
     def fail(self, *processes: Popen[str]) -> list[str]:
-        """Wait until all of them have failed; return what each has said."""
+        """Wait until all of them have failed; return the standard error of each."""
         ended: list[Ended] = wait_for(processes)
         assert [each.code for each in ended] == [3] * len(ended), [each.err for each in ended]
         assert list(self.place.path.glob("report-*")) == []
@@ -54,7 +54,7 @@ def gang(hosts: Rack) -> Iterator[Hosts]:
     shutil.rmtree(directory)
 
 
-def test_three_hosts_come_together(gang: Hosts) -> None:
+def test_three_hosts_meet(gang: Hosts) -> None:
     ended = wait_for([gang.start(f"node{rank + 1}", rank) for rank in (2, 0, 1)])
     assert [each.code for each in ended] == [0, 0, 0], ended[0].err
     assert gang.place.values("GROUP_RANK") == ["0", "1", "2"]
@@ -63,13 +63,13 @@ def test_three_hosts_come_together(gang: Hosts) -> None:
 
 def test_a_missing_machine_is_named_by_its_rank_to_all(gang: Hosts) -> None:
     for words in gang.fail(gang.start("node1", 0), gang.start("node2", 1)):
-        assert "rank 2 of 3 did not come to node1, port 29511, within 30 s" in words
+        assert "rank 2 of 3 did not connect to node1, port 29511, within 30 s" in words
         assert "here: rank 0 on node1; rank 1 on node2" in words
 
 
 def test_a_rank_that_was_started_twice_is_named_with_both_machines(gang: Hosts) -> None:
-    told = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 1))
-    for words in told:
+    errors = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 1))
+    for words in errors:
         assert "rank 1 was started twice" in words
         assert "node2" in words
         assert "node3" in words
@@ -86,14 +86,14 @@ def test_a_second_rank_0_on_the_same_machine_is_found(gang: Hosts) -> None:
 
 
 def test_another_world_size_is_named_with_its_machine(gang: Hosts) -> None:
-    told = gang.fail(gang.start("node1", 0), gang.start("node2", 1, world_size=4), gang.start("node3", 2))
-    for words in told:
+    errors = gang.fail(gang.start("node1", 0), gang.start("node2", 1, world_size=4), gang.start("node3", 2))
+    for words in errors:
         assert "rank 1 on node2 was started for 4 ranks (WORLD_SIZE), rank 0 on node1 for 3" in words
 
 
 def test_another_spec_is_named_with_its_machine(gang: Hosts) -> None:
-    told = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 2, "restarts=1"))
-    for words in told:
+    errors = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 2, "restarts=1"))
+    for words in errors:
         assert "rank 2 on node3 reads another spec than rank 0 on node1" in words
 
 
@@ -102,33 +102,35 @@ def test_another_torch_is_named_with_its_machine(gang: Hosts) -> None:
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.0\n")
     older = {"PYTHONPATH": f"{metadata.parents[1]}:{ROOT}"}
-    told = gang.fail(gang.start("node1", 0), gang.start("node2", 1, **older), gang.start("node3", 2))
-    for words in told:
+    errors = gang.fail(gang.start("node1", 0), gang.start("node2", 1, **older), gang.start("node3", 2))
+    for words in errors:
         assert "rank 1 on node2 has torch 1.13.0, rank 0 on node1 has torch" in words
 
 
-def test_a_wrong_address_is_named_with_the_variable_that_had_it(gang: Hosts) -> None:
+def test_a_wrong_address_is_named_with_its_variable(gang: Hosts) -> None:
     wrong = gang.fail(gang.start("node1", 0), gang.start("node2", 1), gang.start("node3", 2, MASTER_ADDR="10.77.0.99"))
-    assert "rank 2 of 3 did not come to node1" in wrong[0]
+    assert "rank 2 of 3 did not connect to node1" in wrong[0]
     assert "rank 2 on node3 did not reach rank 0 at 10.77.0.99 (from MASTER_ADDR), port 29511" in wrong[2]
 
 
 def test_an_address_where_rank_0_is_not_is_named_by_all(gang: Hosts) -> None:
-    astray = {"MASTER_ADDR": "node3"}
-    told = gang.fail(gang.start("node1", 0, world_size=2, **astray), gang.start("node2", 1, world_size=2, **astray))
-    assert "node3 (from MASTER_ADDR) is no address of node1, where rank 0 is" in told[0]
-    assert "rank 1 on node2 did not reach rank 0 at node3" in told[1]
+    elsewhere = {"MASTER_ADDR": "node3"}
+    errors = gang.fail(
+        gang.start("node1", 0, world_size=2, **elsewhere), gang.start("node2", 1, world_size=2, **elsewhere)
+    )
+    assert "node3 (from MASTER_ADDR) is no address of node1, where rank 0 is" in errors[0]
+    assert "rank 1 on node2 did not reach rank 0 at node3" in errors[1]
 
 
 def test_a_closed_port_is_named_with_its_machine(gang: Hosts) -> None:
     block_ports(gang.rack, "node1", PORT)
     try:
-        told = gang.fail(gang.start("node1", 0, world_size=2), gang.start("node2", 1, world_size=2))
+        errors = gang.fail(gang.start("node1", 0, world_size=2), gang.start("node2", 1, world_size=2))
     finally:
         open_ports(gang.rack, "node1")
-    assert "rank 1 of 2 did not come to node1, port 29511" in told[0]
-    assert "did not reach rank 0 at node1 (from MASTER_ADDR), port 29511 (from MASTER_PORT)" in told[1]
-    assert "no answer" in told[1]
+    assert "rank 1 of 2 did not connect to node1, port 29511" in errors[0]
+    assert "did not reach rank 0 at node1 (from MASTER_ADDR), port 29511 (from MASTER_PORT)" in errors[1]
+    assert "no answer" in errors[1]
 
 
 def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:

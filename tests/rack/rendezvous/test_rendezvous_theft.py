@@ -98,7 +98,7 @@ else:
         assert gang.await_end(60) == [0, 0], gang.attempt().stderr(0).read_text()
 
 
-def test_a_script_that_binds_the_port_in_another_way_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_script_that_binds_the_port_in_another_way_gets_a_hint(tmp_path: Path) -> None:
     # As a library in C does: this is what Python's own socket is made of.
     program = "import _socket\nif rank == 0: _socket.socket().bind(('', int(os.environ['MASTER_PORT'])))\n"
     with running(tmp_path, program, ranks_per_node=1) as gang:

@@ -84,7 +84,7 @@ def counted(rank: int, num_lines: int = NUM_LINES) -> str:
 
 def test_whoever_waits_has_the_results_at_the_end(place: SshPlace) -> None:
     (place.path / "job.yaml").write_text(
-        SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, epochs: 1, batch_size: 32}\n"
+        SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
     )
     place.clusterddp("submit", "job.yaml", "--wait")
     run = place.run_dir()

@@ -256,8 +256,8 @@ def test_a_run_of_another_user_runs_for_whoever_looks_and_only_its_owner_ends_it
         age(each)
         rack.run("head", ["chmod", "-R", "a+rX", str(each.path)])
     assert seen_by_ana(rack, run, forgotten) == (
-        f"RUNNING\n2 {run.name} belongs to another user (uid 0), who alone can end it\n"
-        f"UNKNOWN\n2 {forgotten.name} belongs to another user (uid 0), who alone can end it\n"
+        f"RUNNING\n2 {run.name} belongs to another user (uid 0); only that user can end it\n"
+        f"UNKNOWN\n2 {forgotten.name} belongs to another user (uid 0); only that user can end it\n"
     )
 
 
@@ -268,7 +268,7 @@ import os, sys
 from pathlib import Path
 import clusterddp.launchers.slurm.state
 from clusterddp.errors import ClusterddpError
-from clusterddp.submission.submit import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.run.directory import RunDir
 from clusterddp.launchers.state import read_state
 os.setgroups([])

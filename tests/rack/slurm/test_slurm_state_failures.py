@@ -83,7 +83,7 @@ def test_a_run_without_an_end_is_lost_when_slurm_has_forgotten_its_job(
     view = read_forgotten(forgetful, run, job, slurm)
     assert (view.state, view.reason) == (
         RunState.LOST,
-        f"ended without a word: Slurm no longer knows job {job}, and no end is recorded; "
+        f"Slurm no longer knows job {job}, and no process recorded how the run ended; "
         'launcher/job.log ends with "Killed"; resume queues it again',
     )
 

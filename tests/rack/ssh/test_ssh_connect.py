@@ -1,4 +1,4 @@
-"""Connecting to hosts as the user's own ssh would: ssh_config, keys, hosts on the way, hosts that do not answer."""
+"""Connecting to hosts as the user's own ssh would: ssh_config, keys, jump hosts, hosts that do not answer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_key_of_the_agent_is_offered(person, tmp_path):
         agent.wait()
 
 
-def test_a_key_with_a_passphrase_is_named_with_what_mends_it(person):
+def test_a_key_with_a_passphrase_is_named_with_its_remedy(person):
     run = ["ssh-keygen", "-p", "-q", "-P", "", "-N", "secret", "-f", str(person.ssh / "id_ed25519")]
     subprocess.run(run, check=True, capture_output=True)
     row = person.check("node1").hosts["node1"]
@@ -81,13 +81,13 @@ def test_a_host_behind_two_others_is_reached(person):
     assert f"Connection from {person.rack.plan.address('node2')} " in log
 
 
-def test_a_host_on_the_way_has_its_own_host_on_the_way(person):
+def test_a_jump_host_has_its_own_jump_host(person):
     person.configure("Host far\n  HostName node3\n  ProxyJump node2\nHost node2\n  ProxyJump node1\n")
     row = person.check("far").hosts["far"]
     assert (row["ok"], row["jumps"]) == (True, ["node1", "node2"])
 
 
-def test_a_host_on_the_way_whose_key_is_not_known_is_named(person):
+def test_a_jump_host_whose_key_is_not_known_is_named(person):
     lines = person.known_hosts.read_text().splitlines(keepends=True)
     person.known_hosts.write_text("".join(line for line in lines if not line.startswith("node1,")))
     person.configure("Host far\n  HostName node3\n  ProxyJump node1\n")
@@ -97,7 +97,7 @@ def test_a_host_on_the_way_whose_key_is_not_known_is_named(person):
     assert row["fix"].endswith("clusterddp hosts trust node1")
 
 
-def test_a_host_on_the_way_that_does_not_forward_is_named(person):
+def test_a_jump_host_that_does_not_forward_is_named(person):
     with person.sshd("node1", "AllowTcpForwarding=no") as sshd:
         person.configure(
             f"Host far\n  HostName node2\n  ProxyJump way\nHost way\n  HostName node1\n  Port {sshd.port}\n"
@@ -106,19 +106,19 @@ def test_a_host_on_the_way_that_does_not_forward_is_named(person):
     assert row["found"] == "way does not forward connections to node2:22"
 
 
-def test_a_host_behind_another_that_is_off_is_told(person):
+def test_a_host_behind_a_jump_host_that_is_off_is_reported(person):
     person.configure("Host far\n  HostName 10.77.0.99\n  ProxyJump node1\n")
     assert person.check("far").hosts["far"]["found"].startswith("node1 cannot connect to 10.77.0.99:22")
 
 
-def test_a_host_that_wants_a_password_as_well_is_told(person):
+def test_a_host_that_also_requires_a_password_is_reported(person):
     with person.sshd("node1", "AuthenticationMethods=publickey,password", "PasswordAuthentication=yes") as sshd:
         person.configure(f"Host node1\n  Port {sshd.port}\n")
         row = person.check("node1").hosts["node1"]
-    assert row["found"] == "root is let in with a key and password only"
+    assert row["found"] == "the host accepts root with a key and password only"
 
 
-def test_a_circle_of_jumps_is_told(person):
+def test_a_circle_of_jumps_is_reported(person):
     person.configure("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
     assert person.check("a").hosts["a"]["phase"] == "resolve"
 
@@ -128,7 +128,7 @@ def test_a_proxy_command_is_run_by_a_shell(person):
     assert person.check("far").exit_code == 0
 
 
-def test_what_a_proxy_command_says_is_told(person):
+def test_the_error_of_a_proxy_command_is_reported(person):
     person.configure("Host far\n  HostName node3\n  ProxyCommand echo no way >&2\n")
     assert "no way" in person.check("far").hosts["far"]["found"]
 
@@ -139,21 +139,21 @@ def test_a_host_that_is_off_does_not_keep_others_from_being_reached(person):
     assert (answer.exit_code, answer.hosts["off"]["phase"], answer.hosts["node1"]["ok"]) == (3, "connect", True)
 
 
-def test_a_name_that_does_not_resolve_is_told(person):
+def test_a_name_that_does_not_resolve_is_reported(person):
     person.configure("Host nowhere\n  HostName no.such.host\n")
     assert person.check("nowhere").hosts["nowhere"]["phase"] == "resolve"
 
 
-def test_a_port_where_nothing_listens_is_told(person):
+def test_a_port_where_nothing_listens_is_reported(person):
     person.configure("Host node1\n  Port 9\n")
     assert person.check("node1").hosts["node1"]["found"] == "node1:9 refused the connection"
 
 
-def test_a_host_that_accepts_and_says_nothing_is_told(person):
+def test_a_host_that_accepts_and_sends_nothing_is_reported(person):
     with listening(person.rack, "node1", 9022):
         person.configure("Host node1\n  Port 9022\n  ConnectTimeout 1\n")
         row = person.check("node1").hosts["node1"]
-    assert row["found"] == "node1:9022 accepted the connection and then nothing for 1 s"
+    assert row["found"] == "node1:9022 accepted the connection, then nothing for 1 s"
 
 
 def test_twenty_connections_get_through_a_sshd_that_takes_two_at_a_time(person):
@@ -173,7 +173,7 @@ def test_a_banner_does_no_harm(person, tmp_path):
         assert person.check("node1").exit_code == 0
 
 
-def test_a_host_that_lets_the_key_not_in_is_told_with_the_keys(person):
+def test_a_host_that_refuses_the_keys_is_reported_with_the_keys(person):
     (person.ssh / "id_ed25519").unlink()
     make_key(person.ssh / "id_ed25519")
     row = person.check("node1").hosts["node1"]
@@ -182,7 +182,7 @@ def test_a_host_that_lets_the_key_not_in_is_told_with_the_keys(person):
     assert row["fix"].startswith("ssh-copy-id node1")
 
 
-def test_a_table_has_the_command_that_mends_a_host_below_it(person):
+def test_below_a_table_is_the_command_that_repairs_a_host(person):
     person.configure("Host node1\n  Port 9\n")
     done = person.clusterddp("hosts", "check", "node[1-2]")
     heading, good, bad, fix = done.stdout.splitlines()
@@ -192,7 +192,7 @@ def test_a_table_has_the_command_that_mends_a_host_below_it(person):
     assert fix.startswith("      fix: ")
 
 
-def test_many_hosts_share_one_connection_to_the_host_on_the_way(person):
+def test_many_hosts_share_one_connection_to_the_jump_host(person):
     with person.sshd("node1") as sshd:
         person.configure(
             f"Host f*\n  HostName node2\n  ProxyJump way\nHost way\n  HostName node1\n  Port {sshd.port}\n"
@@ -207,7 +207,7 @@ def test_no_thread_is_left_when_connections_are_closed(person):
     person.configure("Host far\n  HostName node3\n  ProxyJump node1\n")
     program = """
 import os, threading
-from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.connector import connect_all
 made = connect_all(["node1", "far"], environ=os.environ)
 for connection in made.values():
     connection.close()

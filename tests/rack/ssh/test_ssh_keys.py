@@ -1,4 +1,4 @@
-"""Host keys as OpenSSH reads them: nobody is believed unseen, and no key is forgotten."""
+"""Host keys as OpenSSH checks them: no key is accepted unseen, and no known key is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pinned(person: SshPerson, host_key: str) -> str:
     """Connect to node1 with a pinned key; return what becomes of it."""
     program = f"""
 import os
-from clusterddp.ssh.connect import connect_all
+from clusterddp.ssh.connector import connect_all
 result = connect_all(["node1"], environ=os.environ, pinned={{"node1": {host_key!r}}})["node1"]
 print(getattr(result, "message", "connected"))
 """
@@ -68,14 +68,14 @@ def test_a_host_whose_key_is_wrong_is_asked_for_no_authentication(person, known)
 
 
 @pytest.mark.parametrize("setting", ["no", "accept-new"])
-def test_no_setting_lets_a_key_be_added_unseen(person, setting):
+def test_no_setting_adds_a_key_without_a_question(person, setting):
     person.known_hosts.unlink()
     person.configure(f"StrictHostKeyChecking {setting}\n")
     assert person.check("node1").exit_code == 3
     assert not person.known_hosts.exists()
 
 
-def test_a_changed_key_is_told_with_both_fingerprints(person):
+def test_a_changed_key_is_reported_with_both_fingerprints(person):
     person.known_hosts.write_text(f"# mine\nnode1 {person.host_key('node2')}\n")
     row = person.check("node1").hosts["node1"]
     assert row["found"] == (
@@ -145,7 +145,7 @@ def test_the_kind_of_key_that_is_known_is_asked_for(person, tmp_path):
     assert (row["ok"], row["key_type"]) == (True, "ssh-rsa")
 
 
-def test_a_host_that_a_known_authority_vouches_for_is_believed(person, tmp_path):
+def test_a_host_with_a_certificate_of_a_known_authority_is_accepted(person, tmp_path):
     key, authority = certified_key(tmp_path, "-n", "node1")
     row = check_certified(person, key, f"@cert-authority node* {public(authority)}\n")
     assert (row["ok"], row["fingerprint"]) == (True, fingerprint_of(Path(f"{key}.pub")))
@@ -159,13 +159,13 @@ def test_a_host_that_a_known_authority_vouches_for_is_believed(person, tmp_path)
         (["-n", "node1", "-V", "20990101:20990201"], "its certificate is not valid before"),
     ],
 )
-def test_a_certificate_that_does_not_hold_is_refused(person, tmp_path, options, found):
+def test_a_certificate_that_is_not_valid_is_refused(person, tmp_path, options, found):
     key, authority = certified_key(tmp_path, *options)
     row = check_certified(person, key, f"@cert-authority node* {public(authority)}\n")
     assert row["found"].startswith(found)
 
 
-def test_a_certificate_of_an_unknown_authority_counts_for_nothing(person, tmp_path):
+def test_a_certificate_of_an_unknown_authority_does_not_count(person, tmp_path):
     key, _ = certified_key(tmp_path, "-n", "node1")
     row = check_certified(person, key, f"@cert-authority node* {person.host_key('node2')}\n")
     assert "and no certificate of the authority that known_hosts names" in row["found"]
@@ -201,7 +201,7 @@ def test_trust_shows_all_keys_asks_once_and_adds_them(person):
     assert person.check("node[1-3]").exit_code == 0
 
 
-def test_trust_writes_nothing_without_a_yes(person):
+def test_trust_writes_nothing_without_consent(person):
     person.known_hosts.unlink()
     child = spawn(person, "hosts", "trust", "node1")
     child.expect_exact("Is this the key of the host? [y/N]: ")
@@ -211,7 +211,7 @@ def test_trust_writes_nothing_without_a_yes(person):
     assert (child.exitstatus, person.known_hosts.exists()) == (1, False)
 
 
-def test_trust_leaves_what_is_there_and_ends_a_line_that_is_open(person):
+def test_trust_keeps_existing_lines_and_ends_an_open_line(person):
     before = f"# mine\nelse {person.host_key('node3')}"
     person.known_hosts.write_text(before)
     done = person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
@@ -219,7 +219,7 @@ def test_trust_leaves_what_is_there_and_ends_a_line_that_is_open(person):
     assert person.known_hosts.read_text() == f"{before}\n{hashed_line(person)} {person.host_key('node1')}\n"
 
 
-def test_trust_hashes_names_only_when_told_to(person):
+def test_trust_hashes_names_only_when_configured(person):
     person.known_hosts.unlink()
     person.configure("HashKnownHosts no\n")
     person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
@@ -233,19 +233,19 @@ def test_trust_writes_nothing_when_a_host_shows_another_key_than_expected(person
     assert (done.returncode, person.known_hosts.exists()) == (3, False)
 
 
-def test_trust_leaves_hosts_alone_that_are_known(person):
+def test_trust_changes_no_host_that_is_known(person):
     before = person.known_hosts.read_text()
     done = person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
     assert (done.returncode, person.known_hosts.read_text()) == (0, before)
 
 
-def test_trust_believes_nobody_unseen(person):
+def test_trust_without_a_terminal_or_a_fingerprint_is_refused(person):
     person.known_hosts.unlink()
     assert person.clusterddp("hosts", "trust", "--yes", "node1").returncode == 2
     assert person.clusterddp("hosts", "trust", "node1").returncode == 2
 
 
-def test_two_that_trust_at_once_lose_no_line(person):
+def test_two_processes_that_trust_at_once_lose_no_line(person):
     person.known_hosts.unlink()
     aliases = [f"n{number}" for number in range(1, 9)]
     person.configure("".join(f"Host {name}\n  HostName node1\n  HostKeyAlias {name}\n" for name in aliases))

@@ -1,4 +1,4 @@
-"""The conversation with a host that has nothing of ours: the constant command, the boot, the agent."""
+"""The session with a host that has only Python: the constant command, the boot, the agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
 from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, Session, open_sessions
+from clusterddp.ssh.session import HostAccess, Session
+from clusterddp.ssh.sessions import open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}
 sessions = open_sessions(accesses, environ=os.environ, package=package())
@@ -56,7 +57,7 @@ def root_of(person: SshPerson) -> Path:
     return person.rack.dir / "home" / "root" / ".clusterddp"
 
 
-def test_a_host_tells_who_it_is(person: SshPerson) -> None:
+def test_a_host_reports_its_facts(person: SshPerson) -> None:
     hello = converse(person, {"host": "node1", "python": PYTHON})["node1"]
     assert (hello["hostname"], hello["uid"], hello["root"]) == ("node1", 0, str(root_of(person)))
 
@@ -98,7 +99,9 @@ def test_hosts_that_cannot_start_do_not_keep_the_others(person: SshPerson) -> No
         ({"root": "/proc/nothing"}, "/proc/nothing"),
     ],
 )
-def test_why_a_host_cannot_start_is_told(person: SshPerson, access: dict[str, object], words: str) -> None:
+def test_the_reason_why_a_host_cannot_start_is_reported(
+    person: SshPerson, access: dict[str, object], words: str
+) -> None:
     assert words in converse(person, {"host": "node1", **access})["node1"]["message"]
 
 
@@ -117,7 +120,7 @@ def test_a_directory_that_others_may_write_is_refused(person: SshPerson) -> None
     assert "others may write" in converse(person, {"host": "node1", "root": "~/open"})["node1"]["message"]
 
 
-def test_a_login_shell_that_talks_is_passed_over(person: SshPerson) -> None:
+def test_what_a_login_shell_prints_is_skipped(person: SshPerson) -> None:
     profile = person.rack.dir / "home" / "root" / ".bashrc"
     profile.write_text("echo Welcome to node1, there is no smoking here\n")
     try:
@@ -126,7 +129,7 @@ def test_a_login_shell_that_talks_is_passed_over(person: SshPerson) -> None:
         profile.unlink()
 
 
-def test_an_account_without_a_shell_says_so(person: SshPerson) -> None:
+def test_an_account_without_a_shell_is_reported(person: SshPerson) -> None:
     with person.sshd("node1", "ForceCommand=/usr/sbin/nologin") as sshd:
         person.configure(f"Host node1\n  Port {sshd.port}\n")
         assert "This account is currently not available" in converse(person, {"host": "node1"})["node1"]["message"]
@@ -160,13 +163,13 @@ def test_modules_are_loaded_where_there_are_some(person: SshPerson) -> None:
         (person.rack.dir / "home" / "root" / ".bashrc").unlink()
 
 
-def test_an_agent_leaves_with_its_connection(hosts: Rack, person: SshPerson) -> None:
+def test_an_agent_exits_with_its_connection(hosts: Rack, person: SshPerson) -> None:
     converse(person, {"host": "node1"}, ask=[("beat", {})])
     listing = ["pgrep", "-c", "-f", "sys.stdin.buffer.readline"]
     wait_until(lambda: hosts.run("node1", listing, check=False).stdout.strip() == "0", 10)
 
 
-def test_an_agent_that_is_not_spoken_to_leaves(tmp_path: Path) -> None:
+def test_an_agent_without_requests_exits(tmp_path: Path) -> None:
     sent = package()
     order = json.dumps({"package": sent.sha256, "root": str(tmp_path / "root"), "patience_s": 1}).encode()
     process = subprocess.Popen(

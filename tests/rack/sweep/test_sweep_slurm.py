@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.directory import list_runs
+from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, read_sweep
 from clusterddp.system.files import read_json

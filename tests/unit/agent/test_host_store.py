@@ -139,7 +139,7 @@ def test_a_damaged_snapshot_is_missing_and_gets_replaced(host: Host, source: Pat
 
 
 def test_a_snapshot_with_another_sum_is_refused(host: Host, source: Path) -> None:
-    with pytest.raises(ClusterddpError, match=r"sum [0-9a-f]{12}, 000000000000 was announced"):
+    with pytest.raises(ClusterddpError, match=r"sum [0-9a-f]{12}, expected 000000000000"):
         ask(host, "store.put", stream(source), kind="code", sum="0" * 64)
     assert what_lies_in(host.root / "code") == {}
 
@@ -157,7 +157,7 @@ def test_nothing_is_written_through_what_came_before(host: Host, tmp_path: Path,
     outside.mkdir()
     link = os.fsencode(outside) if first == "link" else b""
     data = handmade((first, b"a", link), ("file", b"a/x", b""))
-    with pytest.raises(ClusterddpError, match="comes twice"):
+    with pytest.raises(ClusterddpError, match="the stream has it twice"):
         ask(host, "store.put", data, kind="code", sum="0" * 64)
     assert what_lies_in(outside) == {}
 
@@ -174,7 +174,7 @@ def test_what_is_no_stream_of_files_is_refused(host: Host, data: bytes) -> None:
 
 
 def test_a_stream_that_ends_early_is_refused(host: Host, source: Path) -> None:
-    with pytest.raises(ClusterddpError, match="ended in the middle"):
+    with pytest.raises(ClusterddpError, match="the connection ended before the last file"):
         ask(host, "store.put", stream(source)[:-1], kind="code", sum=list_files(source).digest())
     assert what_lies_in(host.root / "code") == {}
 
@@ -196,7 +196,7 @@ def test_two_may_send_one_snapshot_at_once(host: Host, source: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_full_disk_is_told_and_left_as_it_was(host: Host, source: Path) -> None:
+def test_a_full_disk_is_reported_and_left_as_it_was(host: Host, source: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", host.root / "code"], check=True)
     try:
         with pytest.raises(ClusterddpError, match=r"disk is full: 0\.1 MB are free, 0\.3 MB are needed"):
@@ -234,7 +234,7 @@ def test_a_run_keeps_the_code_that_it_has(host: Host, source: Path) -> None:
     assert what_lies_in(host.root / "runs" / "run.01234567") != {}
 
 
-def test_a_snapshot_that_is_gone_is_told(host: Host) -> None:
+def test_a_missing_snapshot_is_reported(host: Host) -> None:
     with pytest.raises(ClusterddpError, match="is gone from this host"):
         ask(host, "store.checkout", sum="0" * 64, name="run.01234567")
 
@@ -325,7 +325,7 @@ def test_nothing_is_ever_deleted(host: Host, source: Path, target: Path) -> None
 
 
 @pytest.mark.parametrize("way", ["file", "link", "directory"])
-def test_what_is_in_the_way_of_a_directory_or_file_is_told(host: Host, source: Path, target: Path, way: str) -> None:
+def test_a_file_in_the_way_of_a_directory_or_file_is_reported(host: Host, source: Path, target: Path, way: str) -> None:
     target.mkdir(parents=True)
     if way == "file":
         (target / "sub").write_text("mine")
@@ -341,7 +341,7 @@ def test_what_is_in_the_way_of_a_directory_or_file_is_told(host: Host, source: P
     assert what_lies_in(target) == before
 
 
-def test_a_file_in_the_place_of_the_target_is_told(host: Host, source: Path, target: Path) -> None:
+def test_a_file_in_the_place_of_the_target_is_reported(host: Host, source: Path, target: Path) -> None:
     target.parent.mkdir()
     target.write_text("mine")
     assert set(compare(host, source, target)) == {"other"}
@@ -367,7 +367,7 @@ def test_the_home_of_the_host_is_meant_by_a_tilde(host: Host, source: Path, monk
     assert what_lies_in(host.root / "home" / "data") == what_lies_in(source)
 
 
-def test_a_place_where_one_may_not_write_is_told(host: Host, source: Path) -> None:
+def test_a_place_without_write_permission_is_reported(host: Host, source: Path) -> None:
     with pytest.raises(ClusterddpError, match="/proc/nothing"):
         put_data(host, source, Path("/proc/nothing/data"))
 
@@ -382,7 +382,7 @@ def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, tar
     (source / "train.py").write_text("print('changed')\n")
     (source / "run.sh").unlink()
     data = b"".join(sending.chunks())
-    with pytest.raises(ClusterddpError, match=r"run\.sh: the sender could not read it"):
+    with pytest.raises(ClusterddpError, match=r"run\.sh: it changed on the sender's side"):
         ask(host, "store.put", data, kind="data", target=str(target))
     assert sending.spoiled == [
         f"{source}/run.sh: cannot be read: No such file or directory",

@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: which are red, what mends them, how they are shown. No cluster is needed here."""
+"""The doctor's judgement of facts: which are red, the fix, how they are shown. No cluster is needed here."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_runs_directory_of_a_node_is_judged_as_it_is_here(changes: dict[str,
 
 def test_a_runs_directory_that_is_another_one_on_a_node_is_red() -> None:
     found = result_of(judge_nodes(answer(report(0, HERE, nonce="Not there")), HERE, Needs()), "runs directory", "n1")
-    assert (found.level, found.found) == ("red", "/shared/runs is not what it is here: Not there")
+    assert (found.level, found.found) == ("red", "/shared/runs is another directory there: Not there")
 
 
 def test_another_torch_on_a_node_is_red() -> None:
@@ -150,7 +150,7 @@ def test_torch_is_judged_by_what_the_machine_and_the_spec_have(
     assert judge_torch(torch, needs, has_gpus=has_gpus).level == level
 
 
-def test_a_driver_that_torch_finds_too_old_is_told_with_versions() -> None:
+def test_a_driver_that_is_too_old_for_torch_is_reported_with_versions() -> None:
     torch = Torch(version="2.13.0", cuda="13.0", gpus=0, driver="535.104.05")
     found = judge_torch(torch, Needs(), has_gpus=True)
     words = "2.13.0, CUDA 13.0, which needs NVIDIA's driver 580 or newer; this host has 535.104.05"
@@ -162,7 +162,7 @@ def test_what_torch_compile_lacks_is_noted_where_the_trainer_has_gpus() -> None:
     machine = dataclasses.replace(HERE, gpus=("0", "1"), torch=torch)
     found = dict(judge_machine(machine, Needs(trainer=True)))["compiler"]
     assert found.level == "note"
-    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto goes on uncompiled")
+    assert found.found.startswith("no Python.h in /usr/include/python3.11: train.compile auto runs uncompiled")
     assert "compiler" not in dict(judge_machine(HERE, Needs(trainer=True)))
     assert "compiler" not in dict(judge_machine(machine, Needs()))
 
@@ -187,12 +187,12 @@ def test_a_file_system_without_hard_links_is_noted(tmp_path: Path) -> None:
         result = judge_directory(dataclasses.replace(read_directory(plain.path / "runs"), free_bytes=10**11))
     assert result.level == "note"
     assert "on fuseblk" in result.found
-    assert "only locks keep the hosts of a run apart" in result.found
+    assert "only locks protect the files of a run" in result.found
     assert judge_directory(dataclasses.replace(read_directory(tmp_path), free_bytes=10**11)).level == "ok"
 
 
 @pytest.mark.parametrize(("limit", "level"), [(-1, "ok"), (65_536, "ok"), (512, "note"), (64, "red")])
-def test_few_open_files_are_told(limit: int, level: str) -> None:
+def test_few_open_files_are_reported(limit: int, level: str) -> None:
     results = dict(judge_machine(dataclasses.replace(HERE, open_files=limit), Needs()))
     assert results["open files"].level == level
 
@@ -201,7 +201,7 @@ def test_interfaces_of_containers_are_named_as_never_used() -> None:
     assert dict(judge_here(HERE))["interfaces"].found == "eth0 10.0.0.1 (by route); never used: docker0"
 
 
-def test_a_host_name_that_is_the_loopback_is_told() -> None:
+def test_a_host_name_that_is_the_loopback_is_reported() -> None:
     debian = dataclasses.replace(HERE, own_addresses=("127.0.1.1",))
     found = dict(judge_here(debian))["host name"]
     assert (found.level, found.found.startswith("login is 127.0.1.1 here")) == ("note", True)
@@ -259,7 +259,7 @@ def test_hosts_that_found_the_same_share_a_row_and_red_comes_first() -> None:
     assert seen == [("b", ("n1",), "red"), ("a", ("n3",), "note"), ("a", ("n1", "n2"), "ok")]
 
 
-def test_each_red_row_has_what_mends_it_below() -> None:
+def test_each_red_row_has_its_fix_below() -> None:
     lines = [click.unstyle(line) for line in check_lines([Check(name="b", results={"n1": red("3", "mend it")})])]
     assert lines == ["     CHECK  HOST  FOUND", "red  b      n1    3", "      fix: mend it"]
 
@@ -307,11 +307,11 @@ def test_a_runs_directory_in_memory_makes_the_exit_code_three(tmp_path: Path) ->
         (["resources.time=3-00:00:00"], "partition", "gpu allows 2-00:00:00, the spec asks for 3-00:00:00"),
         (["resources.gpus_per_node=8"], "partition", "gpu has 0 nodes with 8 GPUs, the spec asks for 1"),
         (["resources.nodes=17"], "partition", "gpu has 12 nodes with 4 GPUs, the spec asks for 17"),
-        (["slurm.account=elsewhere"], "account", "elsewhere is no account of"),
+        (["slurm.account=elsewhere"], "account", "elsewhere is not an account of"),
         (["slurm.account=vision"], "account", "vision"),
     ],
 )
-def test_wishes_that_the_cluster_does_not_have_are_told(
+def test_requests_that_the_cluster_cannot_meet_are_reported(
     overrides: list[str], check: str, words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(

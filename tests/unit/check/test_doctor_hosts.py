@@ -1,4 +1,4 @@
-"""What is made of the facts of hosts: what keeps a run back, which host or link is to blame, what mends it."""
+"""The judgement of the facts of hosts: what is red, which host or link is at fault, and the fix."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_red() -> None:
         ("$(id)", True, "/env/bin/python -m pip install torch"),
     ],
 )
-def test_the_command_that_mends_torch_is_for_that_very_python(torch: str | None, pip: bool, command: str) -> None:
+def test_the_command_that_installs_torch_is_for_the_same_python(torch: str | None, pip: bool, command: str) -> None:
     assert install_command(Torch(executable="/env/bin/python", pip=pip), torch) == command
 
 
@@ -188,7 +188,7 @@ def test_the_disk_of_our_directory_is_judged(changes: dict[str, int | str], leve
     assert judge(with_directory(**changes))["disk"].level == level
 
 
-def test_data_that_does_not_fit_is_told_before_it_is_sent() -> None:
+def test_data_that_does_not_fit_is_reported_before_it_is_sent() -> None:
     needs = dataclasses.replace(TRAINER, sent_bytes=20 * 2**30)
     found = judge(with_directory(free_bytes=10 * 2**30), needs=needs)["disk"]
     assert (found.level, "20 GiB are sent" in found.found) == ("note", True)
@@ -208,7 +208,7 @@ def test_data_is_red_when_the_run_can_neither_read_nor_download_it(state: str, d
     assert judge(facts, needs=dataclasses.replace(TRAINER, download=download))["data"].level == level
 
 
-def test_what_lies_in_a_data_directory_is_told(tmp_path: Path) -> None:
+def test_the_state_of_a_data_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     states = [read_data(path).state for path in (tmp_path, tmp_path / "empty", tmp_path / "none")]
     assert states == ["there", "empty", "missing"]
@@ -296,7 +296,7 @@ def test_a_clock_that_is_ahead_is_called_so() -> None:
     assert judge_offset(3.0).found == "3.0 s ahead of the clock here: times in logs differ"
 
 
-def test_the_way_to_a_host_is_told() -> None:
+def test_the_connection_to_a_host_is_reported() -> None:
     found = judge_connection("ssh-ed25519", "ana", ["bastion"], 0.004).found
     assert found == "user ana through bastion, ssh-ed25519 key, round trip under 5 ms"
 
@@ -319,7 +319,7 @@ def test_each_host_of_a_pair_that_failed_is_tried_with_one_that_did_well() -> No
     assert second_round(trials, CLAIMS) == [[("c", "a"), ("d", "b")]]
 
 
-def test_a_host_that_did_well_with_somebody_is_not_tried_again() -> None:
+def test_a_host_of_a_good_pair_is_not_tried_again() -> None:
     assert second_round(Trials(pairs=[slow("a", "b"), fast("c", "a")]), CLAIMS) == [[("c", "b")]]
 
 

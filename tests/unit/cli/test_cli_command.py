@@ -97,7 +97,7 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["list", "--state", "DEAD"], '"DEAD" is none of PENDING, RUNNING'),
     ],
 )
-def test_wrong_usage_is_told_with_exit_code_two(
+def test_wrong_usage_is_reported_with_exit_code_two(
     arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -170,7 +170,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_full_disk_under_stdout_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_under_stdout_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path)
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -244,7 +244,7 @@ def test_init_writes_a_spec_and_never_over_a_file(
     assert path.read_text() != "mine"
 
 
-def test_init_into_a_directory_that_is_not_there_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_init_into_a_missing_directory_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(tmp_path / "no" / "job.yaml")]) == 2
     assert "there is no directory" in capfd.readouterr().err
 

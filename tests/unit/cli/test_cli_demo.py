@@ -44,6 +44,6 @@ def test_the_demo_needs_no_network_and_no_gpu() -> None:
     assert job.resources.world_size == 2
 
 
-def test_a_template_that_is_missing_is_told() -> None:
+def test_a_missing_template_is_reported() -> None:
     with pytest.raises(ClusterddpError, match=r"templates/no\.yaml: not in this installation"):
         read_template("no.yaml")

@@ -113,7 +113,7 @@ def test_an_unknown_run_is_exit_code_four(runs_dir: Path, capfd: pytest.CaptureF
     for name in ("status", "logs", "wait", "resume", "rerun", "cancel"):
         code, out, err = command(capfd, name, "nobody")
         assert (name, code, out) == (name, 4, "")
-        assert err.startswith("error: nobody: no such run")
+        assert err.startswith("error: no run named nobody in")
 
 
 def test_an_ambiguous_beginning_is_refused(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_wait_gives_up_after_its_time(runs_dir: Path, capfd: pytest.CaptureFixtu
     assert "error: brisk-otter-3 is still RUNNING after 0.1 s" in err
 
 
-def test_a_completed_run_is_told_with_its_accuracy(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_completed_run_has_its_accuracy(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(runs_dir)
     complete(run, start_attempt(run))
     write_json(run.summary, {"accuracy": 0.9612})
@@ -264,7 +264,7 @@ def test_to_list_twice_as_many_runs_opens_twice_as_many_files(
     assert num_files[1] == 2 * num_files[0]
 
 
-def test_what_a_record_says_cannot_command_the_terminal(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_record_cannot_control_the_terminal(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(runs_dir)
     host = "\x1b]0;pwned\x07\x9b2Jnode\u202e"
     for path in start_attempt(run).ranks.iterdir():

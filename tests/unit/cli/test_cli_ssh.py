@@ -56,7 +56,7 @@ def test_a_hostfile_may_come_through_a_pipe(place: Path) -> None:
     assert ranks(planned(place, "--hostfile", "-", input="x slots=1\n")) == [("x", 1)]
 
 
-def test_a_wrong_hostfile_is_told_line_by_line_with_exit_code_two(place: Path) -> None:
+def test_a_wrong_hostfile_is_reported_line_by_line_with_exit_code_two(place: Path) -> None:
     (place / "hosts").write_text("gpu01 slots=4\ngpu02 4\ngpu01\n")
     done = clusterddp(place, "submit", "job.yaml", "--hostfile", "hosts")
     assert (done.returncode, done.stdout) == (2, "")
@@ -64,7 +64,7 @@ def test_a_wrong_hostfile_is_told_line_by_line_with_exit_code_two(place: Path) -
     assert "hint: write slots=4" in done.stderr
 
 
-def test_a_spec_without_hosts_is_told_how_to_name_them(place: Path) -> None:
+def test_the_error_of_a_spec_without_hosts_shows_how_to_name_them(place: Path) -> None:
     done = clusterddp(place, "submit", "job.yaml", "--launcher", "ssh")
     assert done.returncode == 2
     assert "launcher ssh has no hosts" in done.stderr
@@ -88,12 +88,12 @@ def test_what_does_not_go_together_is_refused(place: Path, arguments: list[str],
     assert words in done.stderr
 
 
-def test_the_plan_says_whether_the_run_is_attached(place: Path) -> None:
+def test_the_plan_shows_whether_the_run_is_attached(place: Path) -> None:
     assert planned(place, "--hosts", "a", "--attach")["ssh"]["attached"] is True
     assert planned(place, "--hosts", "a")["ssh"]["attached"] is False
 
 
-def test_the_dry_run_says_what_happens_on_the_hosts(place: Path) -> None:
+def test_the_dry_run_shows_what_happens_on_the_hosts(place: Path) -> None:
     done = clusterddp(place, "submit", "job.yaml", "--hosts", "a,b", "-n")
     assert "2 nodes x 2 = 4 ranks, one GPU each" in done.stdout
     assert "files on every host" in done.stdout

@@ -13,8 +13,9 @@ import pytest
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.slurm.cluster import Cluster, User, read_cluster
-from clusterddp.slurm.partitions import Association, Partition, parse_gpus, parse_time
-from clusterddp.slurm.starter import fill_in
+from clusterddp.slurm.control import read_duration_s
+from clusterddp.slurm.first_spec import fill_in
+from clusterddp.slurm.partitions import Association, Partition, parse_gpus
 from clusterddp.spec.load import load_spec
 from clusterddp.system.templates import read_template
 from tests.support.paths import ROOT
@@ -93,7 +94,7 @@ def test_a_partition_that_is_not_there_is_an_error_that_names_those_that_are(tmp
     assert "--partition gpus: the cluster has cpu, gpu, gpu-long, robots" in done.stderr
 
 
-def test_a_named_partition_that_takes_no_jobs_is_told(tmp_path: Path) -> None:
+def test_a_named_partition_that_takes_no_jobs_is_reported(tmp_path: Path) -> None:
     done = init(tmp_path, at("mixed_24_05", tmp_path), "--partition", "robots")
     assert "partition robots takes no jobs of yours now: it takes the accounts robots" in done.stderr
 
@@ -116,7 +117,7 @@ def test_a_signal_before_preemption_is_found_under_both_its_names(name: str, kno
     assert cluster_at(name, tmp_path).signals_before_preemption is known
 
 
-def test_without_slurm_the_plain_template_is_written_and_that_is_said(tmp_path: Path) -> None:
+def test_without_slurm_the_plain_template_is_written_with_a_note(tmp_path: Path) -> None:
     done = init(tmp_path, os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)})
     assert (tmp_path / "job.yaml").read_text() == read_template("init_slurm.yaml")
     assert "note: scontrol: no such command here" in done.stderr
@@ -155,7 +156,7 @@ def test_gpus_are_read_from_every_form_of_gres(gres: str, gpus: tuple[tuple[str,
     [("2-00:00:00", 172_800), ("04:00:00", 14_400), ("30:00", 1_800), ("UNLIMITED", None), ("NONE", None), ("", None)],
 )
 def test_times_are_read_as_slurm_prints_them(text: str, seconds: int | None) -> None:
-    assert parse_time(text) == seconds
+    assert read_duration_s(text) == seconds
 
 
 @pytest.mark.root
@@ -168,7 +169,7 @@ def test_on_the_rack_the_spec_has_its_partition_gpus_cores_and_memory(rack: Rack
 
 
 @pytest.mark.root
-def test_on_the_rack_what_follows_from_its_set_up_is_said(rack: Rack) -> None:
+def test_on_the_rack_the_notes_explain_the_settings_of_the_cluster(rack: Rack) -> None:
     said = on_rack(rack, "said.yaml").stderr
     for words in ("no accounting", "KillWait, 5 s"):
         assert words in said

@@ -200,7 +200,7 @@ def test_ranks_are_counted_as_the_starting_program_does(head: str, command: str,
     assert resources.get("procs_per_node", resources.get("gpus_per_node", 1)) == per_node
 
 
-def test_a_python_without_srun_is_one_rank_and_that_is_said() -> None:
+def test_a_python_without_srun_is_one_rank_and_is_listed() -> None:
     found = read(HEAD + "python train.py\n")
     assert found.values["resources"]["procs_per_node"] == 1
     assert any("owns_ranks" in each.why for each in found.left)
@@ -237,7 +237,7 @@ def test_rendezvous_variables_are_left_to_clusterddp() -> None:
     assert found.values["entry"]["args"] == ["--url", "tcp://{master_addr}:{master_port}"]
 
 
-def test_modules_environments_and_directories_are_said_to_come_before_a_submit() -> None:
+def test_modules_environments_and_directories_are_listed_as_steps_before_a_submit() -> None:
     lines = ["module load cuda/12.4", "ml gcc", "source venv/bin/activate", "conda activate a", "cd /work/code"]
     found = read(EACH + "\n".join(lines) + "\nsrun python t.py\n")
     assert [words for fate, words in left(found) if fate == "before"] == lines
@@ -251,7 +251,7 @@ def test_what_only_the_jobs_shell_knows_is_listed_with_its_line() -> None:
     assert lost == [(3, "$SCRATCH/x"), (3, "$(date +%s)"), (3, "*.tar"), (3, "{a,b}")]
 
 
-def test_a_default_of_a_variable_is_taken_and_said() -> None:
+def test_a_default_of_a_variable_is_taken_and_listed() -> None:
     found = read(EACH + "srun python t.py --epochs ${EPOCHS:-90}\n")
     assert found.values["entry"]["args"] == ["--epochs", "90"]
     assert ("lost", "${EPOCHS:-90}") in left(found)
@@ -264,7 +264,7 @@ def test_every_other_command_is_listed() -> None:
         assert words in lost
 
 
-def test_two_commands_that_start_ranks_are_told_apart_by_their_line(tmp_path: Path) -> None:
+def test_one_of_two_commands_that_start_ranks_is_chosen_by_its_line(tmp_path: Path) -> None:
     text = EACH + "srun python prepare.py\nsrun python train.py\n"
     with pytest.raises(UsageError) as caught:
         imported(tmp_path, text)
@@ -281,7 +281,7 @@ def test_a_script_without_python_is_refused(tmp_path: Path) -> None:
         imported(tmp_path, EACH + "./run_all\n")
 
 
-def test_a_name_that_a_spec_does_not_take_is_changed_and_said() -> None:
+def test_a_name_that_a_spec_refuses_is_changed_and_listed() -> None:
     found = read("#SBATCH --job-name='my job/1'\nsrun python t.py\n")
     assert found.values["name"] == "my_job_1"
     assert any("my_job_1" in each.why for each in found.left)
@@ -360,17 +360,17 @@ def test_hosts_that_a_line_names_become_those_of_a_run_over_ssh(tmp_path: Path) 
         ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("a, b", "in a job Slurm chooses the hosts")),
         ("-N 2", "srun torchrun t.py", 2, ("srun torchrun t.py", "torchrun without --nnodes starts a world on each")),
         ("-N 2 --ntasks-per-node=4", "srun -n 4 python t.py", 2, ("srun -n 4 python t.py", "this line starts 2")),
-        ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not go into 2 nodes")),
+        ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not divide by 2 nodes")),
         (
             "-p gpu",
             "srun torchrun --nnodes $SLURM_NNODES t.py",
             1,
-            ("torchrun --nnodes {num_nodes}", "does not say how"),
+            ("torchrun --nnodes {num_nodes}", "does not have the number"),
         ),
         ("-N 1", "mpirun -hostfile none python t.py", 1, ("mpirun -hostfile none", "its hosts cannot be read")),
     ],
 )
-def test_where_the_job_and_the_line_disagree_that_is_said(
+def test_contradictions_between_the_job_and_the_line_are_listed(
     tmp_path: Path, job: str, command: str, nodes: int, listed: tuple[str, str]
 ) -> None:
     found = imported(tmp_path, f"#SBATCH {job}\n{command}\n")

@@ -88,13 +88,13 @@ def test_one_machine_of_gluons_needs_no_list(tmp_path: Path) -> None:
     assert [host.host for host in spec.ssh.hosts] == ["127.0.0.1"]
 
 
-def test_accelerates_sizes_and_precision_are_carried(tmp_path: Path) -> None:
+def test_sizes_and_precision_of_accelerate_are_imported(tmp_path: Path) -> None:
     spec = job(tmp_path, "acc.yaml", ACCELERATE)
     assert (spec.resources.nodes, spec.resources.gpus_per_node) == (2, 8)
     assert dict(spec.env) == {"ACCELERATE_MIXED_PRECISION": "bf16"}
 
 
-def test_what_accelerate_does_not_say_is_asked_for(tmp_path: Path) -> None:
+def test_what_an_accelerate_config_lacks_is_listed(tmp_path: Path) -> None:
     found = written(tmp_path, "acc.yaml", ACCELERATE.replace("MULTI_GPU", "FSDP") + "fsdp_config: {a: 1}\n")
     lost = {each.text.partition(":")[0] for each in found.left if each.fate == "lost"}
     assert lost == {"distributed_type", "main_process_ip", "fsdp_config", "entry.script"}
@@ -112,7 +112,7 @@ def test_a_hostfile_and_deepspeeds_variables_make_one_spec(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["a:4\nb:4\n", "a slots=4\nb slots=4\n", "# lab\na slots=4 # x\n\nb:4\n"])
-def test_hostfiles_of_all_kinds_say_the_same(tmp_path: Path, text: str) -> None:
+def test_hostfiles_of_all_kinds_give_the_same_hosts(tmp_path: Path, text: str) -> None:
     assert [(host.host, host.gpus) for host in job(tmp_path, "hosts", text).ssh.hosts] == [("a", 4), ("b", 4)]
 
 
@@ -122,14 +122,14 @@ def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(tmp_path: Path) -> N
     assert (caught.value.problems[0].line, caught.value.problems[0].column) == (2, 3)
 
 
-def test_a_file_that_nobody_knows_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_kind_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         written(tmp_path, "hosts", "a\nb\n")
     assert caught.value.hint == "--from names its kind: slurm, gluoncv, accelerate, hostfile, env"
     assert len(written(tmp_path, "hosts", "a\nb\n", kind="hostfile").resolved.job.ssh.hosts) == 2
 
 
-def test_the_command_writes_a_spec_and_says_what_it_does_not_carry(tmp_path: Path) -> None:
+def test_the_command_writes_a_spec_and_lists_what_it_cannot_express(tmp_path: Path) -> None:
     (tmp_path / "train.slurm").write_text("#SBATCH -N 1 -o x.out\nmodule load a\nsrun python t.py\n")
     command = [sys.executable, "-m", "clusterddp", "import", "train.slurm"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

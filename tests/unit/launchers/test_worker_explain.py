@@ -27,7 +27,7 @@ def ask(tmp_path: Path, *arguments: str) -> str:
 )
 def test_it_names_the_variable_that_is_read(tmp_path: Path, launcher: str, environ: dict[str, str]) -> None:
     said = json.loads(ask(tmp_path, "-o", "json"))[launcher]
-    told = {name: variable.origin for name, variable in find_place(environ).told.items() if "MASTER" not in name}
+    told = {name: variable.origin for name, variable in find_place(environ).variables.items() if "MASTER" not in name}
     assert {name: said[name].split(",")[0] for name in told} == told
 
 

@@ -48,8 +48,9 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
-    promised = ["run", "state", "launcher", "job_id", "attempt", "world_size", "progress", "ranks", "root_cause"]
-    promised += ["start_phases", "nccl", "warning", "lost_rows", "hang", "last_output"]
+    promised = ["run", "name", "state", "launcher", "job_id", "attempt", "created", "ended", "times", "world_size"]
+    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "stopping", "lost_rows", "hang"]
+    promised += ["last_output"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
@@ -90,18 +91,18 @@ def test_running_ranks_are_running(tmp_path: Path) -> None:
     assert [(rank.state, rank.pid) for rank in status.ranks] == [("RUNNING", 1000), ("RUNNING", 1001)]
 
 
-def test_a_stopped_rank_is_named_with_what_lets_it_go_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_with_the_command_that_continues_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt = start_attempt(run)
     record = rank_record(1)
     write_rank(attempt, dataclasses.replace(record, stopped=1.0))
-    reason = f"rank 1 on {record.host} is stopped by a signal: kill -CONT {record.pid} there lets it go on"
+    reason = f"rank 1 on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
     assert read_status(run).reason.endswith(reason)
     write_rank(attempt, record)
     assert "stopped" not in read_status(run).reason
 
 
-def test_the_rank_that_failed_is_told_from_those_that_were_ended_with_it(tmp_path: Path) -> None:
+def test_the_rank_that_failed_is_distinguished_from_those_that_were_ended_after_it(tmp_path: Path) -> None:
     run = make_run(tmp_path, nodes=2)
     fail(start_attempt(run, ranks=4), rank=2, ranks=4)
     status = read_status(run)
@@ -111,7 +112,7 @@ def test_the_rank_that_failed_is_told_from_those_that_were_ended_with_it(tmp_pat
     assert (status.root_cause.rank, status.root_cause.host) == (2, HOST)
 
 
-def test_a_rank_whose_end_nobody_recorded_is_lost_when_the_run_is_over(tmp_path: Path) -> None:
+def test_a_rank_without_a_recorded_end_is_lost_when_the_run_is_over(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt = start_attempt(run)
     write_end(attempt, AttemptEnd(outcome="FAILED", reason="the supervisor was killed"))
@@ -153,6 +154,7 @@ def test_progress_is_that_of_the_newest_rows(tmp_path: Path) -> None:
         "accuracy": 0.55,
         "images_per_s": 12800.0,
         "eta_s": pytest.approx(4.0),
+        "values": {},
     }
 
 
@@ -176,7 +178,7 @@ def test_the_pace_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
 def test_progress_reads_only_the_end_of_long_metrics(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with open(run.metrics, "wb") as file:
-        file.truncate(5_000_000_000)  # a hole: nobody reads five gigabytes of it in a test
+        file.truncate(5_000_000_000)  # a hole: the test must not read five gigabytes
         file.seek(0, 2)
         file.write(b'\n{"kind": "train", "step": 3, "steps_total": 4, "epoch": 1, "loss": 0.5}\n')
     progress = read_progress(run)

@@ -14,8 +14,8 @@ from clusterddp.network.diagnosis import diagnose
 from clusterddp.network.explanation import (
     explain_choice,
     warn_of_choice,
+    warn_of_missing_interfaces,
     warn_of_shared_addresses,
-    warn_of_strange_names,
 )
 from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.paths import Findings, HostNetwork, Outcome, Probe, plan_probes, usable_addresses
@@ -42,7 +42,7 @@ def find(
 
     `closed`: (source, target, name of the target's link) -> what comes of it.
     """
-    told = tuple(
+    listed = tuple(
         HostNetwork(
             host=name,
             machine=machines.get(name, name),
@@ -54,19 +54,22 @@ def find(
         )
         for place, (name, links) in enumerate(hosts.items())
     )
-    findings = Findings(hosts=told, probes=())
+    findings = Findings(hosts=listed, probes=())
     probes = []
     for source, targets in enumerate(plan_probes(findings, interface)):
         for target, address, port in targets:
             probe = Probe(source=source, target=target, address=address, port=port, outcome="no way", detail="no route")
-            arrives, left_from = told[target].owner(address), route(told[source], told[target], address)
+            arrives, left_from = (
+                listed[target].owner(address),
+                route(listed[source], listed[target], address),
+            )
             assert arrives is not None
             if left_from:
-                outcome = closed.get((told[source].host, told[target].host, arrives.name), "reached")
+                outcome = closed.get((listed[source].host, listed[target].host, arrives.name), "reached")
                 outcome = "no answer" if port in closed_ports else outcome
                 probe = dataclasses.replace(probe, outcome=outcome, left_from=left_from, seen_from=left_from, detail="")
             probes.append(probe)
-    return Findings(hosts=told, probes=tuple(probes))
+    return Findings(hosts=listed, probes=tuple(probes))
 
 
 def route(source: HostNetwork, target: HostNetwork, address: str) -> str | None:
@@ -102,7 +105,7 @@ def notes(findings: Findings, interface: str | None = None) -> str:
     return "\n".join(warn_of_choice(findings, choose_network(findings, interface)))
 
 
-def trouble(findings: Findings, interface: str | None = None, master_port: int | None = None) -> str:
+def diagnosis(findings: Findings, interface: str | None = None, master_port: int | None = None) -> str:
     choice = choose_network(findings, interface)
     assert choice.taken is None
     error = diagnose(findings, choice, master_port)
@@ -113,7 +116,7 @@ def test_the_fastest_network_is_taken() -> None:
     assert names(choose_network(find(two_networks(3)))) == ["ib0"] * 3
 
 
-def test_why_the_fastest_is_taken_is_said() -> None:
+def test_the_choice_of_the_fastest_network_is_explained() -> None:
     findings = find(two_networks(3))
     why = explain_choice(findings, choose_network(findings))[0]
     assert why == "the fastest of 2 networks by which all 3 hosts reach each other; 100 Gb/s"
@@ -264,10 +267,10 @@ def test_translated_addresses_are_noted() -> None:
     )
 
 
-def test_trouble_names_host_interface_address_and_what_happened() -> None:
+def test_the_diagnosis_names_host_interface_address_and_result() -> None:
     closed: dict[tuple[str, str, str], Outcome] = {(f"gpu{place}", "gpu2", "ib0"): "refused" for place in (1, 3)}
     hosts = {name: {"ib0": links["ib0"]} for name, links in two_networks(3).items()}
-    assert trouble(find(hosts, closed=closed)).splitlines()[:3] == [
+    assert diagnosis(find(hosts, closed=closed)).splitlines()[:3] == [
         "there is no network by which all 3 hosts reach each other",
         "  ib0 10.1.0.1 of gpu1:",
         "    gpu1 -> gpu2 ib0 10.1.0.2, any port: refused",
@@ -278,38 +281,38 @@ def test_trouble_names_host_interface_address_and_what_happened() -> None:
     ("firewall", "command"),
     [("ufw", "on gpu2 sudo ufw allow from 10.0.0.0/24"), ("firewalld", "--add-source=10.0.0.0/24"), (None, "on gpu2")],
 )
-def test_trouble_names_the_command_that_opens_a_firewall(firewall: str | None, command: str) -> None:
+def test_the_diagnosis_names_the_command_that_opens_a_firewall(firewall: str | None, command: str) -> None:
     hosts = {"gpu1": {"eth0": link("10.0.0.1/24")}, "gpu2": {"eth0": link("10.0.0.2/24")}}
     findings = find(hosts, closed={("gpu1", "gpu2", "eth0"): "no answer"}, firewall=firewall)
-    assert command in trouble(findings).splitlines()[-1]
+    assert command in diagnosis(findings).splitlines()[-1]
 
 
-def test_trouble_with_the_master_port_alone_is_told_as_such() -> None:
+def test_a_failure_of_only_the_master_port_is_diagnosed_as_such() -> None:
     findings = find(two_networks(2), closed_ports=[20_000], firewall="ufw")
-    assert trouble(findings, master_port=20_000) == (
+    assert diagnosis(findings, master_port=20_000) == (
         "network.master_port: port 20000 of gpu1 (ib0 10.1.0.1) is not reached by gpu2: no answer; "
         "port 40000 is reached\n"
-        "hint: ufw is on: on gpu1 sudo ufw allow 20000/tcp, or name another port"
+        "hint: ufw is on: on gpu1 sudo ufw allow 20000/tcp, or choose another port"
     )
 
 
 def test_another_machine_with_the_address_is_named() -> None:
     hosts = {"gpu1": {"eth0": link("10.0.0.1/24")}, "gpu2": {"eth0": link("10.0.0.2/24")}}
-    said = trouble(find(hosts, closed={("gpu1", "gpu2", "eth0"): "stranger"}))
+    said = diagnosis(find(hosts, closed={("gpu1", "gpu2", "eth0"): "stranger"}))
     assert "hint: two machines have the address 10.0.0.2" in said
 
 
 def test_hosts_without_a_common_network_are_named() -> None:
     hosts = {"gpu1": {"eth0": link("10.0.0.1/24")}, "gpu2": {"eth0": link("10.3.0.2/24")}}
-    said = trouble(find(hosts))
+    said = diagnosis(find(hosts))
     assert "gpu2 -> gpu1 eth0 10.0.0.1, any port: no route" in said
     assert "hint: on gpu2: ip route get 10.0.0.1" in said
 
 
-def test_a_host_that_lacks_the_interface_that_is_named_says_what_it_has() -> None:
+def test_the_error_for_a_missing_interface_lists_those_of_the_host() -> None:
     hosts = two_networks(2)
     hosts["gpu2"] = {"eth0": hosts["gpu2"]["eth0"]}
-    said = trouble(find(hosts, interface="ib0"), "ib0")
+    said = diagnosis(find(hosts, interface="ib0"), "ib0")
     assert said.startswith("network.interface ib0 does not lead to gpu2\n  gpu2 has eth0 (10.0.0.2)")
 
 
@@ -324,7 +327,7 @@ def test_a_host_that_lacks_the_interface_that_is_named_says_what_it_has() -> Non
     ],
 )
 def test_variables_that_name_no_interface_are_noted(variable: str, value: str, missing: str) -> None:
-    said = "".join(warn_of_strange_names(find(two_networks(2)), {variable: value}))
+    said = "".join(warn_of_missing_interfaces(find(two_networks(2)), {variable: value}))
     assert (missing in said) if missing else not said
 
 
@@ -342,7 +345,7 @@ def test_64_hosts_try_few_ways() -> None:
 
 
 def test_what_is_taken_works_and_the_rest_is_explained() -> None:
-    """Whatever is closed: nobody is sent where he does not reach the others, and every trouble has words."""
+    """No host gets a network by which it does not reach the others, and every failure is explained."""
     dice = random.Random(4)
     for _ in range(300):
         hosts = two_networks(dice.randint(2, 5))
@@ -358,7 +361,7 @@ def test_what_is_taken_works_and_the_rest_is_explained() -> None:
         findings = find(hosts, closed=closed)
         choice = choose_network(findings)
         if choice.taken is None:
-            assert trouble(findings)
+            assert diagnosis(findings)
             continue
         reached = {(probe.source, probe.target, probe.address) for probe in findings.probes if probe.reached}
         addresses = [address for _, address in taken(choice)]

@@ -33,7 +33,7 @@ def test_any_own_address_or_name_tells(hosts: list[str | tuple[str, str]]) -> No
     assert find_own_index(candidates(*hosts), OWN) == 1
 
 
-def test_a_machine_that_is_none_of_the_hosts_is_told_with_all_addresses() -> None:
+def test_a_machine_that_is_none_of_the_hosts_is_refused_with_all_addresses() -> None:
     with pytest.raises(PreflightError) as caught:
         find_own_index(candidates(("10.0.0.11", "10.0.0.11"), "gpu07"), OWN)
     assert caught.value.message == (
@@ -42,7 +42,7 @@ def test_a_machine_that_is_none_of_the_hosts_is_told_with_all_addresses() -> Non
     )
 
 
-def test_a_machine_that_is_two_of_the_hosts_is_told_why() -> None:
+def test_a_machine_that_is_two_of_the_hosts_is_refused_with_the_reason() -> None:
     with pytest.raises(PreflightError) as caught:
         find_own_index(candidates(("a", "10.0.0.12"), ("b", "192.168.7.2")), OWN)
     assert "is 2 of the hosts of the spec: node 0 (a): 10.0.0.12 is on its eth0; node 1 (b): 192.168.7.2" in str(

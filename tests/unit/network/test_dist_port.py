@@ -59,7 +59,7 @@ def test_torchs_store_listens_on_a_held_port():
     holder.close()
 
 
-def test_a_named_port_that_somebody_listens_on_is_refused():
+def test_a_named_port_with_a_listener_is_refused():
     holder, port = reserve_port("named")
     holder.close()
     with listen_on(port, reuse=True), pytest.raises(ClusterddpError, match=f"port {port} is in use"):

@@ -1,4 +1,4 @@
-"""Which interfaces NCCL's sockets and gloo are told of: golden for networks as clusters have them."""
+"""The interfaces for NCCL's sockets and gloo: golden for networks as clusters have them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import ipaddress
 import pytest
 
 from clusterddp.network.interface import Link, LinkAddress
-from clusterddp.network.socket_links import faster_networks, names_in, tell_links
-from clusterddp.node.joined import JoinedNodes
+from clusterddp.network.socket_links import faster_networks, names_in, report_links
+from clusterddp.node.gang_nodes import JoinedNodes
 from clusterddp.node.rank_network import find_rank_network
 from clusterddp.rendezvous.rank_messages import RanksMet, introduce_rank
 from clusterddp.spec.load import load_spec
@@ -82,7 +82,7 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
     joined = JoinedNodes(gang, timeout_s=1.0, now=0.0)
     hosts = [at(11, *first), at(12, *second)]
     for node, links in zip(gang.nodes, hosts, strict=True):
-        joined.join(node, {"pid": 1, "links": tell_links(links)})
+        joined.join(node, {"pid": 1, "links": report_links(links)})
     order = {"master_addr": "10.0.0.11", "networks": joined.faster_networks("10.0.0.11")}
     for node, links in zip(gang.nodes, hosts, strict=True):
         network = find_rank_network(gang, node, order, links)
@@ -98,7 +98,7 @@ def seen(*hosts: tuple[Link, ...]) -> RanksMet:
         dataclasses.replace(
             introduce_rank(rank=rank, world_size=2 * len(hosts), world_size_from="x", spec=""),
             host=f"h{rank // 2}",
-            links=tell_links(at(11 + rank // 2, *hosts[rank // 2])),
+            links=report_links(at(11 + rank // 2, *hosts[rank // 2])),
         )
         for rank in range(2 * len(hosts))
     ]
@@ -115,8 +115,8 @@ def test_ranks_of_another_launcher_decide_for_the_same_network(tmp_path) -> None
 
 
 def test_what_is_no_address_is_left_out() -> None:
-    told = [{"x": 5, "10.1.0.11/16": 9, "10.1.0.11/99": 9}, {"10.1.0.12/16": 9, "": 1}]
-    assert faster_networks(told, "10.0.0.11") == ("10.1.0.0/16",)
+    reported = [{"x": 5, "10.1.0.11/16": 9, "10.1.0.11/99": 9}, {"10.1.0.12/16": 9, "": 1}]
+    assert faster_networks(reported, "10.0.0.11") == ("10.1.0.0/16",)
 
 
 def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:
@@ -129,12 +129,12 @@ def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:
 
 def test_a_host_of_an_unlike_name_is_in_the_same_network() -> None:
     other = dataclasses.replace(IB0, name="ibp12s0")
-    told = [tell_links(at(11, MGMT, IB0)), tell_links(at(12, MGMT, other))]
-    assert names_in(faster_networks(told, "10.0.0.11"), at(12, MGMT, other)) == ("ibp12s0",)
+    reported = [report_links(at(11, MGMT, IB0)), report_links(at(12, MGMT, other))]
+    assert names_in(faster_networks(reported, "10.0.0.11"), at(12, MGMT, other)) == ("ibp12s0",)
 
 
 def test_a_node_that_tells_nothing_keeps_all_on_the_route() -> None:
-    assert faster_networks([tell_links(at(11, MGMT, IB0)), {}], "10.0.0.11") == ()
+    assert faster_networks([report_links(at(11, MGMT, IB0)), {}], "10.0.0.11") == ()
     assert faster_networks([], "10.0.0.11") == ()
 
 
@@ -143,6 +143,6 @@ def test_what_a_host_tells_of_hundreds_of_links_is_short_and_has_the_fastest() -
         Link(name=f"v{n}", addresses=(LinkAddress(address=str(ipaddress.ip_address("10.0.0.1") + 256 * n), prefix=24),))
         for n in range(400)
     ]
-    told = tell_links([*many, *at(11, IB0)])
-    assert len(told) == 32
-    assert told["10.1.0.11/16"] == 200_000
+    reported = report_links([*many, *at(11, IB0)])
+    assert len(reported) == 32
+    assert reported["10.1.0.11/16"] == 200_000

@@ -44,16 +44,16 @@ class Watched:
         """Answer the newest question, for all nodes."""
         asked = self.asked[-1][1]
         for each in ranks:
-            self.watch.hear(each.rank, {"kind": "stack", "id": asked, "stack": dataclasses.asdict(each)}, self.now)
+            self.watch.on_report(each.rank, {"kind": "stack", "id": asked, "stack": dataclasses.asdict(each)}, self.now)
         for node in range(2):
-            self.watch.hear(node, {"kind": "stacks_done", "id": asked}, self.now)
+            self.watch.on_report(node, {"kind": "stacks_done", "id": asked}, self.now)
 
     def silent(self, *ranks: RankStack, until_s: float):
         """Let both nodes be silent; answer whenever they are asked. Return the first hang, and after how long."""
         for second in range(int(until_s)):
             self.now += 1.0
             for node in range(2):
-                self.watch.hear(node, {"kind": "silent", "silent_s": float(second)}, self.now)
+                self.watch.on_report(node, {"kind": "silent", "silent_s": float(second)}, self.now)
             before = len(self.asked)
             if (hang := self.tick()) is not None:
                 return second, hang
@@ -97,8 +97,8 @@ def test_a_rank_that_holds_the_gil_is_a_hang_though_it_computes(watched):
 def test_a_node_that_sees_progress_is_enough(watched):
     for _ in range(200):
         watched.now += 1.0
-        watched.watch.hear(0, {"kind": "silent", "silent_s": 300.0}, watched.now)
-        watched.watch.hear(1, {"kind": "silent", "silent_s": 0.0}, watched.now)
+        watched.watch.on_report(0, {"kind": "silent", "silent_s": 300.0}, watched.now)
+        watched.watch.on_report(1, {"kind": "silent", "silent_s": 0.0}, watched.now)
         assert watched.tick() is None
     assert watched.asked == []
 
@@ -120,7 +120,7 @@ def test_a_hang_is_reported_once_and_its_end_as_well(watched):
         assert watched.tick() is None
     assert len(watched.asked) == num_asked
     for node in range(2):
-        watched.watch.hear(node, {"kind": "silent", "silent_s": 0.0}, watched.now)
+        watched.watch.on_report(node, {"kind": "silent", "silent_s": 0.0}, watched.now)
     watched.tick()
     assert [watched.watch.take_over() for _ in range(2)] == [True, False]
 
@@ -151,7 +151,7 @@ def test_what_a_command_asks_is_written_though_the_run_makes_progress(watched):
 def test_a_node_that_does_not_answer_is_named_in_the_report(watched):
     wanted = request_stacks(watched.attempt)
     watched.tick()
-    watched.watch.hear(0, {"kind": "stacks_done", "id": wanted}, watched.now)
+    watched.watch.on_report(0, {"kind": "stacks_done", "id": wanted}, watched.now)
     watched.now += 10.0
     watched.tick()
     assert read_report(watched.attempt, wanted).missing == ("node 1 on host1",)

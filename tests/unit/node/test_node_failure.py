@@ -1,4 +1,4 @@
-"""Which words are said of a rank's end, and which of several failures is the cause."""
+"""How the end of a rank is described, and which of several failures is the cause."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ import json
 import pytest
 
 from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
-from clusterddp.node.ending import Ending
 from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
+from clusterddp.node.gang_nodes import Ending
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
@@ -20,11 +20,11 @@ STORE = "torch.distributed.DistStoreError: Timed out after 21 seconds waiting fo
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "text"),
     [([3], "rank 3"), (range(8), "ranks 0-7"), ([0, 1, 2, 6], "ranks 0-2, 6"), ([5, 4], "ranks 4-5")],
 )
-def test_ranks_are_spelled_as_people_do(ranks, words):
-    assert spell_ranks(ranks) == words
+def test_ranks_are_spelled_as_ranges(ranks, text):
+    assert spell_ranks(ranks) == text
 
 
 def make_attempt(tmp_path):
@@ -53,7 +53,7 @@ def write_error(attempt, message, traceback="Traceback ..."):
         ("BrokenPipeError: [Errno 32] Broken pipe", CONNECTION),
     ],
 )
-def test_an_exception_is_weighed_by_what_can_bring_it_about(tmp_path, message, weight):
+def test_an_exception_is_weighed_by_its_possible_causes(tmp_path, message, weight):
     attempt = make_attempt(tmp_path)
     write_error(attempt, message)
     assert read_rank_end(attempt, 1, 1, on_order=False).weight == weight
@@ -123,7 +123,7 @@ def test_a_signal_decides_at_once_and_a_connection_loss_waits(tmp_path):
         assert attempt.is_over(100.0 + wait)
 
 
-def test_a_program_that_starts_its_ranks_itself_has_longer_to_say_which_failed(tmp_path):
+def test_a_program_that_starts_its_ranks_itself_has_longer_to_report_which_failed(tmp_path):
     for weight, wait in [(OWN, SETTLE_OWN_S), (CONNECTION, SETTLE_SPAWNED_S), (CASCADE, SETTLE_SPAWNED_S)]:
         attempt = make_watch(tmp_path, spawns=(2, 2))
         attempt.rank_ended(failed(0, weight), 100.0)
@@ -148,7 +148,7 @@ def test_the_weightiest_failure_is_the_cause_and_of_equals_the_first(tmp_path, w
     assert attempt.verdict(stop_confirmed=False).root_cause.rank == cause
 
 
-def test_a_rank_that_was_tidying_up_after_its_own_exception_is_still_the_cause(tmp_path):
+def test_a_rank_that_was_cleaning_up_after_its_own_exception_is_still_the_cause(tmp_path):
     attempt = make_watch(tmp_path)
     attempt.rank_ended(failed(0, CASCADE), 0.0)
     attempt.decide()
@@ -173,7 +173,7 @@ def test_once_it_is_decided_a_later_failure_changes_nothing(tmp_path):
         RankEnd(rank=3, exit_code=5, on_order=True),
     ],
 )
-def test_a_rank_that_ended_because_it_was_told_to_is_never_the_cause(tmp_path, end):
+def test_a_rank_that_ended_on_order_is_never_the_cause(tmp_path, end):
     attempt = make_watch(tmp_path)
     attempt.rank_ended(failed(0, CASCADE), 0.0)
     attempt.decide()

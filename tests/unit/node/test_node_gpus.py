@@ -1,4 +1,4 @@
-"""Which GPUs the ranks of a node are told of, for every way in which Slurm shows GPUs to tasks."""
+"""The GPUs that the ranks of a node get, for every way in which Slurm shows GPUs to tasks."""
 
 import pytest
 
@@ -17,17 +17,17 @@ from clusterddp.train.device import RankVariables
         (["0,1", "2,3"], True, GpuChoice(visible=("0", "2", "1", "3"))),
         (["0", "0"], True, GpuChoice(device=0)),  # the same, and every task confined to its own device
         (["0,1", "0,1", "0,1"], True, GpuChoice(device=0)),
-        (["0", "0"], False, GpuChoice()),  # one GPU for two ranks: the trainer says so
+        (["0", "0"], False, GpuChoice()),  # one GPU for two ranks: the trainer refuses it
         (["MIG-a", "MIG-b"], True, GpuChoice(device=0)),
         (["MIG-a,MIG-b", "MIG-a,MIG-b"], False, GpuChoice(visible=("MIG-a", "MIG-b"), one_each=True)),
         (["0"], False, GpuChoice()),
     ],
 )
-def test_local_rank_counts_to_a_rank_s_own_gpu_or_it_is_told_which(lists, bound, choice):
+def test_local_rank_is_the_index_of_a_rank_s_own_gpu_or_its_gpu_is_set(lists, bound, choice):
     assert choose_gpus([TaskGpus.of(visible, bound=bound) for visible in lists]) == choice
 
 
-def test_the_trainer_takes_the_gpu_that_it_is_told():
+def test_the_trainer_takes_the_gpu_that_is_set():
     assert RankVariables.from_environment({"LOCAL_RANK": "3", "CLUSTERDDP_GPU": "0"}).gpu == 0
 
 

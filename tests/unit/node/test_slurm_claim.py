@@ -1,4 +1,4 @@
-"""Which attempt a start of a Slurm job carries, and what it does about the one before."""
+"""Which attempt a start of a Slurm job carries, and how it ends the one before."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def test_the_next_start_begins_the_next_attempt(run):
     assert (attempt.number, attempt.claim.exists(), attempt.ranks.is_dir()) == (1, True, True)
 
 
-def test_an_attempt_that_ended_without_a_word_is_buried_with_its_host(run):
+def test_an_attempt_without_a_recorded_end_is_closed_as_failed_with_its_host(run):
     claim_attempt(carried(run))
     claim_attempt(carried(run, restart_count=1))
     end = read_end(run.attempt(0))
@@ -125,7 +125,7 @@ def test_a_job_that_was_given_up_does_not_carry_the_run():
     assert not old.carries(dataclasses.replace(record(), job_tag=job_tag(TOKEN, 2), job_id=None))
 
 
-def test_a_job_whose_number_was_never_heard_carries_the_run_by_its_tag():
+def test_a_job_whose_number_was_not_recorded_carries_the_run_by_its_tag():
     assert start_of().carries(dataclasses.replace(record(), job_id=None))
 
 
@@ -134,6 +134,6 @@ def test_the_task_of_an_array_is_named_by_array_and_index():
     assert JobStart.of_environment(environ).job_id == "9_3"
 
 
-def test_who_runs_the_batch_script_by_hand_is_told_so():
+def test_a_batch_script_that_a_user_runs_is_refused():
     with pytest.raises(ClusterddpError, match="only Slurm runs this command"):
         JobStart.of_environment({})

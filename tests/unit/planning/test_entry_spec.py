@@ -1,4 +1,4 @@
-"""The entry section: what it may say, and what is found wrong with it before anything starts."""
+"""The entry section: its keys, and the problems that are found before a start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_torchrun_does_not_start_a_program_that_owns_its_ranks() -> None:
         ("{script: a.py, local_rank_arg: true, owns_ranks: true}", "entry.local_rank_arg", "a program that starts its "
          "ranks itself is no local rank"),
         ("{script: a.py, stop_signal: TERM}", "entry.stop_signal", "is for a command"),
-        ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words as a shell has them (no '
+        ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words that a shell can split (no '
          "closing quotation)"),
         ("{command: []}", "entry.command", "found a list, expected a program and its arguments"),
         ("{function: a.b.c}", "entry.function", 'found "a.b.c", expected package.module:function or '
@@ -113,7 +113,7 @@ def test_what_is_escaped_is_no_placeholder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "address", "told"),
+    ("init", "address", "expected"),
     [
         ("tcp", "10.0.0.1", "tcp://10.0.0.1:29500"),
         ("tcp", "fd00::1", "tcp://[fd00::1]:29500"),
@@ -121,12 +121,12 @@ def test_what_is_escaped_is_no_placeholder() -> None:
         ("file", "10.0.0.1", "file:///runs/r/attempts/2/rendezvous"),
     ],
 )
-def test_ranks_get_the_address_at_which_they_meet(init: Any, address: str, told: str) -> None:
+def test_ranks_get_the_address_at_which_they_meet(init: Any, address: str, expected: str) -> None:
     run = {"CLUSTERDDP_RUN_DIR": "/runs/r", "CLUSTERDDP_ATTEMPT": "2"}
-    assert init_method(init, run | {"MASTER_ADDR": address, "MASTER_PORT": "29500"}) == told
+    assert init_method(init, run | {"MASTER_ADDR": address, "MASTER_PORT": "29500"}) == expected
 
 
-def test_a_program_that_owns_unequal_numbers_of_ranks_is_told_where_its_own_begin() -> None:
+def test_a_program_that_owns_unequal_numbers_of_ranks_gets_its_first_rank() -> None:
     environ = {"NODE_RANK": "2", "RANK": "2", "WORLD_SIZE": "3"}
     changes = entry_environment(environ, init="env", spawns=(4, 8, 2), counts="processes")
     assert [changes[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["12", "14", "2"]

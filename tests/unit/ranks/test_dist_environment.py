@@ -61,7 +61,7 @@ def test_every_variable_of_torchrun_is_set():
     assert {key: value for key, value in values(restart=1).items() if key in expected} == expected
 
 
-def test_the_files_are_where_the_run_directory_says():
+def test_the_files_are_in_the_run_directory():
     attempt = RunDir(Path("/runs/brisk-otter-3")).attempt(2)
     assert values()["TORCHELASTIC_ERROR_FILE"] == str(attempt.error_file(11))
     assert values()["CLUSTERDDP_STOP_FILE"] == str(attempt.stop_file)
@@ -73,7 +73,7 @@ def test_the_interface_is_exact_for_nccl_and_bare_for_gloo():
     assert "GLOO_SOCKET_IFNAME" not in values(interface=None)
 
 
-def test_the_user_beats_choices_but_not_the_ranks_place():
+def test_the_user_overrides_choices_but_not_the_ranks_place():
     user = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "ib0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MINE": "x"}
     user |= {"CLUSTERDDP_COOKIE": "none"}
     found = variables(user=user)
@@ -88,16 +88,16 @@ def test_no_gpu_means_that_ranks_see_none():
     assert values(gpus=())["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_accelerate_is_told_where_ranks_compute_on_the_cpu():
+def test_accelerate_gets_a_variable_where_ranks_compute_on_the_cpu():
     assert values(on_cpu=True)["ACCELERATE_USE_CPU"] == "true"
     assert "ACCELERATE_USE_CPU" not in values()
 
 
-def test_a_plan_may_say_in_words_that_the_port_is_not_known_yet():
+def test_a_plan_may_have_a_text_for_a_port_that_is_not_known_yet():
     assert values(master_port="chosen at the start")["MASTER_PORT"] == "chosen at the start"
 
 
-def test_what_is_started_inherits_the_environment_without_our_own_variables(monkeypatch):
+def test_child_processes_inherit_the_environment_without_clusterddps_variables(monkeypatch):
     monkeypatch.setenv("SOMETHING", "1")
     monkeypatch.setenv("CLUSTERDDP_COOKIE", "another run")
     assert inherited_environment()["SOMETHING"] == "1"

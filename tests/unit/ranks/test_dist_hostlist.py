@@ -1,4 +1,4 @@
-"""Host lists and what srun says of a task's place: every name in order, every contradiction an error."""
+"""Host lists, and the place of a task in srun's variables: every name in order, every contradiction an error."""
 
 import contextlib
 
@@ -93,7 +93,7 @@ def test_what_are_no_counts_is_refused(text):
         expand_counts(text)
 
 
-def test_a_task_learns_its_place_from_its_step():
+def test_a_task_reads_its_place_from_its_step():
     place = read_place(STEP)
     assert (place.rank, place.local_rank, place.node_rank, place.host) == (2, 0, 1, "node2")
     assert (place.ranks, place.world_size, place.restart_count) == (((0, 1), (2,)), 3, 0)
@@ -105,7 +105,7 @@ def test_uneven_tasks_are_numbered_in_blocks():
     assert place.ranks == ((0, 1), (2, 3), (4, 5), (6,))
 
 
-def test_the_step_is_believed_before_the_job():
+def test_the_step_counts_before_the_job():
     job = {"SLURM_JOB_NODELIST": "node[1-9]", "SLURM_TASKS_PER_NODE": "8(x9)", "SLURM_NTASKS": "72"}
     assert read_place(STEP | job) == read_place(STEP)
 
@@ -121,6 +121,6 @@ def test_the_step_is_believed_before_the_job():
         ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID is 'first', a number is expected"),
     ],
 )
-def test_variables_that_make_no_sense_together_are_refused(changed, words):
+def test_variables_that_contradict_each_other_are_refused(changed, words):
     with pytest.raises(ClusterddpError, match=words):
         read_place(STEP | changed)

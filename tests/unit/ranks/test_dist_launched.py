@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank: read from the variables that each launcher was seen to set."""
+"""Which launcher started this process, and as which rank: read from variables recorded from each launcher."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def refusal(environ: dict[str, str]) -> ClusterddpError:
     return caught.value
 
 
-def test_torchrun_tells_everything() -> None:
+def test_torchrun_sets_everything() -> None:
     assert numbers(find_place(TORCHRUN)) == (3, 4, 1, 2, 1, 2)
 
 
@@ -40,7 +40,7 @@ def test_torchruns_restarts_keep_the_identity() -> None:
     assert (first.identity, first.start, second.start) == (second.identity, 0, 1)
 
 
-def test_srun_tells_everything_by_its_step() -> None:
+def test_srun_sets_everything_for_its_step() -> None:
     assert numbers(find_place(STEP)) == (2, 3, 0, 1, 1, 2)
 
 
@@ -52,7 +52,7 @@ def test_the_step_counts_and_not_the_allocation_around_it() -> None:
     assert find_place(STEP | {"SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[01-16]"}).world_size == 3
 
 
-def test_open_mpi_tells_the_node_of_nobody() -> None:
+def test_open_mpi_sets_no_node_rank() -> None:
     assert numbers(find_place(OPEN_MPI)) == (1, 2, 0, 1, None, None)
 
 
@@ -67,7 +67,7 @@ def test_rank_0_of_open_mpi_5_is_looked_for_in_the_allocation() -> None:
     assert "MASTER_ADDR" in refusal(version_5).message
 
 
-def test_hydra_tells_ranks_and_local_ranks() -> None:
+def test_hydra_sets_ranks_and_local_ranks() -> None:
     assert numbers(find_place(HYDRA)) == (1, 2, 1, 2, None, None)
 
 
@@ -87,9 +87,9 @@ def test_the_default_port_is_torchruns() -> None:
     assert find_place({**HAND, "MASTER_PORT": ""}).master_port == 29500
 
 
-def test_every_number_says_which_variable_it_came_from() -> None:
-    told = find_place(STEP).told
-    assert (told["RANK"].origin, told["WORLD_SIZE"].origin) == ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+def test_every_number_has_the_variable_that_it_came_from() -> None:
+    variables = find_place(STEP).variables
+    assert (variables["RANK"].origin, variables["WORLD_SIZE"].origin) == ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def test_without_any_variable_there_is_one_rank() -> None:
@@ -141,7 +141,7 @@ def test_two_sources_that_disagree_are_an_error_that_prints_both(environ: dict[s
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
     ],
 )
-def test_what_makes_no_sense_is_named_with_its_value(environ: dict[str, str], words: str) -> None:
+def test_an_invalid_variable_is_named_with_its_value(environ: dict[str, str], words: str) -> None:
     assert words in refusal(environ).message
 
 

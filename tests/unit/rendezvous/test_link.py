@@ -1,4 +1,4 @@
-"""The link: messages arrive, once, those of strangers do not, and silence is noticed."""
+"""The link: messages arrive, once; those of unauthenticated clients do not; a missing heartbeat is detected."""
 
 import contextlib
 import random
@@ -29,11 +29,11 @@ def make_sockets():
         return left, server.accept()[0]
 
 
-def make_pair(head_token=TOKEN, member_token=TOKEN, now=0.0):
+def make_pair(head_token=TOKEN, client_token=TOKEN, now=0.0):
     left, right = make_sockets()
     return (
         Connection(left, protocol=SUPERVISORS, key=head_token, role="server", now=now),
-        Connection(right, protocol=SUPERVISORS, key=member_token, role="client", now=now),
+        Connection(right, protocol=SUPERVISORS, key=client_token, role="client", now=now),
     )
 
 
@@ -43,46 +43,46 @@ def bare(role):
     return Connection(left, protocol=SUPERVISORS, key=TOKEN, role=role, now=0.0), right
 
 
-def hear(channel, now=0.0):
+def receive(channel, now=0.0):
     select.select([channel.sock], [], [], 0.5)
     return channel.receive(now)
 
 
-def meet(head, wire, member, member_wire):
-    """Carry hellos and proofs across by hand; return the proof of the member and what it had to send."""
-    member_wire.sendall(wire.recv(4096))
-    hear(member)
+def meet(head, wire, client, client_wire):
+    """Carry hellos and proofs across by hand; return the proof of the client and what it had to send."""
+    client_wire.sendall(wire.recv(4096))
+    receive(client)
     time.sleep(0.01)
-    hello, _, proof = member_wire.recv(4096).partition(b"\n")
+    hello, _, proof = client_wire.recv(4096).partition(b"\n")
     wire.sendall(hello + b"\n")
-    assert hear(head) == []
+    assert receive(head) == []
     time.sleep(0.01)
-    member_wire.sendall(wire.recv(4096))
-    hear(member)
+    client_wire.sendall(wire.recv(4096))
+    receive(client)
     time.sleep(0.01)
-    return proof + member_wire.recv(4096)
+    return proof + client_wire.recv(4096)
 
 
 def test_messages_arrive_in_both_directions_and_in_order():
-    head, member = make_pair()
-    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
-    member.send({"kind": "started"})
+    head, client = make_pair()
+    client.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
+    client.send({"kind": "started"})
     head.send({"kind": "start", "text": "ü\n"})
-    heard_by_head, heard_by_member = [], []
+    received_by_head, received_by_client = [], []
     for _ in range(3):  # nonces first, in however many pieces
-        heard_by_head += hear(head)
-        heard_by_member += hear(member)
-    assert heard_by_head == [{"kind": "join", "node_rank": 1, "pid": 7, "port": 9}, {"kind": "started"}]
-    assert heard_by_member == [{"kind": "start", "text": "ü\n"}]
-    assert (head.lost, member.lost, head.proven) == (None, None, True)
+        received_by_head += receive(head)
+        received_by_client += receive(client)
+    assert received_by_head == [{"kind": "join", "node_rank": 1, "pid": 7, "port": 9}, {"kind": "started"}]
+    assert received_by_client == [{"kind": "start", "text": "ü\n"}]
+    assert (head.lost, client.lost, head.proven) == (None, None, True)
 
 
-def test_another_token_is_not_heard():
-    head, member = make_pair(member_token="0" * 32)
-    member.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
+def test_messages_with_another_token_are_not_received():
+    head, client = make_pair(client_token="0" * 32)
+    client.send({"kind": "join", "node_rank": 1, "pid": 7, "port": 9})
     for _ in range(2):
-        assert (hear(head), hear(member)) == ([], [])
-    assert (head.lost, member.lost) == (no_key(SUPERVISORS),) * 2
+        assert (receive(head), receive(client)) == ([], [])
+    assert (head.lost, client.lost) == (no_key(SUPERVISORS),) * 2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_token_is_not_heard():
 def test_what_is_not_of_the_run_ends_the_connection(words):
     head, stranger = bare("server")
     stranger.sendall(words)
-    assert hear(head) == []
+    assert receive(head) == []
     assert head.lost is not None
 
 
@@ -113,60 +113,60 @@ def test_a_line_without_an_end_is_not_kept():
     for _ in range(200):
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             stranger.send(b"x" * 65536)
-        hear(head)
+        receive(head)
     assert head.lost == NOT_OURS
     assert len(head._unread) == 0
 
 
-def test_half_a_line_is_heard_when_its_rest_has_come():
+def test_half_a_line_is_received_once_it_is_complete():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "started"})
-    said = meet(head, wire, member, member_wire)
-    wire.sendall(said[:-20])
-    assert hear(head) == []
-    wire.sendall(said[-20:])
-    assert hear(head) == [{"kind": "started"}]
+    client, client_wire = bare("client")
+    client.send({"kind": "started"})
+    sent = meet(head, wire, client, client_wire)
+    wire.sendall(sent[:-20])
+    assert receive(head) == []
+    wire.sendall(sent[-20:])
+    assert receive(head) == [{"kind": "started"}]
 
 
-def test_what_was_said_cannot_be_said_again():
+def test_a_line_cannot_be_sent_again():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
-    wire.sendall(said + said.partition(b"\n")[2])
-    assert hear(head) == [{"kind": "ended"}]
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    sent = meet(head, wire, client, client_wire)
+    wire.sendall(sent + sent.partition(b"\n")[2])
+    assert receive(head) == [{"kind": "ended"}]
     assert head.lost is not None
 
 
-def test_what_was_said_cannot_be_said_on_another_connection():
+def test_a_line_cannot_be_sent_on_another_connection():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    sent = meet(head, wire, client, client_wire)
     other, other_wire = bare("server")
-    other_wire.sendall(said)
-    assert hear(other) == []
+    other_wire.sendall(sent)
+    assert receive(other) == []
     assert other.lost is not None
 
 
-def test_what_was_said_cannot_be_sent_back():
+def test_a_line_cannot_be_sent_back():
     head, wire = bare("server")
-    member, member_wire = bare("client")
-    member.send({"kind": "ended"})
-    said = meet(head, wire, member, member_wire)
-    member_wire.sendall(said.partition(b"\n")[2])
-    assert hear(member) == []
-    assert member.lost is not None
+    client, client_wire = bare("client")
+    client.send({"kind": "ended"})
+    sent = meet(head, wire, client, client_wire)
+    client_wire.sendall(sent.partition(b"\n")[2])
+    assert receive(client) == []
+    assert client.lost is not None
 
 
-def test_what_was_said_before_the_end_is_still_heard():
-    head, member = make_pair()
+def test_a_line_before_the_end_is_still_received():
+    head, client = make_pair()
     for _ in range(2):
-        hear(head), hear(member)
-    member.send({"kind": "failed"})
-    member.close()
-    assert hear(head) == [{"kind": "failed"}]
+        receive(head), receive(client)
+    client.send({"kind": "failed"})
+    client.close()
+    assert receive(head) == [{"kind": "failed"}]
     assert head.lost == CLOSED
 
 
@@ -177,7 +177,7 @@ class Ends:
         self.limits = Limits(host_silence_s=host_silence_s, heartbeat_timeout_s=heartbeat_timeout_s, spans_hosts=True)
         self.listeners = [listen("127.0.0.1") for _ in range(2)]
         self.head = self.make_peer(self.listeners[1])
-        self.member = self.make_peer(self.listeners[0])
+        self.client = self.make_peer(self.listeners[0])
 
     def make_peer(self, listener):
         address = listener.getsockname()
@@ -185,31 +185,31 @@ class Ends:
 
     def connect(self, now=0.0):
         """Connect both ends anew; the sockets are returned for the test to break."""
-        head, member = make_pair(now=now)
-        heard = self.head.received, self.member.received
-        self.head.connect(head, heard[1], now)
-        self.member.connect(member, heard[0], now)
-        return head.sock, member.sock
+        head, client = make_pair(now=now)
+        received = self.head.received, self.client.received
+        self.head.connect(head, received[1], now)
+        self.client.connect(client, received[0], now)
+        return head.sock, client.sock
 
     def turn(self, now=0.0):
-        """Let both ends listen and keep up; return what each has heard."""
-        heard = self.head.receive(now), self.member.receive(now)
+        """Let both ends listen and keep up; return what each has received."""
+        received = self.head.receive(now), self.client.receive(now)
         self.head.keep_up(now)
-        self.member.keep_up(now)
-        return heard
+        self.client.keep_up(now)
+        return received
 
     def turn_until_settled(self, now=0.0):
-        heard = [], []
+        received = [], []
         for _ in range(200):
-            for all_of, some in zip(heard, self.turn(now), strict=True):
+            for all_of, some in zip(received, self.turn(now), strict=True):
                 all_of.extend(some)
-            if not (self.head.owes_acknowledgement(now) or self.member.owes_acknowledgement(now)):
-                return heard
+            if not (self.head.owes_acknowledgement(now) or self.client.owes_acknowledgement(now)):
+                return received
             time.sleep(0.002)
         raise AssertionError("they never acknowledge")
 
     def close(self):
-        for peer in (self.head, self.member):
+        for peer in (self.head, self.client):
             peer.lose(CLOSED)
         for listener in self.listeners:
             listener.close()
@@ -225,21 +225,21 @@ def ends():
 @pytest.mark.parametrize("seed", range(4))
 def test_no_message_is_lost_or_doubled_however_often_the_connection_breaks(ends, seed):
     chance = random.Random(seed)
-    heard = [], []
+    received = [], []
     socks = ends.connect()
     for number in range(300):
-        chance.choice((ends.head, ends.member)).send({"kind": "x", "of": number})
+        chance.choice((ends.head, ends.client)).send({"kind": "x", "of": number})
         breaks = chance.random() < 0.1
         if breaks:
             chance.choice(socks).shutdown(chance.choice((socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR)))
         for _ in range(chance.randrange(3)):
-            for all_of, some in zip(heard, ends.turn(), strict=True):
+            for all_of, some in zip(received, ends.turn(), strict=True):
                 all_of.extend(some)
         if breaks:
             socks = ends.connect()
-    for all_of, some in zip(heard, ends.turn_until_settled(), strict=True):
+    for all_of, some in zip(received, ends.turn_until_settled(), strict=True):
         all_of.extend(some)
-    by_head, by_member = ([message["of"] for message in each] for each in heard)
+    by_head, by_member = ([message["of"] for message in each] for each in received)
     assert sorted(by_head + by_member) == list(range(300))
     assert (by_head, by_member) == (sorted(by_head), sorted(by_member))
 
@@ -249,12 +249,12 @@ def test_heartbeats_keep_a_link_and_a_silent_process_ends_it(ends):
     for step in range(1, 5):
         ends.turn(step * 10.0)
         time.sleep(0.01)
-    assert (ends.head.lost, ends.member.lost) == (None, None)
+    assert (ends.head.lost, ends.client.lost) == (None, None)
     ends.head.keep_up(40 + 14.0)
     assert ends.head.lost is None
     ends.head.keep_up(40 + 16.0)
     assert str(ends.head.lost) == "no heartbeat for 15 s"
-    assert ends.member.receive(40.0)[-1] == {"kind": "gave_up", "why": "no heartbeat for 15 s"}
+    assert ends.client.receive(40.0)[-1] == {"kind": "gave_up", "why": "no heartbeat for 15 s"}
 
 
 def test_a_connection_that_breaks_ends_no_link_while_both_processes_live(ends):

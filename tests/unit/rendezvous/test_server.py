@@ -1,4 +1,4 @@
-"""What a server keeps of clients that do not authenticate, and whom it counts."""
+"""What a server does with clients that do not authenticate, and which clients it counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from clusterddp.rendezvous.client import AuthenticatedAttempt, Found
 from clusterddp.rendezvous.connection import Protocol
-from clusterddp.rendezvous.server import INTRODUCTION_S, Member, Members, Server
+from clusterddp.rendezvous.server import INTRODUCTION_S, Participant, Participants, Server
 from tests.support.waiting import PATIENCE, wait_until
 
 TEST = Protocol(name="test", key="key", max_bytes_to_server=4096, max_bytes_to_client=4096)
@@ -25,11 +25,11 @@ class Place:
 
     listener: socket.socket
     selector: selectors.BaseSelector
-    said: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.server = Server(
-            self.listener, self.selector, protocol=TEST, key="k", num_expected=1, report=self.said.append
+            self.listener, self.selector, protocol=TEST, key="k", num_expected=1, report=self.reports.append
         )
 
     def call(self) -> socket.socket:
@@ -46,7 +46,7 @@ def test_a_stranger_that_sends_nothing_is_disconnected_in_time(place: Place) -> 
     with place.call() as stranger:
         assert place.server.accept(10.0) == []
         assert place.server.accept(10.0 + INTRODUCTION_S + 0.1) == []
-        assert place.said == ["a connection was refused: 127.0.0.1: it did not authenticate within 5 s"]
+        assert place.reports == ["a connection was refused: 127.0.0.1: it did not authenticate within 5 s"]
         stranger.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
@@ -57,7 +57,7 @@ def test_of_too_many_strangers_the_first_ones_are_disconnected(place: Place) -> 
     strangers = [place.call() for _ in range(70)]
     for _ in range(5):
         assert place.server.accept(10.0) == []
-    assert place.said == ["a connection was refused: 127.0.0.1: too many connections at once have not authenticated"]
+    assert place.reports == ["a connection was refused: 127.0.0.1: too many connections at once have not authenticated"]
     assert len(place.selector.get_map()) == 1 + 68
     for stranger in strangers:
         stranger.close()
@@ -72,15 +72,17 @@ def test_a_client_with_another_key_is_counted_by_its_address(place: Place) -> No
     attempt.close()
 
 
-def test_a_member_that_leaves_is_named(place: Place) -> None:
-    members: Members[str] = Members(place.listener, protocol=TEST, key="k", num_expected=1, report=place.said.append)
+def test_a_participant_that_disconnects_is_named(place: Place) -> None:
+    participants: Participants[str] = Participants(
+        place.listener, protocol=TEST, key="k", num_expected=1, report=place.reports.append
+    )
     attempt = _attempt(place.listener.getsockname(), "k")
     found: list[Found] = []
 
     def meet() -> bool:
-        for connection, message in members.take_turn(0.01)[0]:
-            members.by_number[1] = Member(connection, str(message["kind"]))
-            members.send_all({"kind": "welcome"})
+        for connection, message in participants.take_turn(0.01)[0]:
+            participants.by_number[1] = Participant(connection, str(message["kind"]))
+            participants.send_all({"kind": "welcome"})
         answer = attempt.look(time.monotonic())
         found.extend([answer] if answer else [])
         return bool(found)
@@ -89,9 +91,9 @@ def test_a_member_that_leaves_is_named(place: Place) -> None:
     assert found[0].messages == [{"kind": "welcome"}]
     found[0].connection.close()
     left: dict[int, object] = {}
-    wait_until(lambda: bool(left.update(members.take_turn(0.01)[1]) or left))
-    assert (list(left), members.by_number) == ([1], {})
-    members.close(0.0)
+    wait_until(lambda: bool(left.update(participants.take_turn(0.01)[1]) or left))
+    assert (list(left), participants.by_number) == ([1], {})
+    participants.close(0.0)
 
 
 def _attempt(address: tuple[str, int], key: str) -> AuthenticatedAttempt:

@@ -229,7 +229,7 @@ def test_a_script_in_a_vast_directory_takes_only_what_lies_beside_it(tmp_path: P
         os.mknod(tmp_path / "many" / str(number))
     plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
     assert plan.files == ("entry.py",)
-    assert "too much lies below it" in plan.notes[0]
+    assert "more than 10,000 files lie below it" in plan.notes[0]
 
 
 def test_a_file_deleted_after_the_plan_is_left_out(

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.run.cleanup import find_processes, sweep
-from clusterddp.run.directory import RunDir, list_runs
+from clusterddp.run.cleanup import end_processes, find_processes
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.stop import looking_at, request_stop
@@ -253,7 +254,7 @@ def test_one_damaged_record_hides_no_other_run(run: RunDir, tmp_path: Path) -> N
 
 def test_a_sweep_ends_one_role_and_no_other(token: str, start: Start) -> None:
     second, twentieth, supervisor = start(f"{token}.n2"), start(f"{token}.n20"), start(f"{token}.s2")
-    assert sweep(f"{token}.n2", timeout_s=5) == []
+    assert end_processes(f"{token}.n2", timeout_s=5) == []
     assert second.wait(5) == -9
     assert (twentieth.poll(), supervisor.poll()) == (None, None)
 
@@ -261,7 +262,7 @@ def test_a_sweep_ends_one_role_and_no_other(token: str, start: Start) -> None:
 def test_a_sweep_of_the_run_ends_every_role_of_it_and_no_other_run(token: str, start: Start) -> None:
     ours = [start(f"{token}.{role}") for role in ("task", "s0", "g0", "n0")]
     stranger = start("f" + token[1:] + "x.n0")
-    assert sweep(f"{token}.", timeout_s=5) == []
+    assert end_processes(f"{token}.", timeout_s=5) == []
     assert [process.wait(5) for process in ours] == [-9] * 4
     assert stranger.poll() is None
 
@@ -271,7 +272,7 @@ def test_a_sweep_finds_what_was_started_by_a_process_that_has_ended(token: str) 
     environment = dict(os.environ) | {"CLUSTERDDP_COOKIE": f"{token}.n0"}
     subprocess.run([sys.executable, "-c", orphan_maker], env=environment, check=True)
     assert len(find_processes(f"{token}.")) == 1
-    assert sweep(f"{token}.", timeout_s=5) == []
+    assert end_processes(f"{token}.", timeout_s=5) == []
     assert find_processes(f"{token}.") == []
 
 

@@ -1,4 +1,4 @@
-"""What the controller says of one job, and commands that Slurm's own signals end."""
+"""The controller's answer about one job, and commands that a signal ends."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SHOWN = (
 )
 
 
-def test_a_job_is_read_although_its_name_and_command_say_otherwise():
+def test_a_job_is_read_whatever_its_name_and_command_contain():
     job = read_job(SHOWN.format(preempted="None"))
     assert (job.name, job.state, job.restarts) == ("a JobState=FAILED b.0123456789abcdef0123", "COMPLETING", 2)
 
@@ -28,7 +28,7 @@ def test_what_is_no_job_is_an_error():
         read_job("slurm_load_jobs: what?\n")
 
 
-def test_a_command_that_a_signal_ended_has_said_nothing_about_the_job(tmp_path):
+def test_a_command_that_a_signal_ended_is_no_answer_about_the_job(tmp_path):
     (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $$\n")
     (tmp_path / "scontrol").chmod(0o700)
     with pytest.raises(SlurmError) as caught:

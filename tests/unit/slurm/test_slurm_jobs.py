@@ -28,7 +28,7 @@ def job(state: str = "PENDING", reason: str = "", **changes: object) -> Job:
     return Job(state=state, reason=reason, **facts | changes)  # type: ignore[arg-type]
 
 
-def test_a_job_of_ours_is_read() -> None:
+def test_a_job_with_a_tag_is_read() -> None:
     [found] = read_squeue(squeue_line())
     assert (found.job_id, found.tag, found.array_index, found.state) == ("17", TAG, None, "PENDING")
 
@@ -55,30 +55,30 @@ def test_a_job_without_a_tag_is_not_ours(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["two\nlines", f"a{SEPARATOR}b", f"17{SEPARATOR}\n{SEPARATOR * 20}", "\r\x1b[2J", "\ud800"]
 )
-def test_the_name_of_a_strangers_job_confuses_nothing(name: str) -> None:
+def test_the_name_of_another_users_job_confuses_nothing(name: str) -> None:
     assert len(read_squeue(squeue_line(name) + squeue_line() + squeue_line(name))) == 1
 
 
-def test_the_separator_in_the_name_of_a_job_of_ours_harms_nothing() -> None:
+def test_the_separator_in_the_name_of_a_job_harms_nothing() -> None:
     assert read_squeue(squeue_line(f"a{SEPARATOR}b.{TAG}"))[0].tag == TAG
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "CLUSTER: east\n", "slurm_load_jobs error: x\n", SEPARATOR * 11 + "\n"])
-def test_lines_that_are_no_jobs_are_passed_over(text: str) -> None:
+def test_lines_that_are_no_jobs_are_skipped(text: str) -> None:
     assert read_squeue(text + squeue_line() + text)[0].job_id == "17"
 
 
-def test_accounting_tells_who_cancelled_a_job() -> None:
+def test_accounting_has_the_user_who_cancelled_a_job() -> None:
     [found] = read_sacct(sacct_line(state="CANCELLED by 0"))
     assert (found.state, found.cancelled_by) == ("CANCELLED", 0)
 
 
-def test_accounting_tells_the_exit_code() -> None:
+def test_accounting_has_the_exit_code() -> None:
     assert read_sacct(sacct_line())[0].exit_code == "3:0"
 
 
 @pytest.mark.parametrize("job_id", ["17_[4-60%1]", "17_[3-10,12,...]"])
-def test_tasks_that_never_started_stand_in_one_line_of_the_accounting(job_id: str) -> None:
+def test_tasks_that_never_started_are_one_line_of_the_accounting(job_id: str) -> None:
     [found] = read_sacct(sacct_line(job_id, "CANCELLED by 0"))
     assert (found.job_id, found.array_index) == ("17", None)
 
@@ -91,16 +91,16 @@ NOT_ENDED = (
 
 
 @pytest.mark.parametrize("word", ENDED.split())
-def test_these_words_say_that_a_job_is_over(word: str) -> None:
+def test_these_words_mean_that_a_job_is_over(word: str) -> None:
     assert job(word).phase is Phase.ENDED
 
 
 @pytest.mark.parametrize("word", NOT_ENDED.split())
-def test_these_words_say_that_a_job_goes_on(word: str) -> None:
+def test_these_words_mean_that_a_job_continues(word: str) -> None:
     assert job(word).phase not in {Phase.ENDED, Phase.UNKNOWN}
 
 
-def test_a_word_not_yet_invented_says_nothing() -> None:
+def test_an_unknown_word_means_nothing() -> None:
     assert job("HIBERNATING").phase is Phase.UNKNOWN
 
 
@@ -144,26 +144,26 @@ def test_why_a_job_waits_is_a_sentence(reason: str, words: str) -> None:
     assert words in explain_waiting(job(reason=reason))
 
 
-def test_slurms_own_pause_after_a_requeue_is_told_from_a_wish_of_the_users() -> None:
+def test_slurms_own_pause_after_a_requeue_differs_from_the_users_begin_time() -> None:
     assert "Slurm's own pause" in explain_waiting(job(reason="BeginTime"), was_started=True)
 
 
 @pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT"])
-def test_a_job_that_is_held_after_a_requeue_says_how_it_goes_on(state: str) -> None:
+def test_a_job_that_is_held_after_a_requeue_has_the_command_that_releases_it(state: str) -> None:
     assert "scontrol release 17" in explain_waiting(job(state))
 
 
-def test_the_start_that_slurm_expects_is_told() -> None:
+def test_the_start_that_slurm_expects_is_reported() -> None:
     words = explain_waiting(job(reason="Resources", started=NOON + 3600), now=NOON)
     assert words.endswith("; Slurm expects it to start at 13:00")
 
 
-def test_a_start_on_another_day_is_told_with_the_day() -> None:
+def test_a_start_on_another_day_is_reported_with_the_day() -> None:
     words = explain_waiting(job(reason="Resources", started=NOON + 3 * 86400), now=NOON)
     assert words.endswith("on 2026-01-05 at 12:00")
 
 
-def test_a_start_that_was_expected_in_the_past_is_no_news() -> None:
+def test_a_start_that_was_expected_in_the_past_is_left_out() -> None:
     assert "expects" not in explain_waiting(job(reason="Resources", started=NOON - 1), now=NOON)
 
 
@@ -204,5 +204,5 @@ def test_a_refusal_of_sbatch_comes_with_what_to_write(words: str, advice: str) -
     assert advice in str(advise_refusal(f"sbatch: Batch job submission failed: {words}"))
 
 
-def test_a_refusal_that_says_all_has_no_advice() -> None:
+def test_a_refusal_without_a_known_remedy_has_no_advice() -> None:
     assert advise_refusal("sbatch: Unable to open file") is None

@@ -1,4 +1,4 @@
-"""How often Slurm is asked, and what comes of errors: a squeue and a sacct of two lines stand on PATH and count."""
+"""How often squeue and sacct are called, and how errors are handled; fakes on PATH count the calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def accounted(number: int, state: str = "FAILED", *, job_id: str = "") -> str:
 
 
 class Fakes:
-    """squeue and sacct that print what a test says, and note how they were called."""
+    """Fake squeue and sacct: they print what a test sets, and record their arguments."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -181,7 +181,7 @@ def test_the_starts_of_a_requeued_job_are_one_job(fakes: Fakes) -> None:
     assert (job.state, job.twins) == ("COMPLETED", ())
 
 
-def test_a_number_that_was_given_to_another_job_is_not_ours(fakes: Fakes) -> None:
+def test_an_id_that_slurm_gave_to_another_job_is_not_the_runs(fakes: Fakes) -> None:
     fakes.answer("squeue", queued(2, job_id=101))
     fakes.answer("sacct", accounted(2, job_id="101"))
     assert fakes.slurm().find(wanted(1)) is None
@@ -201,7 +201,7 @@ def test_the_accounting_is_asked_by_array_and_not_by_task(fakes: Fakes) -> None:
     assert [call.split()[-1] for call in fakes.calls("sacct")] == ["--jobs=101"]
 
 
-def test_a_job_whose_number_nobody_told_us_is_looked_for_by_its_time(fakes: Fakes) -> None:
+def test_a_job_whose_id_is_not_known_is_looked_for_by_its_time(fakes: Fakes) -> None:
     fakes.answer("sacct", accounted(1))
     job = fakes.slurm().find(Wanted(tag=tag(1), since=1e9))
     assert job
@@ -219,7 +219,7 @@ def list_runs(fakes: Fakes, runs_dir: Path) -> list[dict[str, str]]:
 
 @pytest.fixture
 def fifty_runs(tmp_path: Path) -> Path:
-    """Runs on Slurm whose jobs nobody knows; they were submitted long ago."""
+    """Runs on Slurm that were submitted long ago and whose jobs Slurm no longer has."""
     for number in range(50):
         age(make_slurm_run(tmp_path / "runs", f"run-{number}", job_id=str(number), job_tag=tag(number)))
     return tmp_path / "runs"
@@ -247,7 +247,7 @@ def test_a_controller_that_does_not_answer_makes_every_run_unknown_with_one_ques
     assert (states, len(fakes.calls("squeue"))) == ({"UNKNOWN"}, 1)
 
 
-def test_runs_that_have_ended_ask_nobody(fakes: Fakes, tmp_path: Path) -> None:
+def test_runs_that_have_ended_start_no_command(fakes: Fakes, tmp_path: Path) -> None:
     end_attempt(begin_attempt(make_slurm_run(tmp_path / "runs")))
     list_runs(fakes, tmp_path / "runs")
     assert fakes.calls("squeue") == []

@@ -199,14 +199,14 @@ def test_a_hostfile_takes_the_place_of_the_hosts_of_the_spec(hostfile: Path) -> 
         ("a 4", 3, 'found "4", expected slots=N with N from 1', "write slots=4"),
         ("a b", 3, 'found "b", expected slots=N with N from 1', "a line names one host, or a set such as gpu[01-04]"),
         ("a slots = 1 port=22", 13, 'found "port=22", expected slots=N with N from 1', "a port belongs in ssh_config"),
-        ("a slots=1 gpus=2", 11, '"gpus=2": the slots of "a" are there already', None),
+        ("a slots=1 gpus=2", 11, '"gpus=2": the slots of "a" are set already', None),
         (
             "a:0",
             1,
             'found "a:0", expected a host without a number behind it',
-            "{host: a, gpus: N} says how many GPUs to use; a port belongs in ssh_config",
+            "{host: a, gpus: N} sets the number of GPUs; a port belongs in ssh_config",
         ),
-        ("a:2 slots=2", 5, '"slots=2": the slots of "a:2" are there already', None),
+        ("a:2 slots=2", 5, '"slots=2": the slots of "a:2" are set already', None),
     ],
 )
 def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(

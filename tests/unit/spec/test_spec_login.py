@@ -98,7 +98,7 @@ def test_the_newest_run_is_here_or_elsewhere(tmp_path: Path, here_ns: int, elsew
 def test_a_beginning_that_may_mean_a_run_here_or_elsewhere_is_refused(tmp_path: Path) -> None:
     note(tmp_path, "brisk-otter-3")
     make_run(tmp_path, "brisk-fox-1", 1)
-    with pytest.raises(UsageError, match="brisk: 2 runs begin so: brisk-otter-3 on hpc, brisk-fox-1 here"):
+    with pytest.raises(UsageError, match="brisk: 2 runs begin with it: brisk-otter-3 on hpc, brisk-fox-1 here"):
         find_sent_run(tmp_path, "brisk")
 
 

@@ -216,7 +216,7 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
         load("secrets: [WANDB_API_KEY=hunter2]")
     (problem,) = caught.value.problems
     assert "hunter2" not in f"{problem}"
-    assert problem.hint == "write the name alone, never its value"
+    assert problem.hint == "write only the name, never its value"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
         ("secrets: [A, A]", "secrets.1", "A is named twice"),
         ("network: {master_port: 80}", "network.master_port", "expected auto or a port from 1024 to 65535"),
         ("network: {interface: a b}", "network.interface", "the name of an interface"),
-        ('network: {heartbeat_timeout: "0:20"}', "network.heartbeat_timeout", "before a host may be silent for 30 s"),
+        ('network: {heartbeat_timeout: "0:20"}', "network.heartbeat_timeout", "is shorter than host_silence, 30 s"),
         ('network: {host_silence: "0:00"}', "network.host_silence", "expected a time above 0"),
         ("restarts: 101", "restarts", "expected at most 100"),
         ("slurm: {--partition: x}", "slurm.__partition", "a long option of sbatch"),

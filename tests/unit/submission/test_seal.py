@@ -193,7 +193,7 @@ def test_a_run_that_another_user_keeps_closed_hides_no_other_run(tmp_path: Path)
         run.chmod(mode)
         os.chown(run, uid, uid)
     program = (
-        "import os, sys; from pathlib import Path; from clusterddp.run.directory import find_run, list_runs\n"
+        "import os, sys; from pathlib import Path; from clusterddp.run.find import find_run, list_runs\n"
         "runs = Path(sys.argv[1]); os.setuid(65533)\n"
         "print([run.name for run in list_runs(runs)], find_run(runs, '@last').name)"
     )

@@ -19,11 +19,12 @@ from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.after import find_dependency
-from clusterddp.run.directory import RunDir, find_run, list_runs
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
-from clusterddp.slurm.arrays import array_limits
+from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
 from clusterddp.sweep.staging import make_sweep, take_back
 from tests.support.paths import ROOT
@@ -157,7 +158,7 @@ def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Pa
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "main.py").write_text("")
-    with pytest.raises(UsageError, match=r"script=b/main\.py: its code is not in the copy"):
+    with pytest.raises(UsageError, match=r"script=b/main\.py: its code is not in the snapshot"):
         plan_one(tmp_path, "entry.script=a/main.py,b/main.py")
 
 
@@ -210,7 +211,7 @@ def test_the_name_of_a_run_is_no_sweep(tmp_path: Path) -> None:
 
 def test_where_one_run_is_wanted_a_sweep_is_told_to_be_many(tmp_path: Path) -> None:
     sweep = make(tmp_path)
-    with pytest.raises(UsageError, match=f"{sweep.name}: 4 runs begin so: {sweep.name}.0, "):
+    with pytest.raises(UsageError, match=f"{sweep.name} matches 4 runs: {sweep.name}.0, "):
         find_run(tmp_path / "runs", sweep.name)
 
 

@@ -11,7 +11,7 @@ from clusterddp.spec.load import load_spec
 from clusterddp.spec.sweep import SweepSpec, load_sweep, variant_label
 from tests.support.paths import ROOT
 
-OF_THE_MACHINES = "it is part of what is asked of machines, which all runs of a sweep share"
+OF_THE_MACHINES = "it is a request for machines, which all runs of a sweep share"
 TEXT = """\
 name: x
 train: {lr: 0.5, epochs: 3}
@@ -139,7 +139,7 @@ def test_without_the_option_several_values_are_refused_with_its_name() -> None:
         (["slurm.qos=a,b"], "name: x\n", [f"slurm.qos: cannot be swept: {OF_THE_MACHINES}"]),
         (["name=a,b"], "name: x\n", ["name: cannot be swept: it is one for the whole sweep"]),
         (["restarts=0,1"], "name: x\n",
-         ["restarts: cannot be swept: it is one for the whole sweep, for Slurm starts all tasks of a job array again "
+         ["restarts: cannot be swept: it is one for the whole sweep: Slurm restarts all tasks of a job array "
           "or none"]),
         (["env=1,2"], "name: x\n",
          ["env: cannot be swept: it is a section; name a key of it, such as env.NAME"]),

@@ -149,8 +149,8 @@ def test_fashion_mnist_is_read_zipped_or_plain_and_padded_to_32x32(tmp_path: Pat
     [
         (b"", "begins with nothing"),
         (b"\x00\x00\x09\x03" + bytes(12), r"begins with 00 00 09 03.*expected 00 00 08 03"),
-        (idx(np.zeros((6, 28, 28), np.uint8))[:-1], "4,703 bytes of values, the header says 4,704"),
-        (idx(np.zeros((6, 28, 28), np.uint8)) + b"x", "more bytes of values, the header says 4,704"),
+        (idx(np.zeros((6, 28, 28), np.uint8))[:-1], "4,703 bytes of values, the header has 4,704"),
+        (idx(np.zeros((6, 28, 28), np.uint8)) + b"x", "more bytes of values, the header has 4,704"),
         (idx(np.zeros((6, 28, 27), np.uint8)), r"images of \[28, 27\], expected 28x28"),
         (bytes((0, 0, 8, 3)) + b"\xff" * 12, "the header claims 4,294,967,295 entries"),
         (idx(np.zeros((5, 28, 28), np.uint8)), "6 labels for 5 images"),

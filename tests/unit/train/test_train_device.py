@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what it says where it cannot have it. torch.cuda is told what there is."""
+"""The device that a rank takes, and the error where it cannot have it. torch.cuda is patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate's way over a run, and what SGD is told about each parameter."""
+"""The learning rate over a run, and the settings of SGD for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the programs that start ranks: what each means for the spec."""
+"""The options of launch programs (srun, mpirun, torchrun ...), translated to the spec; the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from clusterddp.importing.values import Text, as_written, is_fixed
 from clusterddp.spec.slurm_options import SRUN_OPTIONS
 
 _RENDEZVOUS = "the ranks find each other by clusterddp's own rendezvous"
-_LOGS = "clusterddp logs RUN shows what each rank prints"
+_LOGS = "clusterddp logs RUN shows the output of each rank"
 _GANG = "clusterddp starts the ranks of a gang together and ends them together"
-_PLACE = "resources decides how many ranks are where"
+_PLACE = "resources has the number of ranks and nodes"
 _OURS: dict[str, str] = {
     **dict.fromkeys(
         words(
@@ -55,7 +55,7 @@ _ACCELERATE_VARIABLES = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
 }
-"""What `accelerate launch` hands to its ranks in their environment."""
+"""Options that `accelerate launch` passes to its ranks as variables."""
 
 
 _CONTAINER_KEYS = {
@@ -72,7 +72,7 @@ _CONTAINER_KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """How many ranks the command starts on each node, and what of that is not sure."""
+    """How many ranks the command starts on each node, and what is uncertain about it."""
 
     per_node: int
     doubts: tuple[str, ...] = ()
@@ -80,10 +80,10 @@ class Ranks:
 
 def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
     """Count the ranks that a command starts on each node."""
-    inner = next((level for level in reversed(command.levels) if level.starter in STARTS_RANKS), None)
+    inner = next((level for level in reversed(command.levels) if level.program in STARTS_RANKS), None)
     if inner is not None:
         return _count_started(inner, sizes, launch)
-    outer = [level for level in command.levels if level.starter in {"srun", "mpirun", "horovodrun"}]
+    outer = [level for level in command.levels if level.program in {"srun", "mpirun", "horovodrun"}]
     if not outer:
         few = sizes.tasks_per_node * sizes.nodes > 1 or (sizes.gpus_per_node or 1) > 1
         doubt = "the script starts one process, without srun or torchrun: one rank on each node; a program that "
@@ -99,42 +99,42 @@ def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
     return ranks
 
 
-def carry_levels(command: Command, findings: Findings, line: int, *, settled: Collection[str]) -> None:
-    """Carry what the options of the starting programs say into the spec, and list the others.
+def translate_levels(command: Command, findings: Findings, line: int, *, settled: Collection[str]) -> None:
+    """Translate the options of the launch programs to the spec, and list those that cannot be.
 
-    `settled`: names of options that the sizes have followed.
+    `settled`: names of options that the sizes contain already.
     """
     for level in command.levels:
-        local_rank = {"launch": "use_env", "deepspeed": "no_local_rank"}.get(level.starter)
+        local_rank = {"launch": "use_env", "deepspeed": "no_local_rank"}.get(level.program)
         if local_rank and command.python and not any(option.name == local_rank for option in level.options):
             findings.set("entry.local_rank_arg", True)
         for option in level.options:
             if option.name not in settled or not is_fixed(option.value or Text("")):
-                _carry(level, option, findings, line)
+                _translate(level, option, findings, line)
 
 
-def _carry(level: Level, option: Option, findings: Findings, line: int) -> None:
-    text = f"{level.starter} {as_written(option.text)}"
+def _translate(level: Level, option: Option, findings: Findings, line: int) -> None:
+    text = f"{level.program} {as_written(option.text)}"
     value = option.value or Text("")
-    if option.name in _HANDLED or (is_fixed(value) and _carry_anywhere(option.name, value.text, findings, line)):
+    if option.name in _HANDLED or (is_fixed(value) and _translate_common(option.name, value.text, findings, line)):
         return
-    if level.starter == "srun" and option.name in SRUN_OPTIONS and is_fixed(value):
+    if level.program == "srun" and option.name in SRUN_OPTIONS and is_fixed(value):
         findings.set(f"slurm.{option.name}", value.text or True)
-    elif level.starter == "accelerate" and option.name in _ACCELERATE_VARIABLES and is_fixed(value):
+    elif level.program == "accelerate" and option.name in _ACCELERATE_VARIABLES and is_fixed(value):
         findings.values.setdefault("env", {})[_ACCELERATE_VARIABLES[option.name]] = value.text
-    elif level.starter == "mpirun" and option.name in {"x", "genv", "env"} and "=" in value.text:
+    elif level.program == "mpirun" and option.name in {"x", "genv", "env"} and "=" in value.text:
         name, _, content = value.text.partition("=")
         set_variable(name, Text(content, value.unknown), findings, line)
-    elif level.starter == "mpirun" and option.name in {"x", "genvlist"}:
-        findings.lose(text, "variables of the shell that submits: those of known kinds go along", line, fate="before")
+    elif level.program == "mpirun" and option.name in {"x", "genvlist"}:
+        findings.lose(text, "variables of the shell that submits; known kinds are passed on", line, fate="before")
     elif option.name in _OURS:
         findings.lose(text, _OURS[option.name], line, fate="ours")
     else:
-        findings.lose(text, f"a spec has no key for this option of {level.starter}", line)
+        findings.lose(text, f"a spec has no key for this option of {level.program}", line)
 
 
-def _carry_anywhere(name: str, value: str, findings: Findings, line: int) -> bool:
-    """Carry an option that means the same whichever program it is given to; False: it is none of these."""
+def _translate_common(name: str, value: str, findings: Findings, line: int) -> bool:
+    """Translate an option that has one meaning for all launch programs; False: it is none of these."""
     if key := _CONTAINER_KEYS.get(name):
         container = findings.values.setdefault("container", {})
         if key == "mounts":
@@ -149,46 +149,46 @@ def _carry_anywhere(name: str, value: str, findings: Findings, line: int) -> boo
     elif name == "apptainer_nv":
         findings.lose("apptainer --nv", "the container sees the GPUs of a run that has some", line, fate="ours")
     elif name == "export":
-        _carry_export(value, findings, line)
+        _translate_export(value, findings, line)
     else:
         return False
     return True
 
 
-def _carry_export(value: str, findings: Findings, line: int) -> None:
+def _translate_export(value: str, findings: Findings, line: int) -> None:
     for part in value.split(","):
         name, equals, content = part.partition("=")
         if equals:
             set_variable(name, Text(content), findings, line)
         elif part not in {"", "ALL"}:
-            why = "variables of known kinds go along from the shell that submits; env sets others"
+            why = "variables of known kinds are passed on from the shell that submits; env sets others"
             findings.lose(f"--export={part}", why, line, fate="before")
 
 
 def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
-    if level.starter == "accelerate":
+    if level.program == "accelerate":
         total = level.number("num_processes")
         return _share(total, sizes.nodes) if total else Ranks(per_node=sizes.gpus_per_node or 1)
-    counts = "num_gpus" if level.starter == "deepspeed" else "nproc_per_node"
+    counts = "num_gpus" if level.program == "deepspeed" else "nproc_per_node"
     wanted = level.value(counts)
     doubts: tuple[str, ...] = ()
     if (
-        level.starter != "deepspeed"
+        level.program != "deepspeed"
         and sizes.nodes > 1
         and not any(option.name == "nnodes" for option in level.options)
     ):
-        doubts = (f"{level.starter} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
+        doubts = (f"{level.program} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
     if number := level.number(counts):
         return Ranks(per_node=number, doubts=doubts)
-    if level.starter == "deepspeed" and any(slots for _, slots in launch.hosts):
+    if level.program == "deepspeed" and any(slots for _, slots in launch.hosts):
         return _count_on_hosts(launch)
-    if wanted is None and level.starter != "deepspeed":
+    if wanted is None and level.program != "deepspeed":
         return Ranks(per_node=1, doubts=doubts)
     if wanted is not None and wanted.text == "cpu":
         return Ranks(per_node=sizes.cpus_per_task or 1, doubts=doubts)
     known = sizes.gpus_per_node
     words_ = as_written(wanted.text) if wanted else "one for each GPU"
-    doubt = "" if known else f"{words_}: how many ranks that is on a node the script does not say; the spec has 1"
+    doubt = "" if known else f"{words_}: the script does not have the number of ranks on a node; the spec has 1"
     if known and wanted is not None and wanted.text not in {"gpu", "auto"}:
         doubt = f"{words_}: taken as one rank for each of {known} GPUs"
     return Ranks(per_node=known or 1, doubts=(*doubts, doubt) if doubt else doubts)
@@ -205,15 +205,15 @@ def _count_tasks(level: Level, sizes: Sizes, so_far: Ranks) -> Ranks:
 
 
 def _count_on_hosts(launch: LaunchLine) -> Ranks:
-    """Count the ranks of a host; where hosts have different numbers each says its own in ssh.hosts."""
+    """Count the ranks of a host; where hosts have different numbers, ssh.hosts has the number of each."""
     numbers = [slots or 1 for _, slots in launch.hosts]
     listed = ", ".join(f"{host} {slots or 1}" for host, slots in launch.hosts[:8])
-    doubt = f"hosts have different numbers of ranks, which a spec says as their GPUs: {listed}"
+    doubt = f"hosts have different numbers of ranks, which a spec has as their GPUs: {listed}"
     return Ranks(per_node=max(numbers), doubts=(doubt,) if len(set(numbers)) > 1 else ())
 
 
 def _share(total: int, nodes: int) -> Ranks:
-    """Lay out so many ranks on nodes, each of which has the same number in a spec."""
+    """Distribute ranks over nodes; in a spec each node has the same number."""
     each = max(1, -(-total // nodes))
-    doubt = f"{total} ranks do not go into {nodes} nodes: the spec has {each} on each"
+    doubt = f"{total} ranks do not divide by {nodes} nodes: the spec has {each} on each"
     return Ranks(per_node=each, doubts=() if each * nodes == total else (doubt,))

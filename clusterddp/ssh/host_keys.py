@@ -1,21 +1,20 @@
-"""Host keys as OpenSSH reads them: what known_hosts says of a host, and whether the key that it shows is the one."""
+"""Decides, as OpenSSH does, whether the key that a host shows proves that it is the host that the user means."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from clusterddp.errors import SshError
 from clusterddp.ssh.certificate import CERTIFICATE, Certificate, CertificateError, read_certificate
-from clusterddp.ssh.config import DEFAULT_PORT, Destination
+from clusterddp.ssh.config import Destination
 
 KEY_TYPES = {
     "ssh-ed25519": ("ssh-ed25519",),
@@ -25,9 +24,7 @@ KEY_TYPES = {
     "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
 }
 """The type of a key, as files name it -> the algorithms in which it signs."""
-
-_LINE = re.compile(r": line ([0-9]{1,9})\b")
-_MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
+_INTERCEPTED = "the connection may be intercepted"
 
 Marker = Literal["key", "authority", "revoked"]
 Proof = Literal["known_hosts", "certificate", "pinned"]
@@ -35,7 +32,7 @@ Proof = Literal["known_hosts", "certificate", "pinned"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownKey:
-    """One line of a known_hosts file that is about a host."""
+    """One line of known_hosts about a host."""
 
     marker: Marker
     type: str
@@ -50,7 +47,7 @@ class KnownKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostKey:
-    """The key that a host showed, and proved to hold; `certificate` when it showed one with it."""
+    """The key that a host showed and proved to hold, and its certificate where it showed one."""
 
     type: str
     blob: bytes
@@ -66,24 +63,11 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-def read_known_keys(destination: Destination) -> tuple[KnownKey, ...]:
-    """Find the lines of the user's and the machine's known_hosts that are about a host.
-
-    Raises: SshError.
-    """
-    found = _find(destination, destination.known_as)
-    bare = destination.hostname.lower()
-    if destination.host_key_alias is None and destination.port != DEFAULT_PORT:
-        # OpenSSH takes the key of the plain name for a host on another port, unless that port has one of its own.
-        plain = _find(destination, bare)
-        known = any(key.marker == "key" for key in found)
-        found += tuple(key for key in plain if key.marker != "key" or not known)
-    return found
-
-
 def signing_algorithms(destination: Destination, known: Sequence[KnownKey], pinned: str | None) -> tuple[str, ...]:
-    """List the algorithms to ask a host for: first those of the keys that are known, with certificates where an
-    authority is known; a host would else show a key that nobody has seen, and be taken for another."""
+    """List the algorithms to ask a host for: those of its known keys first, else it might show another of its keys.
+
+    Certificates come before plain keys where known_hosts has an authority for the host.
+    """
     first = [key.type for key in known if key.marker == "key"] if pinned is None else [pinned.split()[0]]
     types = [name for name in dict.fromkeys((*first, *KEY_TYPES)) if name in KEY_TYPES]
     plain = [name for key_type in types for name in KEY_TYPES[key_type]]
@@ -94,9 +78,9 @@ def signing_algorithms(destination: Destination, known: Sequence[KnownKey], pinn
 def check_host_key(
     destination: Destination, known: Sequence[KnownKey], shown: HostKey, *, pinned: str | None = None
 ) -> Proof:
-    """Say what proves that a host is the one that is meant.
+    """Check the key that a host shows; return what proves that it is the host that the user means.
 
-    `pinned`: `SHA256:...` or `TYPE BASE64`, which then decides alone; a revoked key is refused all the same.
+    `pinned`: `SHA256:...` or `TYPE BASE64`: the only key that is accepted then. A revoked key is always refused.
 
     Raises: SshError.
     """
@@ -111,45 +95,28 @@ def check_host_key(
     raise _changed(destination, others, shown) if others else _unknown(destination, known, shown)
 
 
-def _find(destination: Destination, name: str) -> tuple[KnownKey, ...]:
-    found: list[KnownKey] = []
-    for path in destination.known_hosts:
-        if not path.exists():
-            continue
-        argv = ["ssh-keygen", "-F", name, "-f", str(path)]
-        try:
-            done = subprocess.run(
-                argv, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-            )
-        except OSError as error:
-            hint = "install OpenSSH's client"
-            raise SshError(destination.host, "host key", "ssh-keygen cannot be run", hint=hint) from error
-        if done.returncode not in (0, 1):
-            raise SshError(destination.host, "host key", f"{path}: {done.stderr.strip()}", hint=shlex.join(argv))
-        found += _parse(done.stdout, path)
-    return tuple(found)
+def check_expected(shown: Mapping[Destination, HostKey], expected: Mapping[str, str]) -> None:
+    """Compare the keys that hosts showed with the expected fingerprints: host's name -> fingerprint.
+
+    Raises: SshError: of the first host that shows another key.
+    """
+    for destination, key in shown.items():
+        wanted = expected.get(destination.host)
+        if wanted is not None and wanted != key.fingerprint:
+            found = f"the host shows {key.type} {key.fingerprint}, expected is {wanted}"
+            raise SshError(destination.host, "host key", found, hint=f"nothing was written; {_INTERCEPTED}")
 
 
-def _parse(text: str, path: Path) -> list[KnownKey]:
-    """Read pairs of lines: `# Host NAME found: line 3`, and that line; one that holds no key is left out."""
-    keys: list[KnownKey] = []
-    number = 0
-    for line in text.splitlines():
-        if line.startswith("# Host "):
-            found = _LINE.search(line)
-            number = int(found[1]) if found else 0
-            continue
-        words = line.split()
-        marker = _MARKERS.get(words[0], "key") if words else "key"
-        fields = words[1:] if marker != "key" else words
-        if len(fields) < 3:
-            continue
-        try:
-            blob = base64.b64decode(fields[2])
-        except ValueError:
-            continue
-        keys.append(KnownKey(marker=marker, type=fields[1], blob=blob, file=path, line=number))
-    return keys
+def check_known(destination: Destination, known: Iterable[KnownKey], expected: Mapping[str, str]) -> None:
+    """Compare the keys of a known host with its expected fingerprint.
+
+    Raises: SshError.
+    """
+    wanted = expected.get(destination.host)
+    prints = [fingerprint(key.blob) for key in known if key.marker == "key"]
+    if wanted is not None and prints and wanted not in prints:
+        found = f"known_hosts has {', '.join(prints)}, expected is {wanted}"
+        raise SshError(destination.host, "host key", found, hint=f"clusterddp hosts check {destination.host}")
 
 
 def _refuse_revoked(destination: Destination, known: Sequence[KnownKey], shown: HostKey) -> None:
@@ -192,14 +159,14 @@ def _check_pinned(destination: Destination, shown: HostKey, pinned: str) -> Proo
     if shown.fingerprint == expected:
         return "pinned"
     found = f"the host shows {shown.type} {shown.fingerprint}, the pinned host_key is {expected}"
-    hint = "somebody may sit in between; if the host has a new key for a good reason, pin that one"
+    hint = f"{_INTERCEPTED}; if the host has a new key for a good reason, pin that one"
     raise SshError(destination.host, "host key", found, hint=hint)
 
 
 def _check_certificate(destination: Destination, known: Sequence[KnownKey], blob: bytes) -> bool:
-    """Say whether a known authority vouches for a host; one that is not known counts for nothing.
+    """Return whether a known authority has signed the certificate; other authorities do not count.
 
-    Raises: SshError: a known authority signed it, and it is not valid for this host, or no more.
+    Raises: SshError: a known authority signed it, and it is not valid for this host, or not now.
     """
     certificate: Certificate = read_certificate(blob)
     if not any(key.marker == "authority" and key.blob == certificate.authority for key in known):
@@ -229,5 +196,5 @@ def _changed(destination: Destination, others: Sequence[KnownKey], shown: HostKe
     )
     forget = shlex.join(["ssh-keygen", "-R", destination.known_as, "-f", str(same.file)])
     host = shlex.quote(destination.host)
-    hint = f"somebody may sit in between; if the host was installed anew: {forget}; clusterddp hosts trust {host}"
+    hint = f"{_INTERCEPTED}; if the host was installed anew: {forget}; clusterddp hosts trust {host}"
     return SshError(destination.host, "host key", found, hint=hint)

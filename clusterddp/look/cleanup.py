@@ -1,4 +1,4 @@
-"""What is left over on machines: found, then ended and removed, with an answer of each machine (gc)."""
+"""The cleanup of machines (gc): find what is left over, then end and remove it, with an answer of each machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
-class Clearing:
-    """One clearing of machines: `look` comes first, then `carry_out`."""
+class Cleanup:
+    """One cleanup of machines: `look` comes first, then `carry_out`."""
 
     machines: Machines
     tokens: list[str] | None
@@ -57,7 +57,7 @@ class Clearing:
             self.storages = self.machines.stored(self.older_than_s)
 
     def carry_out(self) -> None:
-        """End and remove what was found, as far as the same is still true of it."""
+        """End and remove what was found, as far as it is still left over."""
         left_over = {host: [run.token for run in runs] for host, runs in self.left_over.items()}
         self.ended = self.machines.end(left_over)
         if self.older_than_s is not None:
@@ -65,7 +65,7 @@ class Clearing:
 
 
 def answers(replies: Mapping[str, _T | SshError]) -> dict[str, _T]:
-    """Return the answers of the machines that could be asked."""
+    """Return the answers, without the errors."""
     return {host: reply for host, reply in replies.items() if not isinstance(reply, SshError)}
 
 

@@ -1,4 +1,4 @@
-"""The first spec for a cluster: the template with the cluster's values, and what its settings mean for runs."""
+"""Writes a user's first spec for a cluster: fills a template with its values; and explains its settings."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _NO_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", "auto"}
 _FIRST_TIME_S = 2 * 3600
 _CPU_RANKS, _CPU_CORES = 2, 8
 _MEMORY_SHARE = 0.9
-"""Of what a node has, the system keeps some; a job that asks for all of it may never start."""
+"""The share of a node's memory that is asked for: the system needs some, so a job that asks for all may never start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filled:
-    """One value of a spec, and where it comes from."""
+    """A value for one key of the template, and its origin."""
 
     key: str
     value: str
     why: str
     instead_of: str | None = None
-    """The key whose line in the template this one takes."""
+    """The key whose line in the template is replaced."""
     is_suggestion: bool = False
-    """It stays a comment."""
+    """True: the line stays a comment."""
 
 
 def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | None) -> tuple[str, list[str]]:
-    """Fill the template with the cluster's facts; return it with what people should know about it.
+    """Fill the template with the cluster's facts; return it with notes for the user.
 
-    Where Slurm cannot be asked, the template stays as it is, and why is among the notes.
+    When Slurm does not answer, the template stays as it is, and a note has the reason.
     Raises: UsageError: the cluster has no partition of that name.
     """
     named = [Filled(key="partition", value=partition_name, why="as you named it")] if partition_name else []
@@ -54,9 +54,9 @@ def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | 
 
 
 def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | None:
-    """Choose the partition that was named; else the default one, or the biggest with GPUs when that one has none.
+    """Choose the named partition; else the default one, or the largest with GPUs when the default has none.
 
-    Raises: UsageError: there is none of that name.
+    Raises: UsageError: there is no partition of that name.
     """
     if name is not None:
         chosen = cluster.partition(name)
@@ -84,7 +84,7 @@ def fill_in(cluster: Cluster, partition: Partition) -> tuple[Filled, ...]:
 
 
 def typical_nodes(partition: Partition) -> NodeGroup | None:
-    """Return the most common kind of node, of those with GPUs if there are any; its state is that of one of them."""
+    """Return the most common kind of node, among those with GPUs if there are any; its state is one node's."""
     kinds: dict[tuple[object, ...], int] = {}
     groups: dict[tuple[object, ...], NodeGroup] = {}
     for group in partition.node_groups:
@@ -97,7 +97,7 @@ def typical_nodes(partition: Partition) -> NodeGroup | None:
 
 
 def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]:
-    """Tell in sentences what follows for runs from the facts of the cluster."""
+    """Yield sentences: what the facts of the cluster mean for runs."""
     if cluster.version_number is not None and cluster.version_number < (20, 11):
         yield f"Slurm {cluster.version} is older than 20.11, the oldest one that clusterddp was written for"
     if cluster.has_accounting is False:
@@ -110,7 +110,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
         wait = f"{grace} s of grace and " if grace else ""
         yield f"{name} preempted: a checkpoint must fit into {wait}KillWait, {cluster.kill_wait_s} s"
     if cluster.proctrack in {"proctrack/linuxproc", "proctrack/pgid"}:
-        yield f"{cluster.proctrack}: Slurm itself would leave grandchildren behind; clusterddp's supervisors sweep them"
+        yield f"{cluster.proctrack}: Slurm leaves grandchildren behind; clusterddp's supervisors end them"
     if cluster.max_array_size is not None:
         yield f"a sweep has at most {max(cluster.max_array_size - 1, 0)} runs (MaxArraySize)"
     limits = [association.max_submit for association in cluster.associations if association.max_submit is not None]
@@ -118,8 +118,8 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
         yield f"you may have {format_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
         yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
-    for words in cluster.unanswered:
-        yield f"not known, for {words}"
+    for error in cluster.unanswered:
+        yield f"not known: {error}"
 
 
 def time_text(seconds: int) -> str:
@@ -180,7 +180,7 @@ def _fill_account(cluster: Cluster, partition: Partition) -> Filled | None:
 
 
 def _associations(cluster: Cluster, partition: Partition) -> Iterator[Association]:
-    """List what the user may use in a partition."""
+    """Yield the user's associations that are valid in a partition."""
     for association in cluster.associations:
         if partition.takes_account(association.account) and association.partition in {None, partition.name}:
             yield association
@@ -201,7 +201,7 @@ def why_not(cluster: Cluster, partition: Partition) -> str:
 
 
 def fill_template(template: str, values: Sequence[Filled]) -> str:
-    """Put each value into the line of its key, which may have been a comment before."""
+    """Write each value into the line of its key, which may be a comment in the template."""
     for value in values:
         line = re.compile(rf"^( *)(?:# )?{re.escape(value.instead_of or value.key)}:.*$", re.MULTILINE)
         assert line.search(template), value.key

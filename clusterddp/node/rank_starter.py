@@ -1,4 +1,7 @@
-"""Who starts a node's ranks, signals them, learns how they ended: the supervisor itself, Slurm's tasks, or torchrun."""
+"""Starts and signals a node's ranks, and reports how they ended; here as children of the supervisor.
+
+Other rank starters: Slurm's tasks (tasks.py) and torchrun's agent (torchrun.py).
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ from clusterddp.system.gpu_cores import cores_for_ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What a rank is started with."""
+    """The variables, files and sockets that a rank is started with."""
 
     run_dir: Path
     variables: Mapping[str, Variable]
     stdout: Path
     stderr: Path
     listener: int | None = None
-    """The socket that listens at the master port, which rank 0 takes over."""
+    """The socket at the master port, for rank 0."""
     agent_port: int | None = None
-    """Where torchrun's agents meet on node 0, if torchrun starts the ranks."""
+    """The port of the rendezvous of torchrun's agents on node 0, if torchrun starts the ranks."""
     agents_listener: int | None = None
-    """The socket that listens there, on node 0."""
+    """The socket that listens at that port, on node 0."""
 
     def values(self) -> dict[str, str]:
         """Return the variables as an environment has them."""
@@ -46,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A rank runs."""
+    """A rank has started."""
 
     rank: int
     pid: int
@@ -54,7 +57,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has ended; negative: by a signal."""
+    """A rank has ended; a negative return code: by a signal."""
 
     rank: int
     returncode: int
@@ -62,51 +65,51 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank could not be started, or what started it is gone and the rank with it."""
+    """A rank could not be started, or ended because the process that started it was killed."""
 
     rank: int
     error: str
 
 
-News = Started | Ended | Lost
+Update = Started | Ended | Lost
 
 
-class Starter(Protocol):
+class RankStarter(Protocol):
     """Starts the ranks of one node."""
 
-    sweeps_descendants: bool
-    """True when whatever descends from the supervisor, its guard apart, comes from a rank."""
+    owns_descendants: bool
+    """True when all descendants of the supervisor, except its guard, come from ranks."""
 
     def start(self, launches: Mapping[int, Launch]) -> None:
-        """Start the ranks of the node, or have them started.
+        """Start the ranks of the node, or order their start.
 
-        Raises: OSError: one cannot be.
+        Raises: OSError: one cannot be started.
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what the record of the start says of how the ranks were started; once they are."""
+        """Return how the ranks were started, for the record of the start; after they were."""
 
     def withdraw(self) -> None:
-        """Start no rank any more that was to be started."""
+        """Drop the starts that are still under way."""
 
     def signal(self, rank: int, number: int) -> None:
-        """Signal the process group of a rank whose end was not told yet."""
+        """Signal the process group of a rank whose end was not reported."""
 
-    def news(self) -> list[News]:
+    def updates(self) -> list[Update]:
         """Return what has happened since the last call."""
 
 
 class Children:
-    """Ranks as children of the supervisor: forked by a fork server where that can be, else started one by one."""
+    """Ranks as children of the supervisor: forked by a fork server where possible, else started one by one."""
 
-    sweeps_descendants = True
+    owns_descendants = True
 
     def __init__(self, environment: Mapping[str, str], supervisor_pid: int, entry: Entry) -> None:
         self._environment = dict(environment) | {SUPERVISOR_PID: str(supervisor_pid)}
         self._entry = entry
         self._ranks: dict[int, int] = {}
-        """pid -> rank, of ranks that were not reaped yet."""
-        self._news: list[News] = []
+        """Of ranks that were not reaped yet, by pid."""
+        self._updates: list[Update] = []
         self._server: _ForkServer | None = None
         self._facts: dict[str, Any] = {}
 
@@ -132,21 +135,21 @@ class Children:
             if each == rank:
                 signal_group(pid, number)
 
-    def news(self) -> list[News]:
-        news, self._news = self._news, []
-        return news
+    def updates(self) -> list[Update]:
+        updates, self._updates = self._updates, []
+        return updates
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
-        """Take in which children have ended; those that are no ranks are orphans that a rank left behind."""
+        """Take in which children have ended; the others than ranks are orphans that a rank left behind."""
         if self._server is not None and self._server.pid in exits:
             self._on_server_exit(self._server, exits[self._server.pid])
         for pid, returncode in exits.items():
             rank = self._ranks.pop(pid, None)
             if rank is not None:
-                self._news.append(Ended(rank, returncode))
+                self._updates.append(Ended(rank, returncode))
 
     def _on_server_exit(self, server: _ForkServer, returncode: int) -> None:
-        """Let the ranks begin, whose parent we are now; start them one by one if they were not forked."""
+        """Let the forked ranks begin, which are now our children; start them one by one if they were not forked."""
         self._server = None
         answer = server.read_answer(returncode)
         if "refused" in answer:
@@ -154,16 +157,16 @@ class Children:
             try:
                 self._start_apart(server.launches, answer["refused"])
             except OSError as error:
-                self._news += [Lost(rank, f"rank {rank} was not started: {error}") for rank in server.launches]
+                self._updates += [Lost(rank, f"rank {rank} was not started: {error}") for rank in server.launches]
             return
         self._facts = {"import_s": answer["import_s"]}
         for rank, pid in answer["pids"].items():
             self._ranks[pid] = int(rank)
-            self._news.append(Started(int(rank), pid))
+            self._updates.append(Started(int(rank), pid))
         server.let_begin()
 
     def _start_apart(self, launches: Mapping[int, Launch], why: str) -> None:
-        """Start each rank for itself.
+        """Start the ranks one by one.
 
         Raises: OSError: one cannot be started.
         """
@@ -177,7 +180,7 @@ class Children:
                 listener=launch.listener,
             )
             self._ranks[pid] = rank
-            self._news.append(Started(rank, pid))
+            self._updates.append(Started(rank, pid))
 
 
 class _ForkServer:
@@ -186,7 +189,7 @@ class _ForkServer:
     def __init__(
         self, launches: Mapping[int, Launch], environment: Mapping[str, str], modules: Sequence[str], *, ours: bool
     ) -> None:
-        """Start it. What all ranks have in common is in its environment, which is what /proc says of the ranks.
+        """Start it; its environment has what all ranks have in common, as /proc shows it for each of them.
 
         Raises: OSError: it cannot be started.
         """
@@ -211,11 +214,11 @@ class _ForkServer:
         self.pid, self._link = start_fork_server(
             run_dir, environment={**environment, **common}, log=sys.stderr.fileno(), listener=listener
         )
-        with contextlib.suppress(OSError):  # it is gone, which its exit says
+        with contextlib.suppress(OSError):  # it has ended, and its exit is handled
             self._link.sendall(json.dumps(order).encode() + b"\n")
 
     def read_answer(self, returncode: int) -> dict[str, Any]:
-        """Return what it answered; after its exit."""
+        """Return its answer, after its exit."""
         answer = b""
         self._link.setblocking(False)
         with contextlib.suppress(OSError):
@@ -227,7 +230,7 @@ class _ForkServer:
         return {"refused": f"the fork server ended with {how}"}
 
     def let_begin(self) -> None:
-        with contextlib.suppress(OSError):  # none of them waits any more: each has ended
+        with contextlib.suppress(OSError):  # all ranks have ended
             self._link.sendall(b"." * len(self.launches))
         self.close()
 
@@ -235,15 +238,15 @@ class _ForkServer:
         self._link.close()
 
     def kill(self) -> None:
-        """End it, and the ranks that wait for it."""
+        """Kill it, and with it the ranks that wait."""
         signal_group(self.pid, signal.SIGKILL)
         self.close()
 
 
 def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
-    """Choose cores near the GPUs, by rank, where ranks have a GPU each and no scheduler has given them cores.
+    """Choose cores near the GPUs, by rank, where each rank has a GPU and no scheduler has chosen cores.
 
-    `environ`: the user's own variables; one that names GPUs keeps the ranks on all cores.
+    `environ`: the user's own variables; no cores are chosen where one of them names GPUs.
     """
     if node.slurm_chooses_gpus or len(node.gpus) != len(node.ranks) or "CUDA_VISIBLE_DEVICES" in environ:
         return {}
@@ -257,11 +260,9 @@ def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
     return cores
 
 
-def plan_launch(
-    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, master_port: int, cores: str | None
-) -> Launch:
-    """Return what a rank of the attempt that the head orders to start is started with; `cores`: it keeps to these."""
-    attempt = run.attempt(int(order["attempt"]))
+def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, cores: str | None) -> Launch:
+    """Plan the start of a rank for the head's order to start an attempt; `cores`: the rank is bound to these."""
+    attempt, master_port = run.attempt(int(order["attempt"])), int(order["master_port"])
     variables = gang.variables_of(
         rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
     )

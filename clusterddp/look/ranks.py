@@ -1,0 +1,99 @@
+"""The ranks of an attempt, as status shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from clusterddp.run.directory import AttemptDir
+from clusterddp.run.gang import Gang
+from clusterddp.run.record import RankRecord, Start, read_ranks
+from clusterddp.run.view import RunState, RunView
+
+if TYPE_CHECKING:
+    pass
+
+
+RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
+"""PENDING: not started yet. RUNNING: started, and its end is not recorded. COMPLETED: ended with exit code 0.
+FAILED: ended by itself with another exit code. KILLED: ended by a signal, as all ranks are when one fails.
+NOT_STARTED: the run ended before this rank was started. LOST: the run is over and the end of this rank was not
+recorded. UNKNOWN: the rank is on a machine that cannot be asked from here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank of the attempt that `status` shows."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    """Where the rank runs, or is planned to run."""
+    pid: int | None
+    interface: str | None
+    """Network interface of the rank's traffic."""
+    master_addr: str | None
+    master_port: int | None
+    """With `master_addr`: where the ranks meet."""
+    state: RankState
+    exit_code: int | None
+    """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
+    owns: tuple[int, ...] | None = None
+    """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
+        return values if self.owns is None else values | {"owns": list(self.owns)}
+
+
+def stopped_ranks(attempt: AttemptDir) -> list[str]:
+    """Name the ranks that a signal has stopped; all others wait for them."""
+    return [
+        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
+        for record in read_ranks(attempt)
+        if record.stopped is not None and record.ended is None
+    ]
+
+
+def rank_statuses(
+    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, unreached: Collection[str]
+) -> tuple[RankStatus, ...]:
+    records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
+    found = {node.get("node_rank"): node for node in start.get("nodes", ())}
+    master_addr, master_port = start.get("master_addr", gang.master_addr), start.get("master_port", gang.master_port)
+    statuses = []
+    for node in gang.nodes:
+        there = found.get(node.node_rank, {})
+        for local_rank, rank in enumerate(node.ranks):
+            record = records.get(rank)
+            statuses.append(
+                RankStatus(
+                    rank=rank,
+                    node_rank=node.node_rank,
+                    local_rank=local_rank,
+                    host=record.host if record else there.get("host", node.host),
+                    pid=record.pid if record else None,
+                    interface=record.interface if record else there.get("interface", gang.interface),
+                    master_addr=record.master_addr if record else master_addr,
+                    master_port=record.master_port if record else master_port,
+                    state=_rank_state(record, view, may_be_known=node.host not in unreached),
+                    exit_code=record.exit_code if record else None,
+                    owns=gang.carried_by([rank]) if gang.entry.spawns else None,
+                )
+            )
+    return tuple(sorted(statuses, key=lambda status: status.rank))
+
+
+def _rank_state(record: RankRecord | None, view: RunView, *, may_be_known: bool) -> RankState:
+    attempt_over = view.finished or view.end is not None
+    if record is None:
+        return "NOT_STARTED" if attempt_over else "PENDING"
+    if record.ended is None:
+        if attempt_over:
+            return "LOST"
+        return "RUNNING" if may_be_known and view.state is not RunState.UNKNOWN else "UNKNOWN"
+    if record.signal is not None:
+        return "KILLED"
+    return "COMPLETED" if record.exit_code == 0 else "FAILED"

@@ -1,0 +1,88 @@
+"""Find runs: all of a runs directory, or one by its name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypedDict
+
+from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
+from clusterddp.run.directory import SWEEP_RECORD, RunDir
+from clusterddp.system.files import is_file, read_record
+
+
+class _Created(TypedDict):
+    created_ns: int
+
+
+class _Named(TypedDict):
+    name: str
+
+
+def list_runs(runs_dir: Path) -> list[RunDir]:
+    """List the runs in `runs_dir` and in its sweeps, oldest first; a directory without a record is no run."""
+    runs: list[RunDir] = []
+    for place in list_places(runs_dir):
+        runs += [RunDir(place)] if is_file(RunDir(place).record) else list_runs(place)
+    return sorted(runs, key=lambda run: (created_ns(run), run.name))
+
+
+def list_places(runs_dir: Path) -> list[Path]:
+    """List the directories in `runs_dir` that are runs or sweeps, in no order; unreadable ones are left out."""
+    try:
+        paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [path for path in paths if is_file(RunDir(path).record) or is_file(path / SWEEP_RECORD)]
+
+
+def find_run(runs_dir: Path, name: str) -> RunDir:
+    """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, or the `name:` of its spec.
+
+    Of several runs of one spec it is the one that has not ended, else the newest.
+    Raises: RunNotFoundError: there is none. UsageError: several runs match.
+    """
+    if os.sep in name and RunDir(Path(name)).record.is_file():
+        return RunDir(Path(name).resolve())
+    runs = list_runs(runs_dir)
+    if name == "@last" and runs:
+        return runs[-1]
+    exact = [run for run in runs if run.name == name]
+    matches = exact or [run for run in runs if name and run.name.startswith(name)] or _runs_of_spec(runs, name)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
+        raise UsageError(f"{name} matches {len(matches)} runs: {few}")
+    raise RunNotFoundError(
+        f"no runs in {runs_dir} yet" if name == "@last" else f"no run named {name} in {runs_dir}",
+        hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
+    )
+
+
+def _runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
+    """Return the runs of the spec with this name that have not ended; when all have, the newest one."""
+    named = [run for run in runs if _spec_name(run) == name]
+    return [run for run in named if not _has_ended(run)] or named[-1:]
+
+
+def _spec_name(run: RunDir) -> str | None:
+    try:
+        found = read_record(_Named, run.record)
+    except (ClusterddpError, OSError):
+        return None
+    return found["name"] if found else None
+
+
+def _has_ended(run: RunDir) -> bool:
+    attempts = run.attempts()
+    return bool(attempts) and is_file(attempts[-1].end)
+
+
+def created_ns(run: RunDir) -> int:
+    """Read when a run was made; a run with a damaged record counts as the oldest and does not hide the others."""
+    try:
+        found = read_record(_Created, run.record)
+    except (ClusterddpError, OSError):
+        return 0
+    return found["created_ns"] if found else 0

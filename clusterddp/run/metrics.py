@@ -1,0 +1,48 @@
+"""The rows of one attempt in `metrics.jsonl`: appended at once, and counted where the storage does not take them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from clusterddp.run.directory import RunDir
+from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.record import log_event
+from clusterddp.system.files import append_jsonl
+
+
+class MetricsFile:
+    """Appends rows; storage that is full or away ends no training."""
+
+    def __init__(self, run: RunDir, *, attempt: int, report: Callable[[str], None]) -> None:
+        """`report` receives a warning when rows are lost, and another one when they can be written again."""
+        self._run = run
+        self._attempt = attempt
+        self._report = report
+        self._lost_rows = 0
+        """Since the last row that was written."""
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row, with the time.
+
+        Raises: ClusterddpError: a later attempt of the run has begun.
+        """
+        try:
+            refuse_if_stale(self._run, self._attempt)
+            append_jsonl(self._run.metrics, {**row, "time": time.time()})
+        except OSError as error:
+            self._lose_row(error)
+        else:
+            self._report_lost_rows()
+
+    def _lose_row(self, error: OSError) -> None:
+        self._lost_rows += 1
+        if self._lost_rows == 1:
+            self._report(f"warning: {self._run.metrics.name} cannot be written, training goes on: {error.strerror}")
+
+    def _report_lost_rows(self) -> None:
+        if self._lost_rows:
+            self._report(f"warning: {self._run.metrics.name} has lost {self._lost_rows} rows; it can be written again")
+            log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)
+            self._lost_rows = 0

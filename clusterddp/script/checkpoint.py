@@ -1,0 +1,218 @@
+"""Checkpoints of a script, with the guarantees of the trainer's, and the stop contract.
+
+Rank 0 reads and writes, so ranks need share no disk. Outside of a run the working directory takes the place of the
+run's directory, and no stop is ever asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.network.gloo import await_gloo_threads
+from clusterddp.run.assignment import Assignment
+from clusterddp.run.directory import make_attempt_dirs
+from clusterddp.run.stop import confirm_stop, looking_at, record_question, stop_reason, stop_requested
+from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
+from clusterddp.script.report import reached
+from clusterddp.system.files import read_json
+from clusterddp.system.storage import retry_outage, set_storage_timeout
+from clusterddp.train.checkpoint import Writer, decode, read_newest
+
+if TYPE_CHECKING:
+    from clusterddp.train.group import Group, LateMaximum
+
+_SAVE, _STOP = 1, 2
+_SETTLE = timedelta(seconds=10)
+"""How long the end of the script waits for a question to the other ranks that is still under way."""
+
+
+def load(*, map_location: Any = "cpu") -> dict[str, Any] | None:
+    """Return the newest valid checkpoint, the same on every rank, with its `step`; None when there is none.
+
+    Every rank calls it, after `init_process_group`. `map_location` is that of `torch.load`.
+    Raises: ClusterddpError: there are several ranks and no process group.
+    """
+    return _session().load(map_location)
+
+
+def due(step: int, *, every: int | None = None, every_s: float | None = None) -> bool:
+    """Say whether to save after `step` steps, with the same answer on every rank.
+
+    That is after each `every` steps, `every_s` seconds after the last checkpoint, at the last step that
+    `clusterddp.progress` names, and when the run is asked to stop. Every rank calls it in every step.
+    Raises: ClusterddpError: the checkpoint before could not be written; or see `load`.
+    """
+    return _session().due(step, every, every_s)
+
+
+def save(state: Mapping[str, Any], *, step: int, keep: int = 2) -> None:
+    """Write rank 0's `state` after `step` steps as a checkpoint, and keep the newest `keep`; every rank calls it.
+
+    `state` has text as keys; in it are tensors, numbers, text, None, and dictionaries, lists and tuples of these. It is
+    copied at once and written while the script goes on. When the run is asked to stop, and `due` has said so, the
+    checkpoint is written, the stop is confirmed, and the process exits with 0.
+    Raises: TypeError: the state holds something else. ClusterddpError: it could not be written.
+    """
+    if keep < 1:
+        raise ValueError(f"clusterddp.checkpoint.save: keep is {keep}, expected at least 1")
+    _session().save(state, int(step), keep)
+
+
+def wait() -> None:
+    """Wait until the newest checkpoint is on disk.
+
+    Raises: ClusterddpError: it could not be written.
+    """
+    _session().wait()
+
+
+@functools.cache
+def _session() -> _Session:
+    session = _Session(find_assignment())
+    atexit.register(session.close)
+    return session
+
+
+class _Session:
+    """The checkpoints of this process."""
+
+    def __init__(self, assignment: Assignment | None) -> None:
+        self._assignment = assignment
+        self._requested: Callable[[], bool] = lambda: False
+        if assignment is not None:
+            self._requested = looking_at(assignment.stop_file)
+            with contextlib.suppress(ClusterddpError, OSError):  # the default does without
+                plan = read_json(assignment.run.plan) or {}
+                set_storage_timeout((plan.get("gang") or {}).get("host_silence_s"))
+        self._late: LateMaximum | None = None
+        self._writer: Writer | None = None
+        self._saved_at = time.monotonic()
+        self._stopping = False
+
+    @functools.cached_property
+    def _group(self) -> Group:
+        """The ranks of the script: made at the first call that all of them take part in."""
+        from clusterddp.train.group import take_group
+
+        group = take_group()
+        if group.world_size == 1 and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ClusterddpError(
+                "clusterddp.checkpoint is used before the ranks have met",
+                hint="call torch.distributed.init_process_group first",
+            )
+        return group
+
+    def load(self, map_location: Any) -> dict[str, Any] | None:
+        from clusterddp.train.group import broadcast_bytes
+
+        newest = read_newest(find_store(), say) if self._group.rank == 0 else None
+        data = broadcast_bytes(None if newest is None else newest[1], self._group)
+        return None if data is None else decode(data, map_location)
+
+    def due(self, step: int, every: int | None, every_s: float | None) -> bool:
+        if self._writer is not None:
+            self._writer.raise_failure()
+        is_last = reached.is_last_step
+        asked = self._ask(every_s, is_last=is_last)
+        self._stopping = self._stopping or (asked == _STOP and not is_last)
+        return self._stopping or is_last or asked == _SAVE or bool(every and step % every == 0)
+
+    def _ask(self, every_s: float | None, *, is_last: bool) -> int:
+        """Return what the ranks agree on: to save, to stop, or nothing; of several ranks a call late."""
+        if self._assignment is not None:
+            record_question(self._assignment.stop_file)
+        needed = self._assignment is not None or every_s is not None
+        if self._group.world_size == 1:
+            return self._own_wish(every_s) if needed else 0
+        if self._late is None:
+            from clusterddp.train.group import LateMaximum
+
+            self._late = LateMaximum(self._group)
+        agreed = self._late.take() or 0
+        if needed and not is_last and agreed != _STOP:
+            # The caller has not yet written a checkpoint that was agreed: its time is not to come a second time.
+            self._late.begin(self._own_wish(None if agreed == _SAVE else every_s))
+        return agreed
+
+    def _own_wish(self, every_s: float | None) -> int:
+        if self._requested():
+            return _STOP
+        is_time = every_s is not None and time.monotonic() - self._saved_at >= every_s
+        return _SAVE if is_time and is_first_rank() else 0
+
+    def save(self, state: Mapping[str, Any], step: int, keep: int) -> None:
+        self._saved_at = time.monotonic()
+        if is_first_rank():
+            self._start(_plain(state, "state") | {"step": step}, keep)
+            if self._stopping or reached.is_last_step:
+                self.wait()
+        if self._stopping:
+            self._leave(step)
+
+    def _start(self, state: dict[str, Any], keep: int) -> None:
+        from clusterddp.train.host_copy import copy_to_host
+
+        self.wait()
+        self._writer = Writer(dataclasses.replace(find_store(), keep=keep))
+        self._writer.start(copy_to_host(state))
+
+    def wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _leave(self, step: int) -> NoReturn:
+        """Confirm the stop and exit: the checkpoint is written."""
+        assignment = self._assignment
+        assert assignment is not None, "nothing asks a script outside of a run to stop"
+        if is_first_rank():
+            retry_outage(lambda: make_attempt_dirs(assignment.attempt))
+            retry_outage(lambda: confirm_stop(assignment.attempt, {"step": step}))
+            requested_here = stop_requested(assignment.stop_file)
+            why = stop_reason(assignment.stop_file) if requested_here else "asked for on another host"
+            say(f"stopped at step {step}, checkpoint written: {why}")
+        raise SystemExit(0)
+
+    def close(self) -> None:
+        """Leave no question to the other ranks open, and report a checkpoint that was not written."""
+        if self._late is not None:
+            with contextlib.suppress(RuntimeError):  # another rank has ended, or the group is gone
+                self._late.take(_SETTLE)
+            await_gloo_threads()
+        try:
+            self.wait()
+        except ClusterddpError as error:
+            say(f"error: {error}")
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a state of dictionaries, lists and tuples, which `load` reads again.
+
+    Raises: TypeError: it holds something else; only data can be read without running code of the file.
+    """
+    torch = sys.modules.get("torch")
+    if value is None or isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)  # of numpy's float64, too
+    if torch is not None and isinstance(value, torch.Tensor | torch.dtype | torch.device):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key, f"a key of {where}"): _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(
+            _plain(each, f"{where}[{place}]") for place, each in enumerate(value)
+        )
+    raise TypeError(
+        f"clusterddp.checkpoint.save: {where} is a {type(value).__name__}, expected a tensor, a number, text, None, "
+        "or a dictionary, list or tuple of these"
+    )
