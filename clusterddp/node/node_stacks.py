@@ -77,13 +77,14 @@ class _Signs:
 
     def look(self, attempt: AttemptDir, pids: Mapping[int, int], now: float) -> float | None:
         """Return the seconds without a sign, if they are worth a report; 0: there was one after a report."""
+        if self._read_collectives():
+            self._sign_at = now
         if now < self._look_at:
             return None
         self._look_at = now + LOOK_EVERY_S
         output = sum(_size(path) for rank in pids for path in (attempt.stdout(rank), attempt.stderr(rank)))
         moved = self._read_usage(pids, now)
-        advanced = self._read_collectives()
-        if math.isnan(self._sign_at) or output != self._output or moved >= _MIN_BYTES or advanced:
+        if math.isnan(self._sign_at) or output != self._output or moved >= _MIN_BYTES:
             self._sign_at = now
         self._output = output
         silent_s = now - self._sign_at
@@ -112,21 +113,25 @@ class _Signs:
         return moved
 
     def _ask_for_collectives(self, pids: Mapping[int, int]) -> None:
+        for asked in self._asked.values():
+            asked.close()
+        self._asked.clear()
         for rank, pid in pids.items():
             if (found := find_memory(pid)) is not None:
                 self._asked[rank] = AskedRank(found[1])
 
     def _read_collectives(self) -> bool:
-        """Read what ranks have answered since the last look; True when one of them has come further."""
+        """Read what ranks have answered; True when one of them has come further."""
         advanced = False
-        for rank, asked in self._asked.items():
+        for rank, asked in list(self._asked.items()):
             asked.step()
+            if not asked.done:
+                continue
             if asked.answer is not None:
                 total = sum(each.enqueued + each.completed for each in asked.answer.collectives.values())
-                advanced |= total > self._collectives.get(rank, 0)
+                advanced |= total != self._collectives.get(rank, 0)
                 self._collectives[rank] = total
-            asked.close()
-        self._asked.clear()
+            del self._asked[rank]
         return advanced
 
 
