@@ -73,6 +73,8 @@ class _Signs:
         """By pid."""
         self._collectives: dict[int, int] = {}
         self._asked: dict[int, AskedRank] = {}
+        self._keys: dict[int, str] = {}
+        """By pid: of the socket at which a rank answers."""
         self._reported = False
 
     def look(self, attempt: AttemptDir, pids: Mapping[int, int], now: float) -> float | None:
@@ -117,8 +119,10 @@ class _Signs:
             asked.close()
         self._asked.clear()
         for rank, pid in pids.items():
-            if (found := find_memory(pid)) is not None:
-                self._asked[rank] = AskedRank(found[1])
+            if pid not in self._keys and (found := find_memory(pid)) is not None:
+                self._keys[pid] = found[1]
+            if pid in self._keys:
+                self._asked[rank] = AskedRank(self._keys[pid])
 
     def _read_collectives(self) -> bool:
         """Read what ranks have answered; True when one of them has come further."""
