@@ -30,6 +30,7 @@ _COMMANDS = {
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
+    "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "list": ("runs", "Look", "show all runs, newest first"),
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),

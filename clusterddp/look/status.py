@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.events import (
+    HangEvent,
     NodeTransport,
     Stopping,
     count_lost_rows,
+    read_hang,
     read_start_phases,
     read_stopping,
     read_transports,
@@ -32,6 +35,7 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
     from clusterddp.slurm.jobs import Job
 
 
@@ -77,6 +81,10 @@ class RunStatus:
     """By node, of those whose NCCL has said so in the newest attempt."""
     stopping: Stopping | None = None
     """Of a run that goes on, though its ranks were asked to checkpoint and end."""
+    hang: HangEvent | None = None
+    """While it runs: since when no rank makes progress."""
+    last_output: float | None = None
+    """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -104,6 +112,8 @@ class RunStatus:
             "warning": self.warning,
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
+            "hang": self.hang and dataclasses.asdict(self.hang),
+            "last_output": self.last_output,
             **job,
         }
 
@@ -179,7 +189,20 @@ def read_status(run: RunDir) -> RunStatus:
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
         stopping=_stopping(run, view, gang),
         lost_rows=count_lost_rows(run),
+        hang=read_hang(run, view.attempt) if view.state is RunState.RUNNING else None,
+        last_output=_last_output(attempt) if view.state is RunState.RUNNING and record.launcher != "ssh" else None,
     )
+
+
+def _last_output(attempt: AttemptDir | None) -> float | None:
+    """Return when a rank last wrote to its log; None: none has written anything."""
+    times = []
+    if attempt is not None:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(attempt.logs):
+                found = entry.stat()
+                times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
 
 
 def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:

@@ -10,6 +10,7 @@ from clusterddp.node.attempt import Attempt, Restart, Restarts
 from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes
 from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
+from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
@@ -68,6 +69,7 @@ class Head:
 
     def _set_attempt(self, number: int) -> None:
         self._attempt = Attempt(self._run, self._gang, number)
+        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
         self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
         self._ending = None
 
@@ -84,6 +86,8 @@ class Head:
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
             self._on_facts(node, report)
+        elif kind in {"silent", "stack", "stacks_done"}:
+            self._hangs.on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -160,8 +164,22 @@ class Head:
         if attempt.stop_reason is not None:
             self._see_who_asks(attempt)
         attempt.check_time(now)
+        if attempt.begun is not None and not attempt.is_over(now):
+            self._look_for_hang(attempt, now)
         if attempt.is_over(now):
             self._end_gang(now)
+
+    def _look_for_hang(self, attempt: Attempt, now: float) -> None:
+        """Report ranks that show no progress, and do what the spec asks for; their stacks are written by then."""
+        hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
+        if self._hangs.take_over():
+            log(self._run, "hang_over", attempt=attempt.number)
+        if hang is None:
+            return
+        log(self._run, "hang", attempt=attempt.number, **hang.facts())
+        if self._gang.hang != "report":
+            self._restarts.final |= self._gang.hang == "fail"
+            attempt.fail(failure_of_hang(hang, self._gang), now)
 
     def _join(self, node: Node, report: Message) -> None:
         self.nodes.join(node, report)

@@ -17,6 +17,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.history import RankRecords, new_record, record_end, with_end
+from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
@@ -93,6 +94,7 @@ class LocalRanks:
         self._attempt: _Attempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()
+        self._stacks = NodeStacks(node.host, report)
 
     @property
     def idle(self) -> bool:
@@ -103,12 +105,19 @@ class LocalRanks:
     def ending(self) -> bool:
         return self._attempt is not None and self._attempt.ending is not None
 
+    @property
+    def polls_fast(self) -> bool:
+        """True while things change within milliseconds: ranks end, or write their stacks."""
+        return self.ending or self._stacks.asking
+
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
         if order["kind"] == "start":
             self._start(order, now)
         elif order["kind"] == "stop":
             self._stop(str(order["reason"]))
+        elif order["kind"] == "stacks":
+            self._stacks.ask(str(order["id"]), self._pids())
         elif order["kind"] == "record":
             # The head's storage did not take it; this node's may.
             attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
@@ -164,6 +173,12 @@ class LocalRanks:
         else:
             self._look_for_stop(attempt, complete=True)
             self._look_for_stopped_ranks(attempt, now)
+            self._stacks.tick(attempt.dir, self._pids(), now)
+
+    def _pids(self) -> dict[int, int]:
+        """Return the pids of the ranks that run, none of which was reaped."""
+        attempt = self._attempt
+        return {} if attempt is None else {rank: attempt.records[rank].pid for rank in attempt.running}
 
     def _look_for_stopped_ranks(self, attempt: _Attempt, now: float) -> None:
         if not attempt.started:
@@ -208,6 +223,7 @@ class LocalRanks:
                 dir=directory, network=network, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
             self._attempt = attempt
+            self._stacks.begin_attempt()
             make_attempt_dirs(directory)
             cores = choose_cores(node, self._gang.env)
             launches = {

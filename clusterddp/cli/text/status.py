@@ -61,8 +61,7 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
     lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
-    if status.progress:
-        lines.append(f"  {progress_text(status.progress)}")
+    lines += _progress_lines(status, address)
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
@@ -77,6 +76,21 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines += ["", *root_cause_lines(status.root_cause, run)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def _progress_lines(status: RunStatus, address: str) -> list[str]:
+    """Write how far the run is, or when it last wrote something; since when no rank makes progress, and why."""
+    lines = []
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    elif status.last_output:
+        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+    if status.hang is None:
+        return lines
+    what = f"no progress for {duration(time.time() - status.hang.since)}: {printable(status.hang.text)}"
+    lines.append(f"  {click.style('hang', fg='yellow')}: {what}")
+    lines += [f"    {printable(status.hang.hint)}"] if status.hang.hint else []
+    return [*lines, f"    its stacks: clusterddp stacks {address}"]
 
 
 def stopping_text(stopping: Stopping, *, now: float) -> str:
