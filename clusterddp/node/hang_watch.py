@@ -19,6 +19,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import Failure
+from clusterddp.node.history import log
 from clusterddp.node.log import log_line
 from clusterddp.node.node_stacks import LOOK_EVERY_S
 from clusterddp.node.rank_probe import PATIENCE_S
@@ -107,7 +108,6 @@ class HangWatch:
         self._last: StackReport | None = None
         self._num_hangs = 0
         self._hang: Hang | None = None
-        self._over = False
 
     def on_report(self, node_rank: int, report: Message, now: float) -> None:
         """Note a node's silence, or the stacks of its ranks."""
@@ -143,15 +143,12 @@ class HangWatch:
             return None
         silent_s, limit_s = self._silence.seconds(now), self._silence.limit_s(now)
         if silent_s < limit_s - _LEAD_S:
-            self._over, self._hang, self._last = self._hang is not None, None, None
+            if self._hang is not None:
+                log(self._run, "hang_over", attempt=self._attempt.number)
+            self._hang = self._last = None
         elif self._hang is None and now >= self._next_at:
             self._collect(f"hang-{self._num_hangs}", nodes, now)
         return None
-
-    def take_over(self) -> bool:
-        """Return, once, that a hang that was reported is over: the run shows progress again."""
-        over, self._over = self._over, False
-        return over
 
     def _collect(self, report_id: str, nodes: Iterable[int], now: float) -> None:
         awaited = set(nodes)
@@ -178,6 +175,7 @@ class HangWatch:
         self._write(report)
         self._num_hangs += 1
         self._hang = Hang(silent_s=silent_s, folded=folded, report=report)
+        log(self._run, "hang", attempt=self._attempt.number, **self._hang.facts())
         return self._hang
 
     def _report_of(self, collection: _Collection, running: set[int]) -> StackReport:
