@@ -44,13 +44,13 @@ class Page:
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.ask(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int = 1200, dark: bool = False) -> None:
-        """Load a file, on a screen so wide, in light or dark."""
+    def open(self, page: Path | str, *, width: int = 1200, dark: bool = False) -> None:
+        """Load a file or an address, on a screen so wide, in light or dark."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.ask("Page.navigate", url=path.as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         self._await("Page.loadEventFired")
 
     def evaluate(self, script: str) -> Any:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.dash import DashServer
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
 from tests.support.browser import Page, browser_page
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+from tests.support.waiting import wait_until
 
 HOSTILE = "</script></style></title><img src=x onerror=alert(1)><script>alert(2)</script>\"' onload=alert(3) \x1b[31m"
 
@@ -147,3 +150,53 @@ def test_hostile_names_values_and_logs_run_no_script(page: Page, tmp_path: Path)
         assert page.requests() == []
         assert page.evaluate("document.querySelectorAll('img, script:not(body > script)').length") == 0
         assert "<img src=x onerror=alert(1)>" in page.evaluate("document.body.innerText")
+
+
+@pytest.fixture
+def dash(tmp_path: Path, two_runs: list[RunDir]) -> Iterator[DashServer]:
+    with DashServer(tmp_path / "runs", port=0, environ={}) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def address(dash: DashServer, path: str = "/") -> str:
+    return f"http://127.0.0.1:{dash.server_address[1]}{path}"
+
+
+def shows(page: Page, words: str) -> bool:
+    return words in str(page.evaluate("document.body.innerText"))
+
+
+def test_the_dashboard_compares_by_clicks_and_shows_what_is_new(page: Page, dash: DashServer, tmp_path: Path) -> None:
+    page.open(address(dash, f"/?key={dash.key}"))
+    assert page.evaluate("location.href") == address(dash)
+    assert shows(page, "brisk-otter-3")
+    new = make_run(tmp_path / "runs", "new-fox-9")
+    wait_until(lambda: shows(page, "new-fox-9"))
+    for name in ("brisk-otter-3", "calm-heron-4"):
+        page.click(f"input[value='{name}']")
+    page.click("button")
+    wait_until(lambda: "/compare?run=" in str(page.evaluate("location.href")))
+    wait_until(lambda: shows(page, "What differs") or shows(page, "Results"))
+    assert page.complaints() == []
+    assert all(url.startswith(address(dash)) for url in page.requests())
+    write_json(new.record, json.loads(new.record.read_text()) | {"name": HOSTILE, "variant": HOSTILE})
+    page.open(address(dash))
+    wait_until(lambda: shows(page, "<img src=x onerror=alert(1)>"))
+    assert page.complaints() == []
+
+
+def test_the_dashboard_follows_a_log(page: Page, dash: DashServer, tmp_path: Path) -> None:
+    attempt = start_attempt(make_run(tmp_path / "runs", "new-fox-9"))
+    attempt.stdout(1).write_text("first line\n")
+    page.open(address(dash, f"/?key={dash.key}"))
+    page.open(address(dash, "/log?run=new-fox-9&rank=1"))
+    wait_until(lambda: shows(page, "first line"))
+    with open(attempt.stdout(1), "a") as file:
+        file.write(f"{HOSTILE}\n")
+    wait_until(lambda: shows(page, "<img src=x onerror=alert(1)>"))
+    assert page.complaints() == []
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
