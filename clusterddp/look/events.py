@@ -74,10 +74,11 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
 def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 
-    prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
-    the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
-    ranks have met. data: until the data set is loaded. first_step: until it is done, with all that is built for it. The
-    last three are rank 0's, and only of the built-in trainer. `start`: the content of start.json.
+    prepare: from the run's directory, or the resume, until the launcher has its job. launch: until the ranks have
+    begun, on Slurm with the wait in the queue. import: of torch, once for the ranks of a node where they are forked.
+    rendezvous: until the ranks have met. data: until the data set is loaded. first_step: until it is done, with all
+    that is built for it. The last three are rank 0's, and only of the built-in trainer. `start`: the content of
+    start.json.
     """
     events: dict[str, _Event] = {}
     for row in read_jsonl(run.events):
@@ -87,7 +88,8 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     phases: dict[str, float] = {}
     submitted = events["submitted"].get("time") if "submitted" in events else None
     if submitted is not None and attempt == record.base_attempt:
-        phases["prepare"] = submitted - record.created_ns / 1e9
+        resumed = events["resumed"].get("time") if "resumed" in events else None
+        phases["prepare"] = submitted - (record.created_ns / 1e9 if resumed is None else resumed)
     imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
     if submitted is not None and "started" in start:
         phases["launch"] = start["started"] - submitted - (imported or 0.0)

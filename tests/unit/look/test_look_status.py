@@ -75,6 +75,15 @@ def test_the_phases_of_a_start_are_those_of_the_newest_attempt(tmp_path: Path) -
     assert (phases["import"], phases["data"], phases["first_step"]) == (2.6, 1.0, 4.0)
 
 
+def test_the_start_of_a_resumed_run_begins_with_the_resume(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    start_attempt(run)
+    created = read_status(run).created
+    append_jsonl(run.events, {"event": "resumed", "attempt": 0, "time": created + 100.0})
+    append_jsonl(run.events, {"event": "submitted", "attempt": 0, "time": created + 100.5})
+    assert read_status(run).start_phases["prepare"] == 0.5
+
+
 def test_rows_that_the_storage_did_not_take_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     start_attempt(run)
