@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import click
 
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
+    PLANNED_NAME,
     Place,
     RunName,
     StartOptions,
@@ -20,7 +22,7 @@ from clusterddp.cli.arguments import (
     start_options,
 )
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
@@ -173,6 +175,7 @@ def _plan(
         attached=options.attach,
         parent=parent,
         trial=trial,
+        run=PLANNED_NAME if options.dry_run else None,
     )
     return plan_run(resolved, request)
 
@@ -195,7 +198,7 @@ def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) 
 def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
-        return _show(plan, terminal, options.output)
+        return _show(plan, terminal, options)
     from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:
@@ -203,7 +206,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
 
 
-def _show(plan: Plan, terminal: Terminal, output: str) -> int:
+def _show(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, and for Slurm the scheduler's answer to it; return the exit code."""
     from clusterddp.cli.text.plan import masked_plan, plan_lines, verdict_lines
 
@@ -212,8 +215,10 @@ def _show(plan: Plan, terminal: Terminal, output: str) -> int:
         from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
-    if output == "json":
+    if options.output == "json":
         put_json(masked_plan(plan, verdict))
     else:
-        put("\n".join([*plan_lines(plan), *verdict_lines(verdict)]))
+        columns = columns_of(sys.stdout) or COLUMNS
+        lines = plan_lines(plan, verbose=options.verbose, columns=columns)
+        put("\n".join([*lines, *verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import default_runs_dir
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.arguments import PLANNED_NAME, default_runs_dir
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import sweep as text
 from clusterddp.cli.text.status import list_lines
@@ -45,9 +45,10 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     if options.attach:
         raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
     _refuse_follow(options)
-    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    name = PLANNED_NAME if options.dry_run else None
+    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
     if options.dry_run:
-        return _show_plan(plan, terminal, options.output)
+        return _show_plan(plan, terminal, options)
     for note in plan.base.notes:
         say_note(note)
     return _stay_with(submit_sweep(plan), terminal, options, verb="submitted")
@@ -108,17 +109,19 @@ def _refuse_follow(options: StartOptions) -> None:
         raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
 
 
-def _show_plan(plan: SweepPlan, terminal: Terminal, output: str) -> int:
+def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep and the scheduler's answer to it; return the exit code."""
     verdict = None
     if plan.job:
         from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.job, terminal.environ)
-    if output == "json":
+    if options.output == "json":
         put_json(text.masked_plan(plan) | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {}))
     else:
-        put("\n".join([*text.plan_lines(plan), *plan_text.verdict_lines(verdict)]))
+        columns = columns_of(sys.stdout) or COLUMNS
+        lines = text.plan_lines(plan, verbose=options.verbose, columns=columns)
+        put("\n".join([*lines, *plan_text.verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0
 
 
