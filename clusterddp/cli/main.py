@@ -31,7 +31,7 @@ _COMMANDS = {
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
     "wait": ("runs", "Look", "wait until a run has ended"),
-    "list": ("runs", "Look", "show all runs, newest first"),
+    "list": ("list_", "Look", "show all runs, newest first"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
     "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),

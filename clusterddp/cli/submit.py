@@ -127,7 +127,7 @@ def resume(
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
-    from clusterddp.look.status import may_have_saved
+    from clusterddp.look.checkpoints import may_have_saved
     from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(options.runs_dir, name)

@@ -26,8 +26,10 @@ _MOST_NAMES = 4
 NOTE_LINES = 2
 """Lines of a note; all of it is in the verbose plan, and is printed at the submit."""
 _CHANGE_LINES = 3
-_SHOWN_ELSEWHERE = ("name", "launcher", "resources.", "entry.", "ssh.hosts", "slurm.partition", "slurm.account")
-_SHOWN_ELSEWHERE += ("train.model", "train.dataset", "train.data_dir", "train.image_size", "train.epochs")
+_SHOWN_ELSEWHERE = (
+    *("name", "launcher", "resources.", "entry.", "ssh.hosts", "slurm.partition", "slurm.account"),
+    *("train.model", "train.dataset", "train.data_dir", "train.image_size", "train.epochs"),
+)
 """Keys whose values other lines of the summary have."""
 _IN_WHERE = ("launcher", "ssh.hosts")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.terminal import Terminal, duration, say
-from clusterddp.cli.text.status import WITHOUT_REASON, measures, progress_text
+from clusterddp.cli.text.states import WITHOUT_REASON
+from clusterddp.cli.text.status import measures, progress_text
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.terminal import table
+from clusterddp.cli.terminal import table, wrapped
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text.plan_summary import value_text
-from clusterddp.cli.text.status import state_text
+from clusterddp.cli.text.run_list import list_lines
+from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
 from clusterddp.system.units import format_count
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _MOST_RUNS_SHOWN = 40
 """In a verbose plan."""
 _FEW_RUNS_SHOWN = 8
+_SHOWN_FIRST = {state: number for number, state in enumerate(["RUNNING", "FAILED", "LOST", "REQUEUED", "PENDING"])}
 
 
 def masked_plan(plan: SweepPlan) -> dict[str, Any]:
@@ -65,14 +68,25 @@ def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[s
     return lines + plan_text.plan_lines(first, verbose=verbose, columns=columns)
 
 
-def status_head(status: SweepStatus) -> str:
-    """Write the lines above the table of runs: the states, what starts the runs, and what their queue waits for."""
+def status_lines(status: SweepStatus, *, columns: int | None, rows: int | None = None) -> list[str]:
+    """Write a sweep: the states of its runs, what starts them, what their queue waits for, and a table of the runs.
+
+    `rows`: how many lines there may be; runs that run or failed are shown before others.
+    """
     where = f"{format_count(len(status.runs), 'run')}, " + (
         carrier_text(status.launcher, status.job_id) if status.job_id else status.launcher
     )
     where += f", {status.throttle} at a time" if status.throttle else ""
     head = f"{click.style(status.sweep, bold=True)}  {counts_text(status)}  {where}"
-    return "\n".join([head, *(f"  {line}" for line in _queue_lines(status))])
+    lines = wrapped(head, columns, indent=2)
+    lines += [each for line in _queue_lines(status) for each in wrapped(f"  {line}", columns, indent=4)]
+    runs, room = list(status.runs), None if rows is None else max(1, rows - len(lines) - 2)
+    if room is not None and len(runs) > room:
+        first = sorted(runs, key=lambda run: _SHOWN_FIRST.get(run.state.value, len(_SHOWN_FIRST)))[:room]
+        runs = [run for run in runs if run in first]
+    lines += list_lines(runs, now=time.time(), columns=columns)
+    left = len(status.runs) - len(runs)
+    return [*lines, f"... and {left} more: clusterddp list {status.sweep}"] if left else lines
 
 
 def counts_text(status: SweepStatus) -> str:
