@@ -187,7 +187,7 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
     others = [run.label for run in runs if run.answered_by is not None]
     beside = f"; {', '.join(others)} runs there" if others else ""
     if not left:
-        return ok(f"nothing is left over{beside}")
+        return ok(f"no orphaned processes{beside}")
     pids = [process.pid for run in left for process in run.processes]
     more = f" and {len(pids) - _PROCESSES_SHOWN} more" if len(pids) > _PROCESSES_SHOWN else ""
     shown = ", ".join(map(str, pids[:_PROCESSES_SHOWN]))

@@ -156,7 +156,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
     from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
-    for name in names:
+    for index, name in enumerate(names):
         try:
             sweep = find_sweep(runs_dir, name)
             if sweep:
@@ -168,6 +168,10 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: 
         except ClusterddpError as error:  # the others are cancelled nevertheless
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
+        except KeyboardInterrupt as interrupt:
+            said = str(interrupt) or f"{name}: interrupted; clusterddp cancel {name} goes on"
+            left = "".join(f", {other}" for other in names[index + 1 :])
+            raise KeyboardInterrupt(said + (f"; not cancelled: {left[2:]}" if left else "")) from None
     return exit_code
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +89,9 @@ def submit(
         return sweeps.submit(read, terminal, options)
     if smoke_test:
         return _try_out(resolved, terminal, dataclasses.replace(options, follow=True))
-    return _carry_out(_plan(resolved, terminal, options), terminal, options)
+    with _starting():
+        plan = _plan(resolved, terminal, options)
+    return _carry_out(plan, terminal, options)
 
 
 @command("rerun")
@@ -109,7 +113,8 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=place.flags, hosts=place.read_hosts())
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     working_dir = working_dir if working_dir.is_dir() else Path.cwd()
-    plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
+    with _starting():
+        plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
     return _carry_out(plan, terminal, options)
 
 
@@ -138,7 +143,8 @@ def resume(
     run = find_run(options.runs_dir, name)
     if not from_start and not may_have_saved(run):
         _confirm_start_over(run)
-    submitted = resume_run(run, report=say, overrides=overrides)
+    with _starting():
+        submitted = resume_run(run, report=say, overrides=overrides)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
@@ -154,6 +160,15 @@ def _confirm_start_over(run: RunDir) -> None:
 
 
 COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Let Ctrl-C before the start print that nothing was started; a start that it interrupts has its own message."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or "interrupted: nothing was started") from None
 
 
 def _plan(
@@ -203,7 +218,9 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
 
     for note in plan.notes:
         say_note(note)
-    return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
+    with _starting():
+        submitted = submit_plan(plan, report=say)
+    return stay_with(submitted, terminal, options, verb="submitted")
 
 
 def _show(plan: Plan, terminal: Terminal, options: StartOptions) -> int:

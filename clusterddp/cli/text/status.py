@@ -94,7 +94,8 @@ def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = Non
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.look.log_file import read_log_tail
 
-    code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
+    known = cause.exit_code is None or f"exit code {cause.exit_code}" in cause.error
+    code = "" if known else f"  (exit code {cause.exit_code})"
     what = f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"
     lines = wrapped(what, columns, indent=2)
     tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
