@@ -192,7 +192,7 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
     more = f" and {len(pids) - _PROCESSES_SHOWN} more" if len(pids) > _PROCESSES_SHOWN else ""
     shown = ", ".join(map(str, pids[:_PROCESSES_SHOWN]))
     names = ", ".join(run.label for run in left)
-    return note(f"left over of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
+    return note(f"orphaned processes of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
 
 
 def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:

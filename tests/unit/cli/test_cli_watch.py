@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
@@ -19,6 +19,7 @@ from clusterddp.cli.main import main
 from clusterddp.cli.text import progress as progress_text
 from clusterddp.cli.text.progress import progress_lines
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import write_json
@@ -119,10 +120,10 @@ def test_a_run_that_does_not_change_is_one_line_of_json(runs_dir: Path) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(progress_text.time, "monotonic", lambda: now[0])
-    yield now
+    return now
 
 
 def test_a_line_of_wait_that_repeats_has_its_time(
@@ -179,13 +180,18 @@ def test_an_interrupted_cancel_says_what_goes_on(runs_dir: Path, arguments: list
     run, other = make_run(runs_dir, "one-1"), make_run(runs_dir, "two-2")
     attempt = start_attempt(run)
     argv = [sys.executable, "-m", "clusterddp", "cancel", *arguments, run.name, other.name]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(["sleep", "60"]) as supervisor:
+        # A cancel that is not interrupted kills the supervisor; that must not be this test.
+        identity = {"supervisor": dataclasses.asdict(ProcessIdentity.of(supervisor.pid))}
+        write_json(attempt.start, json.loads(attempt.start.read_text()) | identity)
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         request = attempt.stop_file if arguments else run.cancel_file
         while not request.exists():
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
+        supervisor.kill()
     assert process.returncode == 130
     last = err.splitlines()[-1]
     assert last == f"one-1 {asked}, and does so without this command; clusterddp status shows it; not cancelled: two-2"
