@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,21 +142,21 @@ def resume(
     if sweep:
         return sweeps.resume(sweep, terminal, options)
     run = find_run(options.runs_dir, name)
-    if not from_start and not may_have_saved(run):
-        _confirm_start_over(run)
+    check = None if from_start or may_have_saved(run) else partial(_confirm_start_over, run)
     with _starting():
-        submitted = resume_run(run, report=say, overrides=overrides)
+        submitted = resume_run(run, report=say, overrides=overrides, check=check)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
 def _confirm_start_over(run: RunDir) -> None:
-    """Ask before a program starts from its beginning again.
+    """Warn that a program starts from its beginning again; on a terminal, ask.
 
-    Raises: UsageError: the user does not want that, or is not there to ask.
+    Raises: UsageError: the user does not want that.
     """
     say(f"{run.name}: no checkpoint is known: the output directory is empty, the program never asked whether to stop")
-    hint = "--from-start starts the program from its beginning"
-    if not confirm("Start it from its beginning?", hint=hint, refused="nothing was started"):
+    if not sys.stdin.isatty():
+        say("it starts from its beginning, unless it finds a checkpoint of its own")
+    elif not confirm("Start it from its beginning?", hint="", refused="nothing was started"):
         raise UsageError("nothing was started")
 
 

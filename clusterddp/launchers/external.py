@@ -74,6 +74,13 @@ class ExternalLauncher:
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Do nothing: the ranks look for the STOP file."""
 
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Refuse: no supervisor would answer."""
+        raise UsageError(
+            f"{run.name}: its ranks were started by another launcher, and no supervisor of clusterddp asks them",
+            hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
+        )
+
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         if not find_processes(f"{record.token}."):

@@ -99,6 +99,31 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HangEvent:
+    """No rank of the run makes progress."""
+
+    since: float
+    """Seconds since the epoch."""
+    text: str
+    """Which ranks wait for which, in one line."""
+    hint: str
+    ranks: tuple[int, ...]
+    """Those that the others seem to wait for."""
+    stacks: str
+    """The id of the report that has the stacks (run/stacks.py)."""
+
+
+def read_hang(run: RunDir, attempt: int | None) -> HangEvent | None:
+    """Return the hang of an attempt that the head has seen last, unless the ranks went on afterwards."""
+    found: HangEvent | None = None
+    for row in read_jsonl(run.events):
+        if row.get("attempt") == attempt and row.get("event") in {"hang", "hang_over"}:
+            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+                found = build(HangEvent, row) if row["event"] == "hang" else None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stopping:
     """A run whose ranks were asked to checkpoint and end, and have not ended yet."""
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.checkpoints import Checkpoint, newest_checkpoint
 from clusterddp.look.events import (
+    HangEvent,
     NodeTransport,
     Stopping,
     count_lost_rows,
+    read_hang,
     read_start_phases,
     read_stopping,
     read_transports,
@@ -19,7 +24,7 @@ from clusterddp.look.events import (
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
-from clusterddp.look.times import Times, read_times
+from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_unreached
@@ -28,6 +33,7 @@ from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_st
 from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
     from clusterddp.slurm.jobs import Job
 
 
@@ -75,6 +81,10 @@ class RunStatus:
     """By node, of those whose NCCL has said so in the newest attempt."""
     stopping: Stopping | None = None
     """Of a run that goes on, though its ranks were asked to checkpoint and end."""
+    hang: HangEvent | None = None
+    """While it runs: since when no rank makes progress."""
+    last_output: float | None = None
+    """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -103,6 +113,8 @@ class RunStatus:
             "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
+            "hang": self.hang and dataclasses.asdict(self.hang),
+            "last_output": self.last_output,
             **job,
         }
 
@@ -179,7 +191,20 @@ def read_status(run: RunDir) -> RunStatus:
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
         stopping=_stopping(run, view, gang),
         lost_rows=count_lost_rows(run),
+        hang=read_hang(run, view.attempt) if view.state is RunState.RUNNING else None,
+        last_output=_last_output(attempt) if view.state is RunState.RUNNING and record.launcher != "ssh" else None,
     )
+
+
+def _last_output(attempt: AttemptDir | None) -> float | None:
+    """Return when a rank last wrote to its log; None: none has written anything."""
+    times = []
+    if attempt is not None:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(attempt.logs):
+                found = entry.stat()
+                times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
 
 
 def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
@@ -213,7 +238,7 @@ def find_job_log(run: RunDir) -> str | None:
 
 
 def _times(run: RunDir, record: RunRecord, view: RunView) -> Times:
-    return read_times(run, created=_created(record), finished=view.finished)
+    return read_timeline(run, record, is_finished=view.finished, now=time.time(), with_ranks=False).times
 
 
 def _created(record: RunRecord) -> float:

@@ -183,6 +183,8 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         env=dict(job.env),
         restarts=job.restarts,
         start=job.start,
+        hang=job.hang,
+        hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
         time_limit_s=time_limit_s,
         **timeouts_of(job, len(placement.nodes)),
     )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from clusterddp.cli.terminal import duration
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import WITHOUT_REASON, state_text
+from clusterddp.cli.text.status import short_progress
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.progress import Progress
     from clusterddp.look.status import RunSummary
 
 _RANK_OF_ERROR = re.compile(r"rank \d+ on \S+: ")
@@ -34,7 +34,7 @@ def _columns(summaries: Sequence[RunSummary], now: float, *, names: bool, short:
         Column(title="NAME", cells=[printable(run.name) for run in summaries], gives_way=4, least=8),
         Column(title="STATE", cells=[run.state.value for run in summaries], paint=state_text),
         Column(title="LAUNCHER", cells=[printable(run.launcher) for run in summaries], gives_way=8),
-        Column(title="PROGRESS", cells=[_short_progress(run.progress) for run in summaries], gives_way=3),
+        Column(title="PROGRESS", cells=[short_progress(run.progress) for run in summaries], gives_way=3),
         Column(title="ACCURACY", cells=["-" if each is None else f"{each:.1%}" for each in accuracies], gives_way=5),
         Column(title="SUBMITTED", cells=[_when(run.created, now) for run in summaries], gives_way=7),
         Column(title="TIME", cells=[_time(run) for run in summaries], gives_way=2),
@@ -57,16 +57,6 @@ def _time(summary: RunSummary) -> str:
     if times.running_s:
         return duration(times.running_s)
     return f"waits {duration(times.queued_s).split()[0]}" if summary.state.value == "PENDING" else "-"
-
-
-def _short_progress(progress: Progress | None) -> str:
-    if progress is None:
-        return "-"
-    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
-    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
-    if not (epoch or fraction) and progress.step is not None:
-        return f"step {progress.step}"
-    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
 
 
 def _when(created: float, now: float) -> str:

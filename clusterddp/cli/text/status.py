@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
     from clusterddp.look.status import RunStatus
-    from clusterddp.look.times import Times
+    from clusterddp.look.timeline import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
@@ -54,8 +54,7 @@ def status_lines(
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
     lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
-    if status.progress:
-        lines.append(f"  {progress_text(status.progress)}")
+    lines += _progress_lines(status, address)
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
@@ -74,6 +73,21 @@ def status_lines(
         lines += ["", *root_cause_lines(status.root_cause, run, columns=columns)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def _progress_lines(status: RunStatus, address: str) -> list[str]:
+    """Write how far the run is, or when it last wrote something; since when no rank makes progress, and why."""
+    lines = []
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    elif status.last_output:
+        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+    if status.hang is None:
+        return lines
+    what = f"no progress for {duration(time.time() - status.hang.since)}: {printable(status.hang.text)}"
+    lines.append(f"  {click.style('hang', fg='yellow')}: {what}")
+    lines += [f"    {printable(status.hang.hint)}"] if status.hang.hint else []
+    return [*lines, f"    its stacks: clusterddp stacks {address}"]
 
 
 def stopping_text(stopping: Stopping, *, now: float) -> str:
@@ -162,6 +176,17 @@ def measures(progress: Progress) -> list[str]:
     return parts
 
 
+def short_progress(progress: Progress | None) -> str:
+    """Write how far a run is in a few characters."""
+    if progress is None:
+        return "-"
+    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
+    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    if not (epoch or fraction) and progress.step is not None:
+        return f"step {progress.step}"
+    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
+
+
 def _where(status: RunStatus) -> str:
     parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
     if status.launcher == FOREIGN:
@@ -195,12 +220,6 @@ def _job_facts(job: Job) -> list[str]:
     elif job.num_nodes:
         parts.append(format_count(job.num_nodes, "node"))
     return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
-
-
-def cut_line(line: str, columns: int) -> str:
-    """Shorten a line to so many columns, at its end, which has no colour."""
-    excess = len(click.unstyle(line)) - columns
-    return line if excess <= 0 else f"{line[: -excess - 3]}..."
 
 
 def _count(number: float) -> str:

@@ -146,7 +146,7 @@ def test_cancel_goes_on_after_a_name_that_is_none(place: Path) -> None:
     name = wait_for_ranks(place)
     done = clusterddp(place, "cancel", "nobody", name)
     assert done.returncode == 4
-    assert "error: nobody: no such run" in done.stderr
+    assert "error: no run named nobody in" in done.stderr
     assert f"{name}: cancelled" in done.stderr
 
 

@@ -60,7 +60,7 @@ def test_tab_completes_commands_runs_and_options(tmp_path: Path) -> None:
     def complete(words: str) -> str:
         return run_command(env=os.environ | completing(words), cwd=tmp_path).stdout
 
-    assert complete("clusterddp sta") == "plain,status\n"
+    assert complete("clusterddp stat") == "plain,status\n"
     assert complete("clusterddp status br") == "plain,brisk-otter-3\n"
     assert complete("clusterddp submit --launcher sl") == "plain,slurm\n"
     assert complete("clusterddp submit job") == "file,job\n"
