@@ -49,7 +49,8 @@ def runs_dir(tmp_path: Path) -> Path:
     train(running, steps=25)
     start_attempt(running)
     began(running, 3725)
-    make_run(runs, "calm-lynx-3", created_ns=time.time_ns() - 605 * 10**9)
+    waiting = make_run(runs, "calm-lynx-3", created_ns=time.time_ns() - 605 * 10**9)
+    waiting.attempt(0).path.mkdir(parents=True)
     return runs
 
 
