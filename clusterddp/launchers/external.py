@@ -138,9 +138,9 @@ def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
     number = attempt.number if attempt else None
     if alive is None:
         host = record.submitter.get("host", "another host")
-        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"is being started on {host}")
+        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"starting on {host}")
     if alive:
-        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="is being started")
+        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="starting")
     return RunView(state=RunState.LOST, attempt=number, end=None, reason="was never started: rank 0 is gone")
 
 

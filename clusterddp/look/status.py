@@ -7,10 +7,10 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
+from clusterddp.look.checkpoints import Checkpoint, newest_checkpoint
 from clusterddp.look.events import (
     HangEvent,
     NodeTransport,
@@ -27,12 +27,10 @@ from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_reports import read_reports
 from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
-from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
@@ -67,6 +65,8 @@ class RunStatus:
     """Seconds since the epoch."""
     ended: float | None
     times: Times
+    checkpoint: Checkpoint | None
+    """The newest one of a run that has ended."""
     job: Job | None = None
     """On Slurm: the job as Slurm reports it; None where the files suffice."""
     unreachable: tuple[str, ...] = ()
@@ -110,6 +110,7 @@ class RunStatus:
             "start_phases": self.start_phases,
             "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
+            "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
             "hang": self.hang and dataclasses.asdict(self.hang),
@@ -181,6 +182,7 @@ def read_status(run: RunDir) -> RunStatus:
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
+        checkpoint=newest_checkpoint(run) if view.finished else None,
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
@@ -227,23 +229,6 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
         created=_created(record),
         ended=view.end.ended if view.end else None,
     )
-
-
-def has_checkpoint(run: RunDir) -> bool:
-    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
-    here = next(run.checkpoints.glob("*.json"), None) is not None
-    return here or any(report.checkpoints for report in read_reports(run).values())
-
-
-def may_have_saved(run: RunDir) -> bool:
-    """Return whether the run may go on from where it was; False for a program that left no file and never asked."""
-    entry = read_gang(run).entry
-    if entry.always_stops or has_checkpoint(run) or any(is_file(attempt.asked) for attempt in run.attempts()):
-        return True
-    output = Path(entry.output_dir or run.output)
-    with contextlib.suppress(OSError):
-        return next(output.iterdir(), None) is not None
-    return bool(entry.output_dir)  # it may be on another machine
 
 
 def find_job_log(run: RunDir) -> str | None:

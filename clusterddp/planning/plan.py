@@ -121,7 +121,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     _refuse_unplannable(job, request)
     placed = _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
-    run = choose_run_name(request.runs_dir)
+    run = request.run or choose_run_name(request.runs_dir)
     gang, spec, notes = _plan_ranks(job, request, placed, program, run)
     plan = Plan(
         run=run,

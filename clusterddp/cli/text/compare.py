@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from clusterddp.cli.terminal import duration, table
-from clusterddp.cli.text.status import cut_line, state_text
+from clusterddp.cli.text.states import state_text
 from clusterddp.look.compare import CodeDiff, Comparison, Difference
 from clusterddp.look.printable import printable
 from clusterddp.look.report import Results
@@ -42,7 +42,7 @@ def compare_lines(compared: Comparison, *, columns: int | None) -> list[str]:
     if not lines:
         lines = ["no difference in configuration, code, packages, hosts or machine", ""]
     lines += _result_lines(compared, columns or _PLAIN)
-    return lines if columns is None else [cut_line(line, columns) for line in lines]
+    return lines if columns is None else [_cut_line(line, columns) for line in lines]
 
 
 def result_texts(results: Results) -> dict[str, str]:
@@ -149,3 +149,9 @@ def _diff_lines(first: str, diff: CodeDiff) -> list[str]:
 def _colored(line: str) -> str:
     color = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
     return click.style(printable(line), fg=color) if color else printable(line)
+
+
+def _cut_line(line: str, columns: int) -> str:
+    """Shorten a line to so many columns, at its end, which has no colour."""
+    excess = len(click.unstyle(line)) - columns
+    return line if excess <= 0 else f"{line[: -excess - 3]}..."

@@ -215,7 +215,7 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
     if _is_supervised(run, record) or _just_made(attempt):
         previous = read_end(run.attempt(number - 1)) if number else None
         state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
-        return RunView(state=state, attempt=number, end=None, reason="is being started")
+        return RunView(state=state, attempt=number, end=None, reason="starting")
     if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
         return None
     return _lost(run, record, attempt, "was never started: the process that submitted it is gone", None)

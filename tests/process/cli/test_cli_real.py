@@ -227,7 +227,7 @@ def test_rerun_is_a_new_run_that_names_the_old_one(place: Path) -> None:
 
 
 def test_a_dry_run_shows_all_and_does_nothing(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", "resources.nodes=3", "-n")
+    done = clusterddp(place, "submit", "job.yaml", "resources.nodes=3", "-n", "-v")
     assert done.returncode == 0
     assert done.stderr == ""
     assert not (place / "runs").exists()

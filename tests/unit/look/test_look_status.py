@@ -49,8 +49,8 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
     promised = ["run", "name", "state", "launcher", "job_id", "attempt", "created", "ended", "times", "world_size"]
-    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "stopping", "lost_rows", "hang"]
-    promised += ["last_output"]
+    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "checkpoint", "stopping"]
+    promised += ["lost_rows", "hang", "last_output"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
