@@ -202,7 +202,8 @@ def _has_ended(status: RunStatus) -> bool:
 def _without_times(status: RunStatus) -> dict[str, Any]:
     """Return the status without what changes every second."""
     # An UNKNOWN state has its age in the reason.
-    return status.to_json() | {"times": None, "last_output": None} | ({"reason": ""} if status.state.value == "UNKNOWN" else {})
+    reason = {"reason": ""} if status.state.value == "UNKNOWN" else {}
+    return status.to_json() | {"times": None, "last_output": None} | reason
 
 
 def _say_failed_rank(run: RunDir, attempt: int | None, terminal: Terminal) -> None:
