@@ -128,50 +128,66 @@ def logs(
 @works_at_login
 @run_argument()
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="S", help="Give up after S seconds.")
+@output_option
 @runs_option
 @click.pass_obj
-def wait(terminal: Terminal, *, name: str, timeout_s: float | None, runs_dir: Path) -> int:
+def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str, runs_dir: Path) -> int:
     """Wait until a run has ended.
 
-    The exit code is 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds.
+    The exit code is 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds. With -o json
+    its status, or that of the runs of a sweep, follows on standard output.
     """
+    from clusterddp.look.status import read_status
+
     sweep = find_sweep(runs_dir, name)
     if sweep:
-        return wait_for_all(sweep, terminal, timeout_s=timeout_s)
+        exit_code = wait_for_all(sweep, terminal, timeout_s=timeout_s)
+        if output == "json":
+            show_sweep(sweep, terminal, output=output, watch=False)
+        return exit_code
     run = find_run(runs_dir, name)
     with staying_with(run, terminal) as sync:
         view = watch_until_ended(run, terminal, sync, timeout_s=timeout_s)
-        return say_ending(run, view, terminal, sync)
+        exit_code = say_ending(run, view, terminal, sync)
+    if output == "json":
+        put_json(read_status(run).to_json())
+    return exit_code
 
 
 @command("cancel")
 @works_at_login
 @click.argument("names", metavar="RUN...", nargs=-1, required=True, type=RunName())
 @click.option("--save", is_flag=True, help="Let the ranks write a checkpoint first.")
+@output_option
 @runs_option
 @click.pass_obj
-def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, runs_dir: Path) -> int:
+def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: str, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.submission.cancel import cancel as cancel_run
     from clusterddp.sweep.submit import cancel_sweep
 
     exit_code = 0
+    results: list[dict[str, str | None]] = []
     for index, name in enumerate(names):
         try:
             sweep = find_sweep(runs_dir, name)
             if sweep:
-                say(f"{sweep.name}: {cancel_sweep(sweep, save=save)}")
-                continue
-            run = find_run(runs_dir, name)
-            report = partial(_say_of, run.name)
-            report(cancel_run(run, save=save, report=report))
+                run_name, result = sweep.name, cancel_sweep(sweep, save=save)
+            else:
+                run = find_run(runs_dir, name)
+                run_name, result = run.name, cancel_run(run, save=save, report=partial(_say_of, run.name))
+            _say_of(run_name, result)
+            results.append({"run": run_name, "result": result, "error": None})
         except ClusterddpError as error:  # the others are cancelled nevertheless
             say_error(error.message, hint=error.hint)
             exit_code = max(exit_code, error.exit_code)
+            results.append({"run": name, "result": None, "error": error.message})
         except KeyboardInterrupt as interrupt:
             said = str(interrupt) or f"{name}: interrupted; clusterddp cancel {name} goes on"
             left = "".join(f", {other}" for other in names[index + 1 :])
             raise KeyboardInterrupt(said + (f"; not cancelled: {left[2:]}" if left else "")) from None
+    if output == "json":
+        put_json({"schema": 1, "runs": results})
     return exit_code
 
 

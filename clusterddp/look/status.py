@@ -92,6 +92,7 @@ class RunStatus:
         cause = self.root_cause
         job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
         return {
+            "schema": 1,
             "run": self.run,
             "name": self.name,
             "state": self.state.value,

@@ -307,3 +307,13 @@ def test_following_tells_of_a_restart(place: Path) -> None:
     assert done.returncode == 5
     assert done.stdout.splitlines().count("rank 0 of 4") == 2
     assert f"attempt 1 of {newest(place).name} starts\n" in done.stderr
+
+
+def test_wait_and_cancel_answer_in_json_too(place: Path) -> None:
+    name = clusterddp(place, "submit", "job.yaml", FAILS).stdout.strip()
+    done = clusterddp(place, "wait", name, "-o", "json")
+    status = json.loads(done.stdout)
+    assert (done.returncode, status["schema"], status["run"], status["state"]) == (5, 1, name, "FAILED")
+    cancelled = json.loads(clusterddp(place, "cancel", name, "nobody", "-o", "json").stdout)
+    assert [(each["run"], each["error"] is None) for each in cancelled["runs"]] == [(name, True), ("nobody", False)]
+    assert cancelled["runs"][0]["result"].startswith("has already ended: FAILED")

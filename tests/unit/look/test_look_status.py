@@ -48,7 +48,19 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
-    promised = ["run", "name", "state", "launcher", "job_id", "attempt", "created", "ended", "times", "world_size"]
+    promised = [
+        "schema",
+        "run",
+        "name",
+        "state",
+        "launcher",
+        "job_id",
+        "attempt",
+        "created",
+        "ended",
+        "times",
+        "world_size",
+    ]
     promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "checkpoint", "stopping"]
     promised += ["lost_rows", "hang", "last_output"]
     assert [key for key in status if key != "reason"] == promised
