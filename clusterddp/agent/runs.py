@@ -16,6 +16,7 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import end_left_over, find_runs
+from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
 from clusterddp.run.stored import find_stored, remove_run, remove_stored
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
@@ -81,7 +82,10 @@ def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Ask a run to stop (a checkpoint first), or to end at once, by the files that its supervisors watch."""
+    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors watch.
+
+    `reason`: of an end; the id of the report.
+    """
     run = RunDir(host.run_dir(request["name"]))
     if not run.path.is_dir():
         return {"found": False}
@@ -89,6 +93,10 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         attempts = run.attempts()
         if attempts:
             request_stop(attempts[-1].stop_file, request["reason"])
+    elif request["what"] == "stacks":
+        attempts = run.attempts()
+        if attempts:
+            request_stacks(attempts[-1], request["reason"])
     else:
         write_json(run.cancel_file, {"by": request["reason"], "time": time.time()}, exclusive=True)
     return {"found": True}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clusterddp.cli.terminal import Terminal, say, writing_stdout
-from clusterddp.errors import RunNotFoundError
+from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.login.node import (
     AT_LOGIN,
     FirstLine,
@@ -104,6 +105,40 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     if code := _run(node, login_command, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
     return bytes(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Runs that are on one login node, by their names there."""
+
+    node: Node
+    names: tuple[str, ...]
+
+
+def node_of_all(
+    names: Sequence[str], runs_dir: Path, profile: str | None, environ: Mapping[str, str]
+) -> Together | None:
+    """Find the login node that has all these runs; None: they are here.
+
+    Raises: UsageError: they are in several places, and a command about all of them together reads one place.
+    """
+    if AT_LOGIN in environ:
+        return None
+    if profile is not None:
+        return Together(demand_node(profile, environ), tuple(names))
+    sent_runs = [find_sent_run(runs_dir, name) for name in names]
+    places: dict[str, Node | None] = {}
+    for name, sent in zip(names, sent_runs, strict=True):
+        node = node_of_run(sent, environ) if sent else None
+        if node is None and not _is_here(runs_dir, name):
+            node = find_node(None, environ)
+        places[f"{node.login.host} {node.login.runs_dir}" if node else ""] = node
+    if len(places) > 1:
+        where = [f"on {node.login.host}" if node else "here" for node in places.values()]
+        raise UsageError(f"these runs are in several places: {', '.join(where)}", hint="name runs of one place")
+    node = next(iter(places.values()))
+    there = [sent.name_there(name) if sent else name for name, sent in zip(names, sent_runs, strict=True)]
+    return Together(node, tuple(there)) if node else None
 
 
 class _Output:

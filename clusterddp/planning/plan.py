@@ -121,7 +121,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     _refuse_unplannable(job, request)
     placed = _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
-    run = choose_run_name(request.runs_dir)
+    run = request.run or choose_run_name(request.runs_dir)
     gang, spec, notes = _plan_ranks(job, request, placed, program, run)
     plan = Plan(
         run=run,
@@ -183,6 +183,8 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         env=dict(job.env),
         restarts=job.restarts,
         start=job.start,
+        hang=job.hang,
+        hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
         time_limit_s=time_limit_s,
         **timeouts_of(job, len(placement.nodes)),
     )

@@ -50,6 +50,16 @@ class AttemptDir:
         return self.path / "stopped.json"
 
     @property
+    def stacks_request(self) -> Path:
+        """A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."""
+        return self.path / "STACKS"
+
+    @property
+    def stacks(self) -> Path:
+        """Where the ranks were, when a command asked or the run showed no progress: a report each."""
+        return self.path / "stacks"
+
+    @property
     def asked(self) -> Path:
         """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
         return self.path / ASKED
@@ -143,6 +153,11 @@ class RunDir:
     def summary(self) -> Path:
         """The trainer's result, written at its end."""
         return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run that `clusterddp report` has written."""
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

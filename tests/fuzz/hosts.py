@@ -194,6 +194,7 @@ def requests(root: Path) -> Target:
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
+        {"do": "run.ask", "name": name, "what": "stacks", "reason": "1795600000-0a1b2c"},
         {"do": "run.release", "token": TOKEN},
         {"do": "store.missing", "sums": [sum_]},
         {"do": "store.checkout", "sum": sum_, "name": name},

@@ -127,6 +127,16 @@ def test_a_list_says_where_the_other_runs_are(laptop: Laptop) -> None:
     assert run in laptop.ok("list", "--profile", "hpc")
 
 
+def test_a_report_and_a_comparison_are_made_where_the_runs_are(laptop: Laptop) -> None:
+    runs = [laptop.submit("--wait"), laptop.submit("--wait", "env.WHAT=other")]
+    laptop.ok("report", *runs, "--out", "both.html")
+    page = (laptop.path / "both.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert all(run in page for run in runs)
+    found = json.loads(laptop.ok("compare", *runs, "-o", "json"))
+    assert found["differences"]["spec"] == {"env.WHAT": {runs[0]: None, runs[1]: "other"}}
+
+
 def test_the_exit_code_tells_how_a_run_ended(laptop: Laptop) -> None:
     laptop.go.write_text("fail")
     run = laptop.submit()
