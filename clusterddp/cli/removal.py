@@ -13,7 +13,7 @@ import click
 from clusterddp.cli.arguments import RunName, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, confirm, duration, put, put_json, say, say_error, table
-from clusterddp.cli.text.status import state_text
+from clusterddp.cli.text.states import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
 from clusterddp.look.removal import Candidate, Removal, Selector
