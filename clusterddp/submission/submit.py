@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
 
 CANCELLED_IN_QUEUE = "cancelled before it was started"
-_ANSWER_INTERVAL_S = 0.25
 _RESUME_LOOK_S = 60.0
 """How long `resume` waits for the answers of busy hosts, which decide whether the run may start."""
 

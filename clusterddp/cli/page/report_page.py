@@ -30,7 +30,6 @@ from clusterddp.system.units import format_count
 
 MAX_BYTES = 300_000
 """The size of a page, whatever the length and number of its runs."""
-_POINT_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
