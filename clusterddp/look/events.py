@@ -6,15 +6,18 @@ A host, or another user, may have written a row; one of another form is skipped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from clusterddp.network.nccl_log import SOCKETS
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RunRecord, Start
 from clusterddp.system.files import is_file, read_jsonl
 from clusterddp.wire import build
+
+Row = dict[str, Any]
+"""A row of the history."""
 
 
 class _AnyEvent(TypedDict):
@@ -47,10 +50,15 @@ class NodeTransport:
     complaint: str
 
 
-def read_transports(run: RunDir, attempt: int | None) -> tuple[NodeTransport, ...]:
+def read_events(run: RunDir) -> list[Row]:
+    """Read the history of a run, oldest first; the functions here find their rows in it."""
+    return list(read_jsonl(run.events))
+
+
+def find_transports(events: Sequence[Row], attempt: int | None) -> tuple[NodeTransport, ...]:
     """Return the newest report of each node in an attempt, by node rank."""
     found: dict[int, NodeTransport] = {}
-    for row in read_jsonl(run.events):
+    for row in events:
         if row.get("event") == "nccl_transport" and row.get("attempt") == attempt:
             with contextlib.suppress(ValueError):  # a host, or another user, may have written it
                 transport = build(NodeTransport, row)
@@ -71,7 +79,7 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
     )
 
 
-def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
+def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 
     prepare: from the run's directory, or the resume, until the launcher has its job. launch: until the ranks have
@@ -80,20 +88,20 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     that is built for it. The last three are rank 0's, and only of the built-in trainer. `start`: the content of
     start.json.
     """
-    events: dict[str, _Event] = {}
-    for row in read_jsonl(run.events):
+    found: dict[str, _Event] = {}
+    for row in events:
         with contextlib.suppress(ValueError):  # a host, or another user, may have written it
             event = build(_Event, row)
-            events |= {event["event"]: event} if event.get("attempt") == attempt else {}
+            found |= {event["event"]: event} if event.get("attempt") == attempt else {}
     phases: dict[str, float] = {}
-    submitted = events["submitted"].get("time") if "submitted" in events else None
+    submitted = found["submitted"].get("time") if "submitted" in found else None
     if submitted is not None and attempt == record.base_attempt:
-        resumed = events["resumed"].get("time") if "resumed" in events else None
+        resumed = found["resumed"].get("time") if "resumed" in found else None
         phases["prepare"] = submitted - (record.created_ns / 1e9 if resumed is None else resumed)
     imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
     if submitted is not None and "started" in start:
         phases["launch"] = start["started"] - submitted - (imported or 0.0)
-    steps = dict(events["first_step"].get("phases", {})) if "first_step" in events else {}
+    steps = dict(found["first_step"].get("phases", {})) if "first_step" in found else {}
     own = steps.pop("import", None)
     if imported is not None or own is not None:
         phases["import"] = (imported or 0.0) + (own or 0.0)
@@ -115,10 +123,10 @@ class HangEvent:
     """The id of the report that has the stacks (run/stacks.py)."""
 
 
-def read_hang(run: RunDir, attempt: int | None) -> HangEvent | None:
+def find_hang(events: Sequence[Row], attempt: int | None) -> HangEvent | None:
     """Return the hang of an attempt that the head has seen last, unless the ranks went on afterwards."""
     found: HangEvent | None = None
-    for row in read_jsonl(run.events):
+    for row in events:
         if row.get("attempt") == attempt and row.get("event") in {"hang", "hang_over"}:
             with contextlib.suppress(ValueError):  # a host, or another user, may have written it
                 found = build(HangEvent, row) if row["event"] == "hang" else None
@@ -139,18 +147,18 @@ class Stopping:
     """False: the program has not asked whether to stop so far."""
 
 
-def read_stopping(run: RunDir, attempt: int, grace_s: float) -> Stopping | None:
+def find_stopping(events: Sequence[Row], attempt: AttemptDir, grace_s: float) -> Stopping | None:
     """Return what the head recorded of a stop in this attempt; None while no stop is requested."""
-    for row in read_jsonl(run.events):
+    for row in events:
         with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-            if row.get("event") == "stop_requested" and "asks" in row and row.get("attempt") == attempt:
+            if row.get("event") == "stop_requested" and "asks" in row and row.get("attempt") == attempt.number:
                 event = build(_StopEvent, row)
-                since, asked = event["time"], is_file(run.attempt(attempt).asked)
+                since, asked = event["time"], is_file(attempt.asked)
                 return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
     return None
 
 
-def count_lost_rows(run: RunDir) -> int:
+def count_lost_rows(events: Sequence[Row]) -> int:
     """Count the rows of `metrics.jsonl` that could not be written, as far as the count itself could be."""
-    rows = [event.get("rows") for event in read_jsonl(run.events) if event.get("event") == "rows_lost"]
+    rows = [event.get("rows") for event in events if event.get("event") == "rows_lost"]
     return sum(count for count in rows if isinstance(count, int))

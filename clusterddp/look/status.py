@@ -16,17 +16,17 @@ from clusterddp.look.events import (
     NodeTransport,
     Stopping,
     count_lost_rows,
-    read_hang,
-    read_start_phases,
-    read_stopping,
-    read_transports,
+    find_hang,
+    find_start_phases,
+    find_stopping,
+    find_transports,
+    read_events,
     warn_of_sockets,
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang
 from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
@@ -74,7 +74,7 @@ class RunStatus:
     job_log: str | None = None
     """On Slurm: the log of the batch script, relative to the run's directory, when no rank was started."""
     start_phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the newest attempt's start that is over and was recorded; see `read_start_phases`."""
+    """Seconds of each phase of the newest attempt's start that is over and was recorded; see `find_start_phases`."""
     warning: str = ""
     """What a user should look at besides the state."""
     transports: tuple[NodeTransport, ...] = ()
@@ -167,7 +167,9 @@ def read_status(run: RunDir) -> RunStatus:
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
     unreached = read_unreached(run) if record.launcher == "ssh" else {}
-    transports = read_transports(run, view.attempt)
+    is_running = view.state is RunState.RUNNING
+    events = read_events(run)
+    transports = find_transports(events, view.attempt)
     return RunStatus(
         run=run.name,
         name=record.name,
@@ -187,13 +189,13 @@ def read_status(run: RunDir) -> RunStatus:
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
-        start_phases={} if view.attempt is None else read_start_phases(run, record, view.attempt, start),
+        start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
         transports=transports,
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
-        stopping=_stopping(run, view, gang),
-        lost_rows=count_lost_rows(run),
-        hang=read_hang(run, view.attempt) if view.state is RunState.RUNNING else None,
-        last_output=_last_output(attempt) if view.state is RunState.RUNNING and record.launcher != "ssh" else None,
+        stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
+        lost_rows=count_lost_rows(events),
+        hang=find_hang(events, view.attempt) if is_running else None,
+        last_output=_last_output(attempt) if is_running and record.launcher != "ssh" else None,
     )
 
 
@@ -206,12 +208,6 @@ def _last_output(attempt: AttemptDir | None) -> float | None:
                 found = entry.stat()
                 times += [found.st_mtime] if found.st_size else []
     return max(times, default=None)
-
-
-def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
-    if view.state is not RunState.RUNNING or view.attempt is None:
-        return None
-    return read_stopping(run, view.attempt, gang.stop_grace_s)
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.text.status import transport_texts
-from clusterddp.look.events import NodeTransport, read_transports, warn_of_sockets
+from clusterddp.look.events import NodeTransport, find_transports, read_events, warn_of_sockets
 from clusterddp.look.status import read_status
 from clusterddp.network.nccl_log import Transport, read_transport
 from clusterddp.run.directory import make_attempt_dirs
@@ -95,8 +95,8 @@ while not run_dir.joinpath("seen").exists(): time.sleep(0.02)
 def test_the_transport_of_each_node_is_in_status(tmp_path: Path) -> None:
     program = f"LOGS = {[IB, IB, IB, SOCKET]!r}\n{PRETEND}"
     with running(tmp_path, program, backend="nccl") as gang:
-        wait_until(lambda: len(read_transports(gang.run, 0)) == 2)
-        first, second = read_transports(gang.run, 0)
+        wait_until(lambda: len(find_transports(read_events(gang.run), 0)) == 2)
+        first, second = find_transports(read_events(gang.run), 0)
         (gang.run.path / "seen").touch()
         assert gang.await_end() == [0, 0]
     assert (first.host, first.network, first.devices) == ("host0", "IB", ("mlx5_0:1/IB", "mlx5_3:1/IB"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clusterddp.cli.main import main
 from clusterddp.cli.text.status import status_lines
-from clusterddp.look.events import HangEvent, read_hang
+from clusterddp.look.events import HangEvent, find_hang, read_events
 from clusterddp.look.status import read_status
 from clusterddp.run.record import log_event
 from clusterddp.run.stacks import Collectives, Frame, RankStack, StackReport, write_report
@@ -87,17 +87,17 @@ def test_a_hang_counts_until_the_ranks_go_on(tmp_path):
     run = make_run(tmp_path)
     start_attempt(run)
     log_event(run, "hang", attempt=0, **HANG)
-    found = read_hang(run, 0)
+    found = find_hang(read_events(run), 0)
     assert found == HangEvent(since=1000.0, text="rank 1 on gpu01 sleeps", hint="look", ranks=(1,), stacks="hang-0")
-    assert read_hang(run, 1) is None
+    assert find_hang(read_events(run), 1) is None
     log_event(run, "hang_over", attempt=0)
-    assert read_hang(run, 0) is None
+    assert find_hang(read_events(run), 0) is None
 
 
 def test_a_hang_of_another_form_is_passed_over(tmp_path):
     run = make_run(tmp_path)
     log_event(run, "hang", attempt=0, since="long ago")
-    assert read_hang(run, 0) is None
+    assert find_hang(read_events(run), 0) is None
 
 
 def test_status_says_since_when_which_ranks_wait_and_where_the_stacks_are(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import clusterddp
 from clusterddp.cli.text.status import progress_text
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.events import count_lost_rows
+from clusterddp.look.events import count_lost_rows, read_events
 from clusterddp.look.progress import read_progress
 from clusterddp.run import metrics
 from clusterddp.run.directory import RunDir, make_attempt_dirs
@@ -142,7 +142,7 @@ def test_storage_that_refuses_loses_rows_which_are_counted(run: RunDir, monkeypa
         clusterddp.progress(1, 2)
     clusterddp.log({"loss": 1})
     assert [row["loss"] for row in rows(run, "log")] == [3, 1]
-    assert count_lost_rows(run) == 2
+    assert count_lost_rows(read_events(run)) == 2
 
 
 def test_an_attempt_that_was_cut_off_writes_no_row(run: RunDir) -> None:
