@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from clusterddp.planning.entry import Trial
     from clusterddp.planning.slurm.job import SlurmPlan
     from clusterddp.planning.ssh.plan import SshPlan
+    from clusterddp.spec.model import JobSpec
 
 _UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
 
@@ -31,6 +32,18 @@ class Placement:
     interface: str | None
     """None: each node chooses its own at the start."""
     notes: tuple[str, ...]
+
+    @classmethod
+    def elsewhere(cls, job: JobSpec, nodes: tuple[Node, ...], *, gpus: bool, notes: tuple[str, ...]) -> Placement:
+        """Return the placement on machines whose cores and interfaces this one does not know."""
+        return cls(
+            nodes=nodes,
+            threads_per_rank=job.resources.cpus_per_task or 1,
+            backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
+            on_cpu=not gpus,
+            interface=None if job.network.interface == "auto" else job.network.interface,
+            notes=notes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

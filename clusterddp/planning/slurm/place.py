@@ -71,14 +71,7 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
         notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
     if job.resources.cpus_per_task is None:
         notes.append("resources.cpus_per_task is not set: one core for each rank")
-    return Placement(
-        nodes=nodes,
-        threads_per_rank=job.resources.cpus_per_task or 1,
-        backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
-        on_cpu=not gpus,
-        interface=None if job.network.interface == "auto" else job.network.interface,
-        notes=tuple(notes),
-    )
+    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(notes))
 
 
 def refuse_odd_path(runs_dir: Path) -> None:

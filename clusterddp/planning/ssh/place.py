@@ -47,14 +47,7 @@ def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[s
             f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
             hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
         )
-    return Placement(
-        nodes=nodes,
-        threads_per_rank=job.resources.cpus_per_task or 1,
-        backend="nccl" if gpus and job.network.backend != "gloo" else "gloo",
-        on_cpu=not gpus,
-        interface=None if job.network.interface == "auto" else job.network.interface,
-        notes=tuple(_ssh_notes(job, unused, gpus=gpus)),
-    )
+    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(_ssh_notes(job, unused, gpus=gpus)))
 
 
 def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[str]:
