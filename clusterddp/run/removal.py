@@ -63,7 +63,7 @@ def hide_place(path: Path, runs_dir: Path, *, seen: tuple[object, ...]) -> Path:
         if fingerprint(hidden) != seen:
             hidden.rename(path)
             raise UsageError(f"{path.name}: has been started again, and was not removed")
-        return _doom(hidden)
+        return _mark_removed(hidden)
     except OSError as error:
         raise _refusal(path.name, error) from error
 
@@ -134,7 +134,7 @@ def remove_snapshots(snapshots: Collection[Snapshot], runs_dir: Path) -> list[Sn
                 with contextlib.suppress(OSError):
                     hidden.rename(path)
                 continue
-            delete_tree(_doom(hidden))
+            delete_tree(_mark_removed(hidden))
             removed.append(snapshot)
     return removed
 
@@ -159,7 +159,8 @@ def delete_tree(path: Path) -> None:
                 return
 
 
-def _doom(hidden: Path) -> Path:
+def _mark_removed(hidden: Path) -> Path:
+    """Rename a hidden directory for the last time: from now on it may be deleted, here or by a later removal."""
     return hidden.rename(hidden.with_name(hidden.name.replace(_REMOVING, _REMOVED, 1)))
 
 

@@ -23,7 +23,7 @@ from clusterddp.train.report.flops import read_peak
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
 
-_DEFINING = ("model", "width", "dataset", "image_size", "seed", "optimizer")
+DEFINING = ("model", "width", "dataset", "image_size", "seed", "optimizer")
 """Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order, what is
 kept for each weight."""
 
@@ -222,7 +222,7 @@ def _mean(ranks: list[Any]) -> Any:
 def _check_same_training(saved: dict[str, Any], spec: TrainSpec, num_samples: int) -> None:
     now = spec.to_json()
     then = saved["spec"]
-    wrong = [f"train.{key} was {then.get(key)}, is {now[key]}" for key in _DEFINING if then.get(key) != now[key]]
+    wrong = [f"train.{key} was {then.get(key)}, is {now[key]}" for key in DEFINING if then.get(key) != now[key]]
     if saved["num_samples"] != num_samples:
         wrong.append(f"the train set had {saved['num_samples']:,} samples, has {num_samples:,}")
     if wrong:
