@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import read_end
 from clusterddp.system.files import read_json
 
 _AGE = re.compile(r"([1-9][0-9]{0,4})([hdw])")
@@ -72,10 +73,10 @@ def ended_at(run: RunDir) -> float | None:
     """Return when the newest attempt of a run ended, in seconds since the epoch; None: no process recorded it."""
     attempts = run.attempts()
     try:
-        end = read_json(attempts[-1].end) if attempts else None
-        return float(end["ended"]) if end else None
-    except (ClusterddpError, OSError, KeyError, TypeError, ValueError):
+        end = read_end(attempts[-1]) if attempts else None
+    except (ClusterddpError, OSError):
         return None
+    return end.ended if end else None
 
 
 def expires_at(run: RunDir, ended: float | None) -> float | None:

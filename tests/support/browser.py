@@ -8,11 +8,13 @@ import json
 import os
 import select
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clusterddp.cli.dash import DashServer
 from tests.support.worker_ranks import demand
 
 _OPTIONS = (
@@ -127,6 +129,17 @@ class Page:
             closing = {"id": 0, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
             os.write(self._commands, json.dumps(closing | self._to_session()).encode() + b"\0")
         return message
+
+
+@contextlib.contextmanager
+def dashboard(runs_dir: Path) -> Iterator[DashServer]:
+    """Serve the pages of `dash` on a free port."""
+    with DashServer(runs_dir, port=0, environ={}) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from clusterddp.cli.dash import DashServer
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
-from tests.support.browser import Page, browser_page
+from tests.support.browser import Page, browser_page, dashboard
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 from tests.support.waiting import wait_until
 
@@ -154,12 +153,8 @@ def test_hostile_names_values_and_logs_run_no_script(page: Page, tmp_path: Path)
 
 @pytest.fixture
 def dash(tmp_path: Path, two_runs: list[RunDir]) -> Iterator[DashServer]:
-    with DashServer(tmp_path / "runs", port=0, environ={}) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with dashboard(tmp_path / "runs") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def address(dash: DashServer, path: str = "/") -> str:

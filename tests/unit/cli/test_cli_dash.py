@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +12,15 @@ import pytest
 
 from clusterddp.cli.dash import DashServer
 from clusterddp.errors import ClusterddpError
+from tests.support.browser import dashboard
 from tests.support.handmade_runs import complete, make_run, start_attempt, train
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[DashServer]:
     (tmp_path / "runs").mkdir()
-    with DashServer(tmp_path / "runs", port=0, environ={}) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with dashboard(tmp_path / "runs") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 class Answer:
