@@ -29,7 +29,7 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float 
     with Synchroniser([run], environ, interval_s=_FETCH_S) as sync:
         sync.update()
         view, record = read_state(run), read_run(run)
-        if view.finished or view.attempt is None or view.state is not RunState.RUNNING:
+        if view.attempt is None or view.state is not RunState.RUNNING:
             kept = newest_report(run)
             if kept is None:
                 raise UsageError(f"{run.name} has no ranks to ask: it is {view.state.value}")
