@@ -74,7 +74,7 @@ def run_rank(run_dir: str) -> None:
     else:
         _record_end(0)
     finally:
-        _drop_unwritten_output()
+        drop_unwritten_output()
         _ignore_late_signals()
         if "torch.distributed" in sys.modules:
             from clusterddp.network.gloo import await_gloo_threads
@@ -162,8 +162,8 @@ def _ignore_late_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _drop_unwritten_output() -> None:
-    """Drop output that a full disk did not take; Python would end the rank with exit code 120 because of it."""
+def drop_unwritten_output() -> None:
+    """Drop output that a full disk did not take; Python would end with exit code 120 because of it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -41,6 +41,7 @@ from clusterddp.node.guard import Facts, Guard, clean_up
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
+from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.torchrun import Torchrun
@@ -273,6 +274,7 @@ def main() -> int:
     guard.dismiss()
     if supervisor is not None:
         supervisor.dismiss_tasks(exit_code)
+    drop_unwritten_output()
     return exit_code
 
 

@@ -13,6 +13,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
 from tests.support.stored_runs import COMPLETED, DAY_S, RUN, TOKEN, age, make_run
+from tests.support.waiting import wait_until
 
 MONTH_S = 30 * DAY_S
 
@@ -42,6 +43,8 @@ def places(storage: Storage) -> list[str]:
 def process_of_a_run(**environment: str) -> Iterator[None]:
     process = subprocess.Popen(["sleep", "600"], env={"CLUSTERDDP_COOKIE": f"{TOKEN}.s0", **environment})
     try:
+        # Popen returns when the old program's files are closed, a moment before the new one's variables can be read.
+        wait_until(lambda: b"CLUSTERDDP_COOKIE" in Path(f"/proc/{process.pid}/environ").read_bytes())
         yield
     finally:
         process.kill()
