@@ -212,6 +212,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", default="", help="targets whose name holds this")
     given = parser.parse_args()
+    sys.dont_write_bytecode = True  # of a module that a case is the first to need, it would be a file out of its place
     with fuzzer() as made:
         if given.case:
             seed, _, number = given.case.partition(":")

@@ -94,6 +94,7 @@ def test_ranks_are_started_one_by_one_where_they_cannot_be_forked(tmp_path, impo
     guarded = f"import sys\nif '--fork' in sys.orig_argv:\n    {imported}\n"
     with running(tmp_path, "import numpy\nuntil_stop()\n", env=package(tmp_path, guarded)) as gang:
         gang.await_up()
+        wait_until(gang.attempt().start.exists)
         assert [reason in start_facts(gang, node)["not_forked"] for node in (0, 1)] == [True, True]
         gang.attempt().stop_file.write_text("enough")
         assert gang.await_end() == [0, 0]

@@ -81,7 +81,8 @@ def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(
 def test_the_slot_of_a_rank_that_was_killed_is_free() -> None:
     lock = os.memfd_create("slots")
     path = f"/proc/{os.getpid()}/fd/{lock}"
-    program = f"import fcntl, os, time; f = os.open({path!r}, os.O_RDWR); fcntl.lockf(f, fcntl.LOCK_EX, 1, 3); print(1)"
+    program = f"import fcntl, os, time; f = os.open({path!r}, os.O_RDWR); fcntl.lockf(f, fcntl.LOCK_EX, 1, 3)"
+    program += "; print(1, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{program}; os.close(1); time.sleep(600)"], stdout=subprocess.PIPE
     ) as holder:
