@@ -47,7 +47,7 @@ def read_background(run: RunDir, record: RunRecord) -> Background:
     plan, environment = _object(run.plan), _object(run.environment)
     git = _inner(environment, "git")
     return Background(
-        config=_relative(flatten(_inner(plan, "spec")), plan.get("working_dir")),
+        config=_relative(config_texts(_inner(plan, "spec")), plan.get("working_dir")),
         packages={str(name): str(version) for name, version in _inner(environment, "packages").items()},
         machine=_machine(environment),
         places=_places(record, _inner(plan, "gang")),
@@ -59,13 +59,13 @@ def read_background(run: RunDir, record: RunRecord) -> Background:
     )
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Write nested values as one key each, `train.lr`; unset ones are left out, secret ones hidden."""
+def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Write nested values as texts, a key each, `train.lr`; unset ones are left out, secret ones hidden."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and name.count(".") < 16:
-            flat |= flatten(value, f"{name}.")
+            flat |= config_texts(value, f"{name}.")
         elif value not in (None, {}, []):
             is_secret = prefix == "env." and _SECRET.search(str(key))
             flat[name] = HIDDEN if is_secret else value_text(value)
