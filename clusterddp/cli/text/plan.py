@@ -153,7 +153,7 @@ def _code(plan: Plan) -> str:
     if not snapshot:
         return "no snapshot" + (": it runs from its own place" if plan.spec.get("entry") else "")
     size = format_bytes(snapshot["bytes"])
-    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {snapshot['files']} files, {size}"
+    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {format_count(snapshot['files'], 'file')}, {size}"
 
 
 def _node_table(plan: Plan) -> list[str]:

@@ -57,7 +57,7 @@ def plan_lines(plan: SweepPlan) -> list[str]:
         lines += [f"  queue      {printable(shlex.join(plan.command))}"]
     lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]
     commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
-    return lines + plan_text.plan_lines(dataclasses.replace(plan.base, commands=commands))
+    return lines + plan_text.plan_lines(dataclasses.replace(plan.base, commands=commands, notes=plan.notes))
 
 
 def status_head(status: SweepStatus) -> str:

@@ -101,9 +101,14 @@ def test_what_the_runs_share_is_written_once(tmp_path: Path) -> None:
     run = sweep.runs()[0]
     assert run.environment.resolve() == sweep.environment.resolve()
     assert run.job_environment.resolve() == sweep.job_environment.resolve()
-    assert run.code.resolve() == sweep.code.resolve()
-    assert (run.code / "entry.py").read_text() == "print('hello')\n"
     assert len(os.listdir(tmp_path / "runs" / ".code")) == 1
+
+
+def test_each_run_has_a_copy_of_the_code_of_its_own(tmp_path: Path) -> None:
+    first, second = make(tmp_path).runs()[:2]
+    assert (first.code / "entry.py").read_text() == "print('hello')\n"
+    (first.code / "out.pt").write_text("")
+    assert not (second.code / "out.pt").exists()
 
 
 def test_secrets_lie_in_each_run_which_removes_its_own(tmp_path: Path) -> None:
