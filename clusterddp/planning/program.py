@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
+_SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
 _SHOWN = 5
 """How many names a note lists."""
 
@@ -217,11 +218,12 @@ def _code_snapshot(
 
 def _in_place_note(snapshot: SnapshotPlan) -> str:
     assert snapshot.left_out is not None
+    num_files = snapshot.left_out.files + len(snapshot.files)
+    found = replace(snapshot.left_out, files=num_files, bytes=snapshot.left_out.bytes + snapshot.total_bytes)
     return (
-        f"{snapshot.root} is in no git repository, and a snapshot takes up to {MAX_SCRIPT_FILES:,} files and "
-        f"{MAX_SCRIPT_BYTES / 1e6:.0f} MB; besides {len(snapshot.files)} files that fit there are {snapshot.left_out}: "
-        "the script runs where it lies, and ranks that start after an edit run the new code. For a snapshot run git "
-        "init there and name the data in .gitignore, or move the script to a directory of its own"
+        f"{snapshot.root} is in no git repository and holds {found}, where a snapshot takes {_SCRIPT_LIMITS}: the "
+        "script runs where it lies, and ranks that start after an edit run the new code; for a snapshot run git init "
+        "there with the data in .gitignore, or move the script to a directory of its own"
     )
 
 
@@ -229,7 +231,7 @@ def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:
     """Write what the snapshot does not contain, and what the ranks find in its place."""
     if snapshot.left_out:
         yield (
-            f"{snapshot.root} is in no git repository, and {snapshot.left_out} are more than a snapshot takes: "
+            f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}: {snapshot.left_out} "
             "not uploaded; put data where the ranks find it (entry.data_dir, ssh.send)"
         )
     if uploads and (snapshot.ignored or snapshot.unlinked):

@@ -207,7 +207,7 @@ def test_a_secret_must_still_be_set_when_the_plan_is_carried_out(
 
 def test_a_secrets_value_is_nowhere_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "hunter2hunter2")
-    code = "import os\nassert os.environ['API_KEY'] == 'hunter2hunter2'\n"
+    code = "import os\nassert len(os.environ['API_KEY']) == 14\n"
     submitted = submit(plan_script(tmp_path, code, more="secrets: [API_KEY]", environ=os.environ, resources="{}"))
     assert wait(RunDir(submitted.run_dir), 30).state is RunState.COMPLETED
     found = subprocess.run(["grep", "-r", "hunter2hunter2", str(submitted.run_dir)], check=False, capture_output=True)

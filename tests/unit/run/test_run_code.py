@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from clusterddp.run.code import plan_copy, replace_link
+from clusterddp.run.code import CodeCopy, plan_copy, replace_link
 from clusterddp.run.snapshot import plan_snapshot, write_snapshot
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git
@@ -83,3 +84,21 @@ def test_copies_of_one_snapshot_are_apart(project: Path) -> None:
     plan_copy(stored, plan).write(other)
     (code / "src" / "out.pt").write_text("")
     assert not (other / "src" / "out.pt").exists()
+
+
+def test_another_user_than_root_gets_hard_links() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is root's alone
+        stored, copy = Path(name, "stored"), Path(name, "copy")
+        stored.mkdir()
+        (stored / "train.py").write_text("")
+        for path in (stored.parent, stored, stored / "train.py"):
+            os.chown(path, 12345, 12345)
+        child = os.fork()
+        if child == 0:
+            os.setuid(12345)
+            CodeCopy(stored=stored, links={}).write(copy)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (copy / "train.py").samefile(stored / "train.py")
