@@ -100,6 +100,12 @@ class Plan:
         """Whether the run's directory has a copy of the code, in which ranks that see this file system execute it."""
         return self.snapshot is not None and self.ssh is None and bool(self.spec.get("entry"))
 
+    @property
+    def linked_places(self) -> tuple[str, ...]:
+        """The directories that links in the run's copy of the code lead to, which a container has to mount."""
+        linked = self.has_own_code and self.snapshot is not None and self.snapshot["ignored"]
+        return (self.snapshot["root"],) if linked and self.snapshot else ()
+
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {
@@ -158,6 +164,9 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         slurm=placed.slurm,
         ssh=placed.ssh,
     )
+    if plan.slurm:
+        slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
+        plan = dataclasses.replace(plan, slurm=slurm)
     return move_plan(plan, request.runs_dir / run)
 
 

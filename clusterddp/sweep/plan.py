@@ -182,7 +182,8 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: st
         entry = dataclasses.replace(entry, args=tuple(job.entry.args), kwargs=dict(job.entry.kwargs))
     filled = filled_in(job)
     gang = dataclasses.replace(plan.gang, token=token, entry=entry, env=dict(job.env))
-    slurm = plan.slurm and dataclasses.replace(plan.slurm, mounts=directories_used(filled, plan.working_dir))
+    mounts = (*directories_used(filled, plan.working_dir), *plan.linked_places)
+    slurm = plan.slurm and dataclasses.replace(plan.slurm, mounts=mounts)
     other = dataclasses.replace(
         plan,
         token=token,
