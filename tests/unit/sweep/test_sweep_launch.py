@@ -111,6 +111,25 @@ def test_each_run_has_a_copy_of_the_code_of_its_own(tmp_path: Path) -> None:
     assert not (second.code / "out.pt").exists()
 
 
+def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None:
+    plan = plan_one(tmp_path, *TWO_BY_TWO)
+    many = [dataclasses.replace(run, snapshot=(run.snapshot or {}) | {"files": 12_501}) for run in plan.runs]
+    plan = dataclasses.replace(plan, runs=tuple(many))
+    make_sweep(plan, fake_scontrol(tmp_path), {})
+    sweep = SweepDir(plan.path)
+    assert plan.notes == ("the 4 runs share one copy of the code, and what they write beside their script",)
+    first, second = sweep.runs()[:2]
+    assert first.code.resolve() == second.code.resolve() == sweep.path.resolve() / "code"
+    assert (first.code / "entry.py").is_file()
+
+
+def test_each_run_has_an_output_directory_of_its_own_unless_the_spec_names_one(tmp_path: Path) -> None:
+    plan = plan_one(tmp_path, *TWO_BY_TWO)
+    assert [run.gang.entry.output_dir for run in plan.runs] == [str(run.run_dir / "output") for run in plan.runs]
+    (note,) = plan_one(tmp_path, *TWO_BY_TWO, "entry.output_dir=results").notes
+    assert note.startswith("entry.output_dir: the 4 runs share {output_dir}")
+
+
 def test_secrets_lie_in_each_run_which_removes_its_own(tmp_path: Path) -> None:
     environ = fake_scontrol(tmp_path) | {"API": "s3cret"}
     plan = plan_one(tmp_path, "env.A=1,2", text=f"{SPEC}secrets: [API]\n", environ=environ)
