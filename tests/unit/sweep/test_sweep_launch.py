@@ -117,7 +117,7 @@ def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None
     plan = dataclasses.replace(plan, runs=tuple(many))
     make_sweep(plan, fake_scontrol(tmp_path), {})
     sweep = SweepDir(plan.path)
-    assert plan.notes == ("the 4 runs share one copy of the code, and what they write beside their script",)
+    assert plan.notes[-1] == "the 4 runs share one copy of the code, and what they write beside their script"
     first, second = sweep.runs()[:2]
     assert first.code.resolve() == second.code.resolve() == sweep.path.resolve() / "code"
     assert (first.code / "entry.py").is_file()
@@ -126,7 +126,7 @@ def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None
 def test_each_run_has_an_output_directory_of_its_own_unless_the_spec_names_one(tmp_path: Path) -> None:
     plan = plan_one(tmp_path, *TWO_BY_TWO)
     assert [run.gang.entry.output_dir for run in plan.runs] == [str(run.run_dir / "output") for run in plan.runs]
-    (note,) = plan_one(tmp_path, *TWO_BY_TWO, "entry.output_dir=results").notes
+    note = plan_one(tmp_path, *TWO_BY_TWO, "entry.output_dir=results").notes[-1]
     assert note.startswith("entry.output_dir: the 4 runs share {output_dir}")
 
 
