@@ -16,8 +16,8 @@ from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.system.file_set import leads_out, list_files
 from clusterddp.system.files import sync_directory
 
-MAX_SWEEP_FILES = 50_000
-"""The most files in the copies of all runs of a sweep; with more, its runs share one copy."""
+_MOST_LINKS, _MOST_COPIES = 50_000, 5_000
+"""The most files in the copies of all runs of a sweep: a file that is copied takes as long as 10 hard links."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +31,8 @@ class CodeCopy:
 
     def write(self, target: Path) -> None:
         """Make the copy at `target`, which does not exist."""
-        # Root may write to a read-only file, and through a hard link that file is the store's.
-        copy = shutil.copy2 if os.geteuid() == 0 else link_or_copy
-        shutil.copytree(self.stored, target, symlinks=True, copy_function=copy)
+        copy_function = link_or_copy if _may_link() else shutil.copy2
+        shutil.copytree(self.stored, target, symlinks=True, copy_function=copy_function)
         for name, original in self.links.items():
             path = target / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,6 +59,11 @@ def replace_link(code: Path, snapshot: SnapshotPlan) -> None:
         sync_directory(Path(folder))
 
 
+def is_too_much(num_files: int) -> bool:
+    """Return whether the copies of a sweep have too many files, so its runs share one copy."""
+    return num_files > (_MOST_LINKS if _may_link() else _MOST_COPIES)
+
+
 def link_or_copy(source: str, target: str) -> None:
     """Make a hard link, or a copy where no link is possible."""
     try:
@@ -68,6 +72,11 @@ def link_or_copy(source: str, target: str) -> None:
         if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP):
             raise
         shutil.copy2(source, target)
+
+
+def _may_link() -> bool:
+    """Return False for root, who may write to a read-only file: through a hard link that file is the store's."""
+    return os.geteuid() != 0
 
 
 def _absolute_links(stored: Path, root: Path) -> Iterator[tuple[str, str]]:

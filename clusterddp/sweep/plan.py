@@ -16,7 +16,7 @@ from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
-from clusterddp.run.code import MAX_SWEEP_FILES
+from clusterddp.run.code import is_too_much
 from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.cluster import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
@@ -56,7 +56,7 @@ class SweepPlan:
     def shares_code(self) -> bool:
         """Whether the runs work in one copy of the code, since a copy for each would be too many files."""
         snapshot = self.base.snapshot if self.base.has_own_code else None
-        return snapshot is not None and len(self.runs) * snapshot["files"] > MAX_SWEEP_FILES
+        return snapshot is not None and is_too_much(len(self.runs) * snapshot["files"])
 
     @property
     def notes(self) -> tuple[str, ...]:
