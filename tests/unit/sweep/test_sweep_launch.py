@@ -27,6 +27,7 @@ from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
 from clusterddp.sweep.staging import make_sweep, take_back
+from tests.support.launch_runs import git
 from tests.support.paths import ROOT
 from tests.support.sweep_runs import CONFIG, SPEC, fake_scontrol, plan_one
 
@@ -128,6 +129,15 @@ def test_each_run_has_an_output_directory_of_its_own_unless_the_spec_names_one(t
     assert [run.gang.entry.output_dir for run in plan.runs] == [str(run.run_dir / "output") for run in plan.runs]
     note = plan_one(tmp_path, *TWO_BY_TWO, "entry.output_dir=results").notes[-1]
     assert note.startswith("entry.output_dir: the 4 runs share {output_dir}")
+
+
+def test_a_container_of_each_run_has_what_git_ignores(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("data/\nruns/\nsub/runs/\n")
+    for name in ("data", "sub"):
+        (tmp_path / name).mkdir()
+    plan = plan_one(tmp_path / "sub", *TWO_BY_TWO)
+    assert {run.slurm.mounts for run in plan.runs if run.slurm} == {(str(tmp_path / "sub"), str(tmp_path))}
 
 
 def test_secrets_lie_in_each_run_which_removes_its_own(tmp_path: Path) -> None:
