@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
-_COLUMNS = 120
+_COLUMNS = 80
+"""A picture is at least as wide as a terminal usually is."""
 _WHERE = "/home/me/lab"
 """Stands in the pictures for the directory in which the command ran."""
 
@@ -40,10 +40,10 @@ def status_json() -> str:
 
 
 def plan_text() -> str:
-    """Return the first part of what `submit -n` prints for a job of 16 ranks on Slurm, colours included."""
+    """Return what `submit -n` prints for a job of 16 ranks on Slurm, colours included."""
     text = _run(["submit", "jobs/resnet18_2x8.yaml", "--dry-run"], files=["jobs/resnet18_2x8.yaml"])
-    head, _, _ = text.partition("\x1b[1mvariables of rank 0")
-    return re.sub(r"(plan for \S*?)[a-z]+-[a-z]+-\d+", r"\1brisk-otter-3", head).rstrip() + "\n"
+    head, _, _ = text.partition("\n\n\x1b[33m\x1b[1mnote")  # the notes are about this machine
+    return head.rstrip() + "\n"
 
 
 def command_output(*arguments: str) -> str:
@@ -62,6 +62,7 @@ def _run(arguments: list[str], *, files: list[str]) -> str:
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, target)
         environ = {"PATH": "/usr/bin:/bin", "HOME": f"{place}/home", "LANG": "C.UTF-8", "FORCE_COLOR": "1"}
+        environ["PYTHONPATH"] = str(ROOT)
         subprocess.run(["git", "init", "--quiet", str(place)], env=environ, check=True, capture_output=True)
         done = subprocess.run(
             [sys.executable, "-m", "clusterddp", *arguments],
@@ -78,8 +79,10 @@ def _run(arguments: list[str], *, files: list[str]) -> str:
 
 
 def _svg(title: str, text: str) -> str:
+    plain = Text.from_ansi(text).plain
+    width = max(_COLUMNS, *map(len, plain.splitlines()))
     console = Console(
-        record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False
+        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False
     )
     console.print(Text.from_ansi(text), soft_wrap=False)
     svg = console.export_svg(title=title, unique_id=title.split()[1])

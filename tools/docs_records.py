@@ -16,6 +16,8 @@ from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
 from clusterddp.look import ranks, status
+from clusterddp.look.events import Stopping
+from clusterddp.look.timeline import Times
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.sweep import SweepDir
 from clusterddp.run.view import RunState
@@ -33,14 +35,26 @@ def files_page() -> str:
     return page(lines)
 
 
+_JQ = (
+    "clusterddp status RUN -o json | jq -r .state",
+    "clusterddp status RUN -o json | jq -r '.ranks[] | select(.state == \"FAILED\") | .host'",
+    "clusterddp list -o json | jq -r '.[] | select(.state == \"RUNNING\") | .run'",
+    "clusterddp list -o json | jq -r 'max_by(.progress.accuracy // 0).run'",
+    "clusterddp cancel RUN... -o json | jq -r '.runs[] | select(.error) | .run'",
+)
+
+
 def json_page() -> str:
     lines = head(
         "JSON output",
         "`-o json` prints JSON and nothing else on standard output. A number that is not known is null. Keys may be "
-        "added; a key keeps its meaning. [What scripts may rely on](../cli.md) has the forms of the other commands.",
+        "added; a key keeps its meaning. `schema` is 1; a form in which a key means something else would have another "
+        "number. [What scripts may rely on](../cli.md) has the forms of the other commands.",
     )
-    top = json.loads(status_json())
+    lines += ["With jq:", "", "```text", *_JQ, "```", ""]
+    top = {key: value for key, value in json.loads(status_json()).items() if key != "schema"}
     lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]
+    lines += ["### times", "", *_fields(Times), "### stopping", "", *_fields(Stopping)]
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
     lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]

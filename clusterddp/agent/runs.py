@@ -16,8 +16,9 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import end_left_over, find_runs
+from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
-from clusterddp.run.stored import find_stored, remove_stored
+from clusterddp.run.stored import find_stored, remove_run, remove_stored
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail, write_json, write_text
 
@@ -81,7 +82,10 @@ def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 
 def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Ask a run to stop (a checkpoint first), or to end at once, by the files that its supervisors watch."""
+    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors watch.
+
+    `reason`: of an end; the id of the report.
+    """
     run = RunDir(host.run_dir(request["name"]))
     if not run.path.is_dir():
         return {"found": False}
@@ -89,6 +93,10 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         attempts = run.attempts()
         if attempts:
             request_stop(attempts[-1].stop_file, request["reason"])
+    elif request["what"] == "stacks":
+        attempts = run.attempts()
+        if attempts:
+            request_stacks(attempts[-1], request["reason"])
     else:
         write_json(run.cancel_file, {"by": request["reason"], "time": time.time()}, exclusive=True)
     return {"found": True}
@@ -135,12 +143,19 @@ def remove_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any
     return {"removed": [dataclasses.asdict(each) for each in removed]}
 
 
+def remove(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Remove the directories of ended runs: `runs` maps the name of each to its token."""
+    removed = [remove_run(host.run_dir(name), token) for name, token in request["runs"].items()]
+    return {"removed": [dataclasses.asdict(each) for each in removed]}
+
+
 OPERATIONS: dict[str, Operation] = {
     "run.prepare": prepare,
     "run.supervise": supervise,
     "run.release": release,
     "run.ask": ask,
     "run.end": end,
+    "run.remove": remove,
     "beat": beat,
     "table.look": list_processes,
     "table.end": end_left_over_runs,

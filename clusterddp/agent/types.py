@@ -154,6 +154,7 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},
     "run.ask": {"name": str, "what": str, "reason": str},
     "run.end": {"token": str, "patience_s": float | None},
+    "run.remove": {"runs": dict[str, str]},
     "run.prepare": {"name": str, "attempt": int, "plan": dict[str, Any], "record": dict[str, Any], "spec": str},
     "run.release": {"token": str},
     "run.supervise": {"order": dict[str, Any], "variables": _VARIABLES, "patience_s": int},

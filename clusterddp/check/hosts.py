@@ -187,12 +187,12 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
     others = [run.label for run in runs if run.answered_by is not None]
     beside = f"; {', '.join(others)} runs there" if others else ""
     if not left:
-        return ok(f"nothing is left over{beside}")
+        return ok(f"no orphaned processes{beside}")
     pids = [process.pid for run in left for process in run.processes]
     more = f" and {len(pids) - _PROCESSES_SHOWN} more" if len(pids) > _PROCESSES_SHOWN else ""
     shown = ", ".join(map(str, pids[:_PROCESSES_SHOWN]))
     names = ", ".join(run.label for run in left)
-    return note(f"left over of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
+    return note(f"orphaned processes of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
 
 
 def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:

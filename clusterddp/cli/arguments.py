@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT_RUNS = "runs"
+PLANNED_NAME = "RUN"
+"""Stands for the name of the run in a plan that is only shown; the name is chosen at the submit."""
 
 
 class RunName(click.types.StringParamType):
@@ -110,6 +112,7 @@ class StartOptions:
     wait: bool = False
     attach: bool = False
     dry_run: bool = False
+    verbose: bool = False
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
@@ -182,6 +185,7 @@ def plan_options(function: _F) -> _F:
     return _declare(
         function,
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
+        click.option("-v", "--verbose", is_flag=True, help="With -n: show values, variables, files and commands."),
         click.option(
             "--attach", is_flag=True, help="With ssh: stay attached; the run ends with this command, also by Ctrl-C."
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ import click
 
 from clusterddp.cli.terminal import Terminal, say, writing_stdout
 from clusterddp.cli.watch import say_note
-from clusterddp.errors import RunNotFoundError
+from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.login.node import (
     AT_LOGIN,
     FirstLine,
@@ -23,7 +24,7 @@ from clusterddp.login.node import (
     find_node,
     node_of_run,
 )
-from clusterddp.login.record import find_sent_run, list_sent_runs
+from clusterddp.login.record import find_sent_run, forget_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
@@ -61,9 +62,9 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(**values)
         if profile is not None:
             return _run_same(demand_node(profile, terminal.environ), context, {})
-        if "names" in values:
+        if values.get("names"):
             return _run_where_they_are(function, context, values)
-        if values["name"] is None:
+        if values.get("name") is None:
             result = function(**values)
             _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
             return result
@@ -107,6 +108,40 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     if code := _run(node, login_command, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
     return bytes(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Runs that are on one login node, by their names there."""
+
+    node: Node
+    names: tuple[str, ...]
+
+
+def node_of_all(
+    names: Sequence[str], runs_dir: Path, profile: str | None, environ: Mapping[str, str]
+) -> Together | None:
+    """Find the login node that has all these runs; None: they are here.
+
+    Raises: UsageError: they are in several places, and a command about all of them together reads one place.
+    """
+    if AT_LOGIN in environ:
+        return None
+    if profile is not None:
+        return Together(demand_node(profile, environ), tuple(names))
+    sent_runs = [find_sent_run(runs_dir, name) for name in names]
+    places: dict[str, Node | None] = {}
+    for name, sent in zip(names, sent_runs, strict=True):
+        node = node_of_run(sent, environ) if sent else None
+        if node is None and not _is_here(runs_dir, name):
+            node = find_node(None, environ)
+        places[f"{node.login.host} {node.login.runs_dir}" if node else ""] = node
+    if len(places) > 1:
+        where = [f"on {node.login.host}" if node else "here" for node in places.values()]
+        raise UsageError(f"these runs are in several places: {', '.join(where)}", hint="name runs of one place")
+    node = next(iter(places.values()))
+    there = [sent.name_there(name) if sent else name for name, sent in zip(names, sent_runs, strict=True)]
+    return Together(node, tuple(there)) if node else None
 
 
 class _Output:
@@ -221,6 +256,9 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
                 sent.name_there(name) if sent else name
             )
     codes = [_run_same(node, context, {"names": tuple(names)}) for node, names in there.values()]
+    if context.info_name == "rm" and not values["dry_run"] and not any(codes):
+        for name in (name for _, names in there.values() for name in names):
+            forget_sent_run(runs_dir, name)
     if here:
         codes.append(function(**values | {"names": tuple(here)}))
     return max(codes)

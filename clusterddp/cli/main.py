@@ -30,10 +30,16 @@ _COMMANDS = {
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
+    "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
     "wait": ("runs", "Look", "wait until a run has ended"),
-    "list": ("runs", "Look", "show all runs, newest first"),
-    "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and what is left over"),
-    "gc": ("ps", "Run", "end what is left over of runs on this machine or on hosts"),
+    "du": ("removal", "Look", "show how much disk runs take"),
+    "rm": ("removal", "Run", "remove runs that have ended"),
+    "list": ("list_", "Look", "show all runs, newest first"),
+    "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
+    "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
+    "compare": ("report", "Look", "show what differs between runs, and what they came to"),
+    "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and those without a supervisor"),
+    "gc": ("ps", "Run", "kill orphaned processes of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
     "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
@@ -69,7 +75,7 @@ EXIT_CODES = {
     5: "The run failed (submit --wait, submit --follow, wait, demo). demo: also below 95 %.",
     6: "The run was cancelled, or stopped at a checkpoint.",
     _INTERRUPTED: "Ctrl-C.",
-    _BROKEN_PIPE: "The reader of the output went away: clusterddp list | head -1.",
+    _BROKEN_PIPE: "Broken pipe: the reader of the output has ended (clusterddp list | head -1).",
 }
 """Exit code -> its meaning, for scripts; docs/reference/errors.md is made of it."""
 
@@ -136,7 +142,9 @@ def cli(ctx: click.Context, *, no_color: bool, debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
-        return _run_and_report(list(sys.argv[1:] if arguments is None else arguments), Terminal(os.environ))
+        return _run_and_report(
+            list(sys.argv[1:] if arguments is None else arguments) or ["--help"], Terminal(os.environ)
+        )
     except KeyboardInterrupt as interrupt:
         if interrupt.args:  # how the interrupted start ended
             say(str(interrupt))
@@ -194,7 +202,7 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         context = getattr(error, "ctx", None)
         message = error.format_message()
         message = message[:1].lower() + message[1:].rstrip(".")
-        say_error(message, hint=f"{context.command_path} --help" if context else None)
+        say_error(message, hint=_usage_hint(error, context) if context else None)
         return error.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
@@ -205,6 +213,15 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         hint="a bug of clusterddp; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
     )
     return 1
+
+
+def _usage_hint(error: click.ClickException, context: click.Context) -> str:
+    """Return what to type after wrong usage; an unknown option may be meant for the user's program."""
+    takes_values = any(param.name == "overrides" for param in context.command.params)
+    if isinstance(error, click.NoSuchOption) and error.option_name.startswith("--") and takes_values:
+        name = error.option_name.lstrip("-")
+        return f"entry.args.{name}=... sets --{name} of your program; {context.command_path} --help"
+    return f"{context.command_path} --help"
 
 
 def _prepare_streams() -> None:

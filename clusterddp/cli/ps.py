@@ -102,9 +102,9 @@ def _machine_options(function: _F) -> _F:
 def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
-    A run is left over on a host when its supervisor, guard and task there are gone and other processes of it are not;
-    `gc` ends those. A process is found by the cookie in its environment: one that has overwritten its environment is
-    not found. Exit code 3 when a host cannot be asked.
+    A process is orphaned when the supervisor of its run is gone from the host, with the guard and the task beside it;
+    `gc` kills those. Processes are found by the cookie of their run, CLUSTERDDP_COOKIE in their environment: one that
+    has overwritten its environment is not found. Exit code 3 when a host cannot be asked.
     """
     from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
     from clusterddp.look.cleanup import left_over_of
@@ -126,7 +126,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
         if left_over:
             words = [selection.name] if selection.name else []
             words += ["--hosts", ",".join(left_over)] if selection.hosts else []
-            say(f"{shlex.join(['clusterddp', 'gc', *words])} ends what is left over")
+            say(f"{shlex.join(['clusterddp', 'gc', *words])} kills the orphaned processes")
     return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
 
 
@@ -145,9 +145,9 @@ def gc(
     dry_run: bool,
     output: str,
 ) -> int:
-    """End what is left over of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
+    """Kill orphaned processes of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
 
-    Ends only processes that carry the cookie of a run without a live supervisor, guard or task: never a live run,
+    Kills only processes with the cookie of a run that has no live supervisor, guard or task: never a live run,
     never a process of another user. With --older-than 30d (h, d, w) it also removes directories under ~/.clusterddp of
     those machines: runs that ended, with their checkpoints there; snapshots and packages that no run needs.
 
@@ -184,7 +184,7 @@ def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_
     question = text.cleanup_question(cleanup)
     if not question:
         if answers(cleanup.found):
-            say("nothing is left over" + (" on the others" if cleanup.exit_code else ""))
+            say("no orphaned processes" + (" on the others" if cleanup.exit_code else ""))
     elif not dry_run:
         refused = "nothing was ended, nothing was removed"
         if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):

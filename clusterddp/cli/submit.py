@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +14,7 @@ import click
 
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
+    PLANNED_NAME,
     Place,
     RunName,
     StartOptions,
@@ -20,7 +25,7 @@ from clusterddp.cli.arguments import (
     start_options,
 )
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say
 from clusterddp.cli.watch import say_note, stay_with
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
@@ -85,7 +90,9 @@ def submit(
         return sweeps.submit(read, terminal, options)
     if smoke_test:
         return _try_out(resolved, terminal, dataclasses.replace(options, follow=True))
-    return _carry_out(_plan(resolved, terminal, options), terminal, options)
+    with _starting():
+        plan = _plan(resolved, terminal, options)
+    return _carry_out(plan, terminal, options)
 
 
 @command("rerun")
@@ -107,7 +114,8 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=place.flags, hosts=place.read_hosts())
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     working_dir = working_dir if working_dir.is_dir() else Path.cwd()
-    plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
+    with _starting():
+        plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
     return _carry_out(plan, terminal, options)
 
 
@@ -125,7 +133,7 @@ def resume(
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
-    from clusterddp.look.status import may_have_saved
+    from clusterddp.look.checkpoints import may_have_saved
     from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(options.runs_dir, name)
@@ -134,24 +142,34 @@ def resume(
     if sweep:
         return sweeps.resume(sweep, terminal, options)
     run = find_run(options.runs_dir, name)
-    if not from_start and not may_have_saved(run):
-        _confirm_start_over(run)
-    submitted = resume_run(run, report=say, overrides=overrides)
+    check = None if from_start or may_have_saved(run) else partial(_confirm_start_over, run)
+    with _starting():
+        submitted = resume_run(run, report=say, overrides=overrides, check=check)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
 def _confirm_start_over(run: RunDir) -> None:
-    """Ask before a program starts from its beginning again.
+    """Warn that a program starts from its beginning again; on a terminal, ask.
 
-    Raises: UsageError: the user does not want that, or is not there to ask.
+    Raises: UsageError: the user does not want that.
     """
     say(f"{run.name}: no checkpoint is known: the output directory is empty, the program never asked whether to stop")
-    hint = "--from-start starts the program from its beginning"
-    if not confirm("Start it from its beginning?", hint=hint, refused="nothing was started"):
+    if not sys.stdin.isatty():
+        say("it starts from its beginning, unless it finds a checkpoint of its own")
+    elif not confirm("Start it from its beginning?", hint="", refused="nothing was started"):
         raise UsageError("nothing was started")
 
 
 COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Let Ctrl-C before the start print that nothing was started; a start that it interrupts has its own message."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or "interrupted: nothing was started") from None
 
 
 def _plan(
@@ -173,6 +191,7 @@ def _plan(
         attached=options.attach,
         parent=parent,
         trial=trial,
+        run=PLANNED_NAME if options.dry_run else None,
     )
     return plan_run(resolved, request)
 
@@ -195,15 +214,17 @@ def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) 
 def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
-        return _show(plan, terminal, options.output)
+        return _show(plan, terminal, options)
     from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:
         say_note(note)
-    return stay_with(submit_plan(plan, report=say), terminal, options, verb="submitted")
+    with _starting():
+        submitted = submit_plan(plan, report=say)
+    return stay_with(submitted, terminal, options, verb="submitted")
 
 
-def _show(plan: Plan, terminal: Terminal, output: str) -> int:
+def _show(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, and for Slurm the scheduler's answer to it; return the exit code."""
     from clusterddp.cli.text.plan import masked_plan, plan_lines, verdict_lines
 
@@ -212,8 +233,10 @@ def _show(plan: Plan, terminal: Terminal, output: str) -> int:
         from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
-    if output == "json":
+    if options.output == "json":
         put_json(masked_plan(plan, verdict))
     else:
-        put("\n".join([*plan_lines(plan), *verdict_lines(verdict)]))
+        columns = columns_of(sys.stdout) or COLUMNS
+        lines = plan_lines(plan, verbose=options.verbose, columns=columns)
+        put("\n".join([*lines, *verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0

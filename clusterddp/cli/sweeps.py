@@ -7,17 +7,17 @@ import shlex
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import default_runs_dir
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.arguments import PLANNED_NAME, default_runs_dir
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import sweep as text
-from clusterddp.cli.text.status import list_lines
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.watch import draw, say_note, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser
@@ -45,9 +45,10 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     if options.attach:
         raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
     _refuse_follow(options)
-    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ)
+    name = PLANNED_NAME if options.dry_run else None
+    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
     if options.dry_run:
-        return _show_plan(plan, terminal, options.output)
+        return _show_plan(plan, terminal, options)
     for note in plan.notes:
         say_note(note)
     return _stay_with(submit_sweep(plan), terminal, options, verb="submitted")
@@ -61,19 +62,45 @@ def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
     return _stay_with(resume_sweep(sweep), terminal, options, verb="resumed")
 
 
-def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str) -> None:
-    """Show all runs of a sweep."""
+def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool) -> None:
+    """Show all runs of a sweep; with `watch` until all of them have ended."""
+    with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
+        read = partial(_read_status, sweep, sync)
+        draws = watch and output == "text" and terminal.can_redraw(sys.stdout)
+        key = None if draws else _without_times
+        states = states_until(_has_ended, read, key=key, pauses=_PAUSE_PER_POLL) if watch else iter([read()])
+        if draws:
+            draw(states, _text_on_screen, terminal)
+            return
+        for status in states:
+            if output == "json":
+                put_json(status.to_json(), indent=None if watch else 1)
+                sys.stdout.flush()
+            else:
+                put("\n".join(text.status_lines(status, columns=columns_of(sys.stdout))) + ("\n" if watch else ""))
+
+
+def _read_status(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
     from clusterddp.look.sweep import read_sweep_status
 
-    with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
-        sync.update()
-    status = read_sweep_status(sweep)
-    if output == "json":
-        put_json(status.to_json())
-        return
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    put(text.status_head(status))
-    put("\n".join(list_lines(status.runs, now=time.time(), columns=columns)))
+    sync.update()
+    return read_sweep_status(sweep)
+
+
+def _has_ended(status: SweepStatus) -> bool:
+    return status.finished
+
+
+def _without_times(status: SweepStatus) -> dict[str, Any]:
+    """Return the status without what changes every second."""
+    data = status.to_json()
+    return data | {"runs": [run | {"times": None} for run in data["runs"]]}
+
+
+def _text_on_screen(status: SweepStatus) -> str:
+    """Write a status for a terminal: as many runs as fit, and all of them when they have ended."""
+    columns, rows = shutil.get_terminal_size()
+    return "\n".join(text.status_lines(status, columns=columns, rows=None if status.finished else rows - 1))
 
 
 def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None = None) -> int:
@@ -108,17 +135,19 @@ def _refuse_follow(options: StartOptions) -> None:
         raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
 
 
-def _show_plan(plan: SweepPlan, terminal: Terminal, output: str) -> int:
+def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep and the scheduler's answer to it; return the exit code."""
     verdict = None
     if plan.job:
         from clusterddp.launchers.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.job, terminal.environ)
-    if output == "json":
+    if options.output == "json":
         put_json(text.masked_plan(plan) | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {}))
     else:
-        put("\n".join([*text.plan_lines(plan), *plan_text.verdict_lines(verdict)]))
+        columns = columns_of(sys.stdout) or COLUMNS
+        lines = text.plan_lines(plan, verbose=options.verbose, columns=columns)
+        put("\n".join([*lines, *plan_text.verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0
 
 
@@ -143,14 +172,11 @@ def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOpti
 
 def _poll(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepStatus:
     """Poll until all runs have ended or the time is up, and print changes."""
-    from clusterddp.look.sweep import read_sweep_status
-
     said: tuple[str, str] = ("", "")
     said_at = 0.0
     while True:
         begun = time.monotonic()
-        sync.update()
-        status = read_sweep_status(sweep)
+        status = _read_status(sweep, sync)
         now = time.monotonic()
         if status.finished or (deadline is not None and now >= deadline):
             return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
 """The end of a line; what click.style writes for bold text and for the eight colours."""
 
 HELP_OPTIONS = ["-h", "--help"]
+COLUMNS = 80
+"""The width of text that is laid out for people where there is no terminal."""
 
 
 class Terminal:
@@ -105,6 +108,29 @@ def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
         lines.append((indent + "  ".join(cells)).rstrip())
     lines[0] = click.style(lines[0], bold=True)
     return lines
+
+
+def columns_of(stream: Any) -> int | None:
+    """Return how wide the terminal `stream` is; None: it is a file or a pipe, in which lines have no limit."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def wrapped(line: str, columns: int | None, *, indent: int = 0) -> list[str]:
+    """Break a line at spaces into lines of at most `columns`, colour not counted; a longer word stays whole.
+
+    `indent`: the spaces before each line but the first.
+    """
+    if columns is None or len(click.unstyle(line)) <= columns:
+        return [line]
+    body = line.lstrip(" ")
+    first, *others = body.split(" ")
+    lines = [line[: -len(body)] + first]
+    for word in others:
+        if len(click.unstyle(f"{lines[-1]} {word}")) <= columns:
+            lines[-1] += f" {word}"
+        elif word:
+            lines.append(" " * indent + word)
+    return [each.rstrip() for each in lines]
 
 
 def duration(seconds: float) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import StartOptions, address
 from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, writing_stdout
+from clusterddp.cli.text.next_steps import next_steps
 from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
-from clusterddp.cli.text.status import next_steps, root_cause_lines, state_text, warning_text
+from clusterddp.cli.text.states import state_text
+from clusterddp.cli.text.status import root_cause_lines, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import raise_if_unknown
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
     from clusterddp.submission.submit import Submitted
 
+_S = TypeVar("_S")
 _POLL_INTERVAL_S = 0.25
+_WATCH_INTERVAL_S = 1.0
 _SIGHT_S = 60.0
 """How long the hosts of a run without a known state are asked again, unless a time limit is given."""
 
@@ -117,6 +121,42 @@ def watch_until_ended(
         return _poll(run, show, timeout_s, sync)
 
 
+def draw(states: Iterator[_S], text_of: Callable[[_S], str], terminal: Terminal) -> _S:
+    """Draw the text of each state over that of the one before; the last one stays, and is returned."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(no_color=terminal.no_color or None)
+    with Live(console=console, auto_refresh=False) as live:
+        for state in states:
+            live.update(Text.from_ansi(text_of(state), no_wrap=True, overflow="ellipsis"), refresh=True)
+    return state
+
+
+def states_until(
+    ends: Callable[[_S], bool], read: Callable[[], _S], *, key: Callable[[_S], object] | None = None, pauses: float = 0
+) -> Iterator[_S]:
+    """Yield what `read` returns about once a second, until it `ends`.
+
+    `key`: yield a state only when its key differs from that of the one before. `pauses`: the pause after a read is
+    at least so many times as long as the read.
+    """
+    before = None
+    while True:
+        begun = time.monotonic()
+        state = read()
+        pause_s = max(_WATCH_INTERVAL_S, pauses * (time.monotonic() - begun))
+        ended = ends(state)
+        facts = key(state) if key else None
+        if key is None or facts != before or ended:
+            yield state
+        if ended:
+            return
+        before = facts
+        time.sleep(pause_s)
+
+
 def write_logs(
     run: RunDir,
     ranks: str,
@@ -182,8 +222,9 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
         say("\n".join(root_cause_lines(cause, run)))
     started = view.attempt is not None and run.attempt(view.attempt).start.exists()
     job_log = None if started else find_job_log(run)
-    for line in next_steps(view.state.value, address(run, terminal), run, cause, job_log=job_log):
-        say(line)
+    if view.state.value != "COMPLETED":
+        for line in next_steps(view.state.value, address(run, terminal), run, cause, job_log=job_log):
+            say(line)
     if not fetched:
         say_unfetched(run)
     return exit_code_of(view) or (0 if fetched else ClusterddpError.exit_code)

@@ -59,6 +59,12 @@ class Launcher(Protocol):
         Raises: ClusterddpError: the run cannot be reached.
         """
 
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Ask the head of a run where its ranks are; return the id of the report that it will write.
+
+        Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
+        """
+
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
         """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
 

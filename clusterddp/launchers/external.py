@@ -74,6 +74,13 @@ class ExternalLauncher:
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Do nothing: the ranks look for the STOP file."""
 
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Refuse: no supervisor would answer."""
+        raise UsageError(
+            f"{run.name}: its ranks were started by another launcher, and no supervisor of clusterddp asks them",
+            hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
+        )
+
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         if not find_processes(f"{record.token}."):
@@ -131,9 +138,9 @@ def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
     number = attempt.number if attempt else None
     if alive is None:
         host = record.submitter.get("host", "another host")
-        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"is being started on {host}")
+        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"starting on {host}")
     if alive:
-        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="is being started")
+        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="starting")
     return RunView(state=RunState.LOST, attempt=number, end=None, reason="was never started: rank 0 is gone")
 
 

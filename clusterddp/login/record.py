@@ -64,6 +64,12 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
     write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent.sealed()))
 
 
+def forget_sent_run(runs_dir: Path, name: str) -> None:
+    """Remove the record of a run or sweep that was removed there."""
+    if _NAME.fullmatch(name):
+        (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
+
+
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:
     """List the records, oldest first, without those that cannot be read or that another user has written."""
     found = []

@@ -74,10 +74,11 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
 def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 
-    prepare: from the run's directory until the launcher has its job. launch: until the ranks have begun, on Slurm with
-    the wait in the queue. import: of torch, once for the ranks of a node where they are forked. rendezvous: until the
-    ranks have met. data: until the data set is loaded. first_step: until it is done, with all that is built for it. The
-    last three are rank 0's, and only of the built-in trainer. `start`: the content of start.json.
+    prepare: from the run's directory, or the resume, until the launcher has its job. launch: until the ranks have
+    begun, on Slurm with the wait in the queue. import: of torch, once for the ranks of a node where they are forked.
+    rendezvous: until the ranks have met. data: until the data set is loaded. first_step: until it is done, with all
+    that is built for it. The last three are rank 0's, and only of the built-in trainer. `start`: the content of
+    start.json.
     """
     events: dict[str, _Event] = {}
     for row in read_jsonl(run.events):
@@ -87,7 +88,8 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     phases: dict[str, float] = {}
     submitted = events["submitted"].get("time") if "submitted" in events else None
     if submitted is not None and attempt == record.base_attempt:
-        phases["prepare"] = submitted - record.created_ns / 1e9
+        resumed = events["resumed"].get("time") if "resumed" in events else None
+        phases["prepare"] = submitted - (record.created_ns / 1e9 if resumed is None else resumed)
     imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
     if submitted is not None and "started" in start:
         phases["launch"] = start["started"] - submitted - (imported or 0.0)
@@ -96,6 +98,31 @@ def read_start_phases(run: RunDir, record: RunRecord, attempt: int, start: Start
     if imported is not None or own is not None:
         phases["import"] = (imported or 0.0) + (own or 0.0)
     return {name: round(max(0.0, seconds), 2) for name, seconds in (phases | steps).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangEvent:
+    """No rank of the run makes progress."""
+
+    since: float
+    """Seconds since the epoch."""
+    text: str
+    """Which ranks wait for which, in one line."""
+    hint: str
+    ranks: tuple[int, ...]
+    """Those that the others seem to wait for."""
+    stacks: str
+    """The id of the report that has the stacks (run/stacks.py)."""
+
+
+def read_hang(run: RunDir, attempt: int | None) -> HangEvent | None:
+    """Return the hang of an attempt that the head has seen last, unless the ranks went on afterwards."""
+    found: HangEvent | None = None
+    for row in read_jsonl(run.events):
+        if row.get("attempt") == attempt and row.get("event") in {"hang", "hang_over"}:
+            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+                found = build(HangEvent, row) if row["event"] == "hang" else None
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

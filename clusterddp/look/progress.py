@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_last_jsonl, read_last_lines
 from clusterddp.wire import read_object
 
 TAIL_BYTES = 64 * 1024
@@ -56,10 +55,10 @@ def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | No
 
     A script's accuracy may be further up than its many other rows.
     """
-    progress = progress_of(read_last_rows(run.metrics, tail_bytes))
+    progress = progress_of(read_last_jsonl(run.metrics, tail_bytes))
     if progress is None or progress.accuracy is not None or tail_bytes >= TAIL_BYTES:
         return progress
-    lines = filter(_HAS_ACCURACY.search, reversed(_read_last_lines(run.metrics, TAIL_BYTES)))
+    lines = filter(_HAS_ACCURACY.search, reversed(read_last_lines(run.metrics, TAIL_BYTES)))
     found = (accuracy_of(row) for row in map(_row, lines) if row is not None)
     return replace(progress, accuracy=next((accuracy for accuracy in found if accuracy is not None), None))
 
@@ -101,24 +100,6 @@ def accuracy_of(row: dict[str, Any]) -> float | None:
         return None
     key = _accuracy_key(row)
     return None if key is None else row[key] / (100 if row[key] > 1 else 1)
-
-
-def read_last_rows(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
-    rows = map(_row, _read_last_lines(path, tail_bytes))
-    return [row for row in rows if row is not None]
-
-
-def _read_last_lines(path: Path, tail_bytes: int) -> list[bytes]:
-    """Read the whole lines in the last `tail_bytes` of a file; none when there is no file."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - tail_bytes))
-            lines = file.read(tail_bytes).split(b"\n")
-    except FileNotFoundError:
-        return []
-    return lines[1:] if size > tail_bytes else lines  # the beginning of the first one was cut off
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -92,6 +92,13 @@ class Hosts:
         replies = self._ask("table.remove", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["removed"])
 
+    def remove_runs(self, runs: Mapping[str, Mapping[str, str]]) -> dict[str, list[Removed] | SshError]:
+        """Remove directories of runs; `runs`: for each host, their names there and their tokens."""
+        replies = self._ask(
+            "run.remove", {host: {"runs": dict(own)} for host, own in runs.items()}, timeout_s=_DISK_TIMEOUT_S
+        )
+        return _read(replies, lambda reply: reply["removed"])
+
     def __enter__(self) -> Hosts:
         return self
 

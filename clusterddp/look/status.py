@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
+from clusterddp.look.checkpoints import Checkpoint, newest_checkpoint
 from clusterddp.look.events import (
+    HangEvent,
     NodeTransport,
     Stopping,
     count_lost_rows,
+    read_hang,
     read_start_phases,
     read_stopping,
     read_transports,
@@ -20,17 +24,16 @@ from clusterddp.look.events import (
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
-from clusterddp.look.times import Times, read_times
+from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_reports import read_reports
 from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
-from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
     from clusterddp.slurm.jobs import Job
 
 
@@ -62,6 +65,8 @@ class RunStatus:
     """Seconds since the epoch."""
     ended: float | None
     times: Times
+    checkpoint: Checkpoint | None
+    """The newest one of a run that has ended."""
     job: Job | None = None
     """On Slurm: the job as Slurm reports it; None where the files suffice."""
     unreachable: tuple[str, ...] = ()
@@ -76,6 +81,10 @@ class RunStatus:
     """By node, of those whose NCCL has said so in the newest attempt."""
     stopping: Stopping | None = None
     """Of a run that goes on, though its ranks were asked to checkpoint and end."""
+    hang: HangEvent | None = None
+    """While it runs: since when no rank makes progress."""
+    last_output: float | None = None
+    """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -83,6 +92,7 @@ class RunStatus:
         cause = self.root_cause
         job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
         return {
+            "schema": 1,
             "run": self.run,
             "name": self.name,
             "state": self.state.value,
@@ -101,8 +111,11 @@ class RunStatus:
             "start_phases": self.start_phases,
             "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
+            "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
+            "hang": self.hang and dataclasses.asdict(self.hang),
+            "last_output": self.last_output,
             **job,
         }
 
@@ -170,6 +183,7 @@ def read_status(run: RunDir) -> RunStatus:
         root_cause=end.root_cause if end else None,
         created=_created(record),
         ended=end.ended if end else None,
+        checkpoint=newest_checkpoint(run) if view.finished else None,
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
@@ -178,7 +192,20 @@ def read_status(run: RunDir) -> RunStatus:
         warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
         stopping=_stopping(run, view, gang),
         lost_rows=count_lost_rows(run),
+        hang=read_hang(run, view.attempt) if view.state is RunState.RUNNING else None,
+        last_output=_last_output(attempt) if view.state is RunState.RUNNING and record.launcher != "ssh" else None,
     )
+
+
+def _last_output(attempt: AttemptDir | None) -> float | None:
+    """Return when a rank last wrote to its log; None: none has written anything."""
+    times = []
+    if attempt is not None:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(attempt.logs):
+                found = entry.stat()
+                times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
 
 
 def _stopping(run: RunDir, view: RunView, gang: Gang) -> Stopping | None:
@@ -205,23 +232,6 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
     )
 
 
-def has_checkpoint(run: RunDir) -> bool:
-    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
-    here = next(run.checkpoints.glob("*.json"), None) is not None
-    return here or any(report.checkpoints for report in read_reports(run).values())
-
-
-def may_have_saved(run: RunDir) -> bool:
-    """Return whether the run may go on from where it was; False for a program that left no file and never asked."""
-    entry = read_gang(run).entry
-    if entry.always_stops or has_checkpoint(run) or any(is_file(attempt.asked) for attempt in run.attempts()):
-        return True
-    output = Path(entry.output_dir or run.output)
-    with contextlib.suppress(OSError):
-        return next(output.iterdir(), None) is not None
-    return bool(entry.output_dir)  # it may be on another machine
-
-
 def find_job_log(run: RunDir) -> str | None:
     """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
@@ -229,7 +239,7 @@ def find_job_log(run: RunDir) -> str | None:
 
 
 def _times(run: RunDir, record: RunRecord, view: RunView) -> Times:
-    return read_times(run, created=_created(record), finished=view.finished)
+    return read_timeline(run, record, is_finished=view.finished, now=time.time(), with_ranks=False).times
 
 
 def _created(record: RunRecord) -> float:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.facts.memory import explain_oom_kill
 from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import RootCause, loss_of_node, signal_name
@@ -81,8 +83,13 @@ class Failure:
         return cls(cause=RootCause(rank=rank, host=host, exit_code=None, error=error, log=None), **weighed)
 
 
-def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: bool) -> RankEnd:
-    """Find out how a rank ended from its return code (negative: a signal), its error file and its standard error."""
+def read_rank_end(
+    attempt: AttemptDir, rank: int, returncode: int, *, on_order: bool, oom_kills: int | None = None
+) -> RankEnd:
+    """Find out how a rank ended from its return code (negative: a signal), its error file and its standard error.
+
+    `oom_kills`: as many processes had the kernel killed for memory when the ranks began.
+    """
     if returncode == 0:
         return RankEnd(rank=rank, exit_code=0, on_order=on_order)
     error, traceback = read_error_file(attempt.error_file(rank))
@@ -92,6 +99,8 @@ def read_rank_end(attempt: AttemptDir, rank: int, returncode: int, *, on_order: 
     if name is not None and (name != "SIGABRT" or weight == OWN):
         # Only SIGABRT may come from the process itself, for example from NCCL's watchdog.
         weight = CERTAIN
+    if name == "SIGKILL" and not on_order:
+        error = explain_oom_kill(oom_kills) or error
     if name == "SIGABRT" and error is None:
         error = _one_line(stderr.rpartition("\n")[2]) or None
     last = find_last_line(stderr) if error is None and name is None else None
@@ -122,6 +131,13 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
         what += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
     cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=what, log=None, traceback=end.traceback)
     return Failure(cause=cause, weight=end.weight, restartable=True)
+
+
+def reported_failure(node: Node, report: Message) -> Failure:
+    """Return the failure that a node's supervisor reports; one that names a rank may be mended by another job."""
+    rank = int(report.get("rank", min(node.ranks)))
+    weight, names_rank = int(report["weight"]), "rank" in report
+    return Failure.at(node.host, str(report["error"]), rank=rank, weight=weight, job_restartable=names_rank)
 
 
 def failure_of_nodes(

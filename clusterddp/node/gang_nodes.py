@@ -19,7 +19,7 @@ from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.outcome import AttemptEnd, signal_name
 from clusterddp.system.files import is_file
 
 _CONFIRM_S = 4.0
@@ -64,6 +64,11 @@ class JoinedNodes:
     def expect(self, node_rank: int, ranks: Iterable[int]) -> None:
         """Note which ranks of a node cannot be started yet."""
         self._unready[node_rank] = tuple(ranks)
+
+    def spell_end(self, node_rank: int, exit_code: int) -> str:
+        """Say how the supervisor of a node ended, by its exit code."""
+        how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
+        return f"supervisor of node {node_rank} on {self._gang.nodes[node_rank].host} {how}"
 
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:
         """Count a node as lost; return what happened, each time with the node at fault.

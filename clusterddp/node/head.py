@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt, Restart, Restarts
-from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes
+from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes, reported_failure
 from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
+from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
@@ -18,7 +19,6 @@ from clusterddp.node.rank_network import Rendezvous
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import signal_name
 from clusterddp.system.files import is_file
 
 _JUDGE_QUIET_S = 1.0
@@ -68,12 +68,12 @@ class Head:
 
     def _set_attempt(self, number: int) -> None:
         self._attempt = Attempt(self._run, self._gang, number)
+        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
         self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
         self._ending = None
 
     @property
     def changes_fast(self) -> bool:
-        """True while things change within milliseconds."""
         return self._attempt.settling or self._ending is not None
 
     def on_report(self, node_rank: int, report: Message, now: float) -> None:
@@ -84,6 +84,8 @@ class Head:
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
             self._on_facts(node, report)
+        elif kind in {"silent", "stack", "stacks_done"}:
+            self._hangs.on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -112,15 +114,12 @@ class Head:
                 self._interface = report["interface"]
 
     def _on_failure(self, node: Node, report: Message, now: float) -> None:
-        if report["kind"] == "parent_gone" and report["over_ssh"]:
+        if report["kind"] == "failed":
+            self._fail(reported_failure(node, report), now)
+        elif report["kind"] == "parent_gone" and report["over_ssh"]:
             self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
         elif report["kind"] == "parent_gone":
             self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
-        elif report["kind"] == "failed":
-            error, weight = str(report["error"]), int(report["weight"])
-            rank = int(report.get("rank", min(node.ranks)))
-            lost = "rank" in report
-            self._fail(Failure.at(node.host, error, rank=rank, weight=weight, job_restartable=lost), now)
 
     def on_loss(self, node_rank: int, why: Loss, now: float) -> None:
         """Act on the loss of the link to a node's supervisor."""
@@ -157,11 +156,18 @@ class Head:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
-        if attempt.stop_reason is not None:
-            self._see_who_asks(attempt)
         attempt.check_time(now)
+        if attempt.begun is not None and not attempt.is_over(now):
+            self._look_for_hang(attempt, now)
         if attempt.is_over(now):
             self._end_gang(now)
+
+    def _look_for_hang(self, attempt: Attempt, now: float) -> None:
+        """Do what the spec asks for where ranks show no progress; their stacks are written by then."""
+        hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
+        if hang is not None and self._gang.hang != "report":
+            self._restarts.final |= self._gang.hang == "fail"
+            attempt.fail(failure_of_hang(hang, self._gang), now)
 
     def _join(self, node: Node, report: Message) -> None:
         self.nodes.join(node, report)
@@ -170,11 +176,8 @@ class Head:
 
     def _on_supervisor_end(self, node_rank: int, exit_code: int, now: float) -> None:
         """Act on the end of a supervisor that has not joined; the loss of its link reports that of another one."""
-        if node_rank in self.nodes.pids:
-            return
-        node = self._gang.nodes[node_rank]
-        how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
-        self._fail_nodes((node,), f"supervisor of node {node_rank} on {node.host} {how}", now)
+        if node_rank not in self.nodes.pids:
+            self._fail_nodes((self._gang.nodes[node_rank],), self.nodes.spell_end(node_rank, exit_code), now)
 
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
@@ -227,13 +230,9 @@ class Head:
             return
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
-        self._see_who_asks(self._attempt)
+        self._attempt.asks |= is_file(self._run.attempt(self._attempt.number).asked)
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         self._send_all({"kind": "stop", "reason": reason})
-
-    def _see_who_asks(self, attempt: Attempt) -> None:
-        """Note whether the program has asked for a stop by now; one that never does is going to be ended."""
-        attempt.asks = attempt.asks or is_file(self._run.attempt(attempt.number).asked)
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""

@@ -11,59 +11,28 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
+from clusterddp.facts.memory import count_oom_kills
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.history import RankRecords, new_record, record_end, with_end
+from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.rank import ENDING
-from clusterddp.node.rank_network import RankNetwork, find_rank_network
+from clusterddp.node.rank_network import find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
-from clusterddp.node.rank_watch import ConnectionWatch, NcclWatch, StoppedRanks
+from clusterddp.node.rank_watch import ConnectionWatch, LocalAttempt, LocalEnding, NcclWatch
 from clusterddp.ranks.environment import cookie
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Cleanup
-from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
+from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
-from clusterddp.run.record import RankRecord
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import is_outage
 
 TERM_GRACE_S = 1.0
 """The time between SIGTERM and SIGKILL when the gang is ended."""
-
-
-@dataclass(slots=True)
-class _Ending:
-    kill_at: float
-    give_up_at: float
-    cleanup: Cleanup
-    killed: bool = False
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """The node's part of the attempt that runs now."""
-
-    dir: AttemptDir
-    network: RankNetwork
-    master_port: int
-    oom_kills: int | None
-    watch: ConnectionWatch
-    running: set[int] = field(default_factory=set)
-    """Ranks that have started and whose end was not reported."""
-    records: dict[int, RankRecord] = field(default_factory=dict)
-    started: bool = False
-    """True once all ranks have started, and the head has the report."""
-    stop_seen: bool = False
-    stop_wanted: str | None = None
-    """The reason of a request to stop that the run's storage, which is away, has not taken yet."""
-    ending: _Ending | None = None
-    stopped: StoppedRanks = field(default_factory=StoppedRanks)
-    nccl: NcclWatch | None = None
 
 
 class LocalRanks:
@@ -90,9 +59,10 @@ class LocalRanks:
         """Of the attempt that runs now, or ran last."""
         self.interface = node.interface or gang.interface
         """This host's; on Slurm known when its ranks are started."""
-        self._attempt: _Attempt | None = None
+        self._attempt: LocalAttempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()
+        self._stacks = NodeStacks(node.host, report)
 
     @property
     def idle(self) -> bool:
@@ -103,12 +73,19 @@ class LocalRanks:
     def ending(self) -> bool:
         return self._attempt is not None and self._attempt.ending is not None
 
+    @property
+    def polls_fast(self) -> bool:
+        """True while things change within milliseconds: ranks end, or write their stacks."""
+        return self.ending or self._stacks.asking
+
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
         if order["kind"] == "start":
             self._start(order, now)
         elif order["kind"] == "stop":
             self._stop(str(order["reason"]))
+        elif order["kind"] == "stacks":
+            self._stacks.ask(str(order["id"]), self._attempt.pids if self._attempt else {})
         elif order["kind"] == "record":
             # The head's storage did not take it; this node's may.
             attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
@@ -138,7 +115,7 @@ class LocalRanks:
         for rank in attempt.running:
             self._starter.signal(rank, signal.SIGTERM)
         descendants_but = self._guard_pid() if self._starter.owns_descendants else None
-        attempt.ending = _Ending(
+        attempt.ending = LocalEnding(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
             cleanup=Cleanup(cookies=cookies, descendants_but=descendants_but),
@@ -164,15 +141,15 @@ class LocalRanks:
         else:
             self._look_for_stop(attempt, complete=True)
             self._look_for_stopped_ranks(attempt, now)
+            self._stacks.tick(attempt.dir, attempt.pids, now)
 
-    def _look_for_stopped_ranks(self, attempt: _Attempt, now: float) -> None:
-        if not attempt.started:
-            return
-        for record in attempt.stopped.look([attempt.records[rank] for rank in sorted(attempt.running)], now):
+    def _look_for_stopped_ranks(self, attempt: LocalAttempt, now: float) -> None:
+        records = [attempt.records[rank] for rank in sorted(attempt.running)] if attempt.started else []
+        for record in attempt.stopped.look(records, now):
             attempt.records[record.rank] = record
             self._records.put(attempt.dir, record)
 
-    def _look_for_stop(self, attempt: _Attempt, *, complete: bool) -> None:
+    def _look_for_stop(self, attempt: LocalAttempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
             return
         if is_complete(attempt.dir.stop_file) if complete else is_file(attempt.dir.stop_file):
@@ -204,10 +181,11 @@ class LocalRanks:
             port = int(order["master_port"])
             watch = ConnectionWatch(network.gang.master_addr, port, now)
             self.interface = network.interface
-            attempt = _Attempt(
+            attempt = LocalAttempt(
                 dir=directory, network=network, master_port=port, oom_kills=count_oom_kills(), watch=watch
             )
             self._attempt = attempt
+            self._stacks.begin_attempt()
             make_attempt_dirs(directory)
             cores = choose_cores(node, self._gang.env)
             launches = {
@@ -220,7 +198,7 @@ class LocalRanks:
             return
         self._take_updates()
 
-    def _rank_started(self, attempt: _Attempt, started: Started) -> None:
+    def _rank_started(self, attempt: LocalAttempt, started: Started) -> None:
         attempt.running.add(started.rank)
         record = new_record(started.rank, started.pid, self._node, attempt.network, attempt.master_port)
         attempt.records[started.rank] = record
@@ -257,17 +235,16 @@ class LocalRanks:
                 return
             self._fail(f"node {self._node.node_rank} on {self._node.host} could not ask its ranks to stop: {error}")
 
-    def _lose(self, attempt: _Attempt | None, lost: Lost) -> None:
+    def _lose(self, attempt: LocalAttempt | None, lost: Lost) -> None:
         """Report a rank that ended through no fault of its own, and that cannot be started again here."""
         if attempt is not None:
             attempt.running.discard(lost.rank)
         self._report({"kind": "failed", "error": lost.error, "weight": CERTAIN, "rank": lost.rank})
 
-    def _rank_ended(self, attempt: _Attempt, ended: Ended) -> None:
+    def _rank_ended(self, attempt: LocalAttempt, ended: Ended) -> None:
         rank = ended.rank
-        end = read_rank_end(attempt.dir, rank, ended.returncode, on_order=attempt.ending is not None)
-        if end.signal == "SIGKILL" and not end.on_order and (cause := explain_oom_kill(attempt.oom_kills)):
-            end = dataclasses.replace(end, error=cause)
+        on_order = attempt.ending is not None
+        end = read_rank_end(attempt.dir, rank, ended.returncode, on_order=on_order, oom_kills=attempt.oom_kills)
         attempt.watch.look()
         # First the report: the record waits for the disk, and the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
@@ -275,7 +252,7 @@ class LocalRanks:
         self._records.put(attempt.dir, attempt.records[rank])
         self._write_records(time.monotonic())
 
-    def _continue_end(self, attempt: _Attempt, ending: _Ending, now: float) -> None:
+    def _continue_end(self, attempt: LocalAttempt, ending: LocalEnding, now: float) -> None:
         if attempt.running and now < ending.kill_at:
             return
         if not ending.killed:

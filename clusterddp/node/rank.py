@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from clusterddp.node import entry
 from clusterddp.node.entry import run_entry
+from clusterddp.node.stack_hook import answer_stack_requests
 
 ENDING = "ENDING"
 """The file beside the stop file that exists while the gang is being ended: SIGTERM then ends a rank."""
@@ -60,6 +61,7 @@ def run_rank(run_dir: str) -> None:
         give_listener_to_torch()
     with contextlib.suppress(RuntimeError, OSError):  # standard error may be closed
         faulthandler.enable()
+    answer_stack_requests()
     try:
         run_entry(run_dir)
     except SystemExit as left:
@@ -119,18 +121,22 @@ def _stop_on_signal() -> None:
 
 
 def _keep_flight_record() -> None:
-    """Let torch write the NCCL operations that this rank waited for beside its log, when one times out.
+    """Let torch record collectives, and write NCCL's that this rank waited for beside its log when one times out.
 
     Source: FlightRecorder.hpp and ProcessGroupNCCL.hpp of torch 2.13; the second names are those of earlier versions.
     """
     stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
-    if stop_file is None or os.environ.get("CLUSTERDDP_BACKEND") != "nccl":
+    if stop_file is None:
         return
-    for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{Path(stop_file).parent}/logs/nccl_trace_"),
-    ):
+    on_nccl = os.environ.get("CLUSTERDDP_BACKEND") == "nccl"
+    dumps = f"{Path(stop_file).parent}/logs/nccl_trace_"
+    variables: list[tuple[tuple[str, ...], str]] = [
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000" if on_nccl else "100")
+    ]
+    if on_nccl:
+        variables.append((("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"))
+        variables.append((("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), dumps))
+    for names, value in variables:
         if os.environ.keys().isdisjoint(names):
             os.environ[names[0]] = value
 

@@ -7,11 +7,15 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp.network.connections import was_connected
 from clusterddp.network.nccl_log import Transport, merge, read_transport
 from clusterddp.node.log import log_line
+from clusterddp.node.rank_network import RankNetwork
+from clusterddp.run.cleanup import Cleanup
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankRecord
 from clusterddp.system.processes import is_stopped
 
@@ -101,3 +105,40 @@ def _read(log: Path) -> str:
         with open(descriptor, "rb") as file:
             return file.read(_MAX_BYTES).decode(errors="replace")
     return ""
+
+
+@dataclass(slots=True)
+class LocalEnding:
+    """The end of the node's ranks, once it is ordered."""
+
+    kill_at: float
+    give_up_at: float
+    cleanup: Cleanup
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class LocalAttempt:
+    """The node's part of the attempt that runs now."""
+
+    dir: AttemptDir
+    network: RankNetwork
+    master_port: int
+    oom_kills: int | None
+    watch: ConnectionWatch
+    running: set[int] = field(default_factory=set)
+    """Ranks that have started and whose end was not reported."""
+    records: dict[int, RankRecord] = field(default_factory=dict)
+    started: bool = False
+    """True once all ranks have started, and the head has the report."""
+    stop_seen: bool = False
+    stop_wanted: str | None = None
+    """The reason of a request to stop that the run's storage, which is away, has not taken yet."""
+    ending: LocalEnding | None = None
+    stopped: StoppedRanks = field(default_factory=StoppedRanks)
+    nccl: NcclWatch | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the ranks that run, none of which was reaped."""
+        return {rank: self.records[rank].pid for rank in self.running}

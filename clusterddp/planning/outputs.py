@@ -6,12 +6,14 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
+from clusterddp.run.gang import Entry
 from clusterddp.run.outcome import read_end
 from clusterddp.system.files import read_json
 
@@ -37,9 +39,9 @@ def relative_outputs(entry: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def notes_on_outputs(entry: Mapping[str, Any], *, working_dir: Path, runs_dir: Path, in_copies: bool) -> Iterator[str]:
+def notes_on_outputs(entry: Entry, working_dir: Path, runs_dir: Path, *, in_copies: bool) -> Iterator[str]:
     """Write which results runs overwrite; `in_copies`: the ranks work in copies of the code on other hosts."""
-    for path in relative_outputs(entry):
+    for path in relative_outputs(asdict(entry)):
         if in_copies:
             yield f"{path} is relative: it lies in each host's copy of the code; {{output_dir}} is copied back"
             continue

@@ -48,6 +48,8 @@ class Request:
     """True: the run waits for its GPUs, so they may be in use now."""
     trial: Trial | None = None
     """What the ranks execute in place of the entry."""
+    run: str | None = None
+    """The run's name; None: one that is free is chosen."""
 
     def with_absolute_paths(self) -> Request:
         return dataclasses.replace(self, runs_dir=self.runs_dir.absolute(), working_dir=self.working_dir.absolute())

@@ -103,8 +103,8 @@ class Plan:
     @property
     def linked_places(self) -> tuple[str, ...]:
         """The directories that links in the run's copy of the code lead to, which a container has to mount."""
-        linked = self.has_own_code and self.snapshot is not None and self.snapshot["ignored"]
-        return (self.snapshot["root"],) if linked and self.snapshot else ()
+        snapshot = self.snapshot if self.has_own_code else None
+        return (snapshot["root"],) if snapshot and snapshot["ignored"] else ()
 
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -135,14 +135,10 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     _refuse_unplannable(job, request)
     placed = _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
-    run = choose_run_name(request.runs_dir)
+    run = request.run or choose_run_name(request.runs_dir)
     gang, spec, notes = _plan_ranks(job, request, placed, program, run)
-    overwritten = notes_on_outputs(
-        dataclasses.asdict(gang.entry),
-        working_dir=request.working_dir,
-        runs_dir=request.runs_dir,
-        in_copies=placed.ssh is not None and job.snapshot,
-    )
+    in_copies = placed.ssh is not None and job.snapshot
+    overwritten = notes_on_outputs(gang.entry, request.working_dir, request.runs_dir, in_copies=in_copies)
     plan = Plan(
         run=run,
         token=gang.token,
@@ -206,6 +202,8 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         env=dict(job.env),
         restarts=job.restarts,
         start=job.start,
+        hang=job.hang,
+        hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
         time_limit_s=time_limit_s,
         **timeouts_of(job, len(placement.nodes)),
     )

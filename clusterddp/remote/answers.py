@@ -104,6 +104,7 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "net.probe": {"probes": list[ProbeResult], "slow_names": list[str]},
     "run.ask": {"found": bool},
     "run.end": {"ended": int, "left": list[int]},
+    "run.remove": {"removed": list[Removed]},
     "run.prepare": {"run_dir": str},
     "run.supervise": {"pid": int, "link": Address | None},
     "store.compare": {"place": str, "in_the_way": tuple[str, ...], "stale": tuple[str, ...], "stale_count": int},

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp.run.directory import RunDir
 from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.system.file_set import leads_out, list_files
 from clusterddp.system.files import sync_directory
@@ -51,9 +52,9 @@ def plan_copy(stored: Path, snapshot: SnapshotPlan) -> CodeCopy:
 
 
 def replace_link(code: Path, snapshot: SnapshotPlan) -> None:
-    """Replace the link `code` to a snapshot by a copy; it survives a power loss."""
+    """Rename the link `code` to a snapshot, and make a copy in its place; it survives a power loss."""
     copy = plan_copy(code.resolve(), snapshot)
-    code.unlink()
+    code.rename(RunDir(code.parent).snapshot)
     copy.write(code)
     for folder, _, _ in os.walk(code):
         sync_directory(Path(folder))

@@ -50,6 +50,16 @@ class AttemptDir:
         return self.path / "stopped.json"
 
     @property
+    def stacks_request(self) -> Path:
+        """A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."""
+        return self.path / "STACKS"
+
+    @property
+    def stacks(self) -> Path:
+        """Where the ranks were, when a command asked or the run showed no progress: a report each."""
+        return self.path / "stacks"
+
+    @property
     def asked(self) -> Path:
         """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
         return self.path / ASKED
@@ -130,6 +140,11 @@ class RunDir:
         return self.path / "code"
 
     @property
+    def snapshot(self) -> Path:
+        """A link to the snapshot of the code, where `code` is a copy of it; runs with the same code share one."""
+        return self.path / "snapshot"
+
+    @property
     def events(self) -> Path:
         """The history of the run, a row for each event."""
         return self.path / "events.jsonl"
@@ -143,6 +158,11 @@ class RunDir:
     def summary(self) -> Path:
         """The trainer's result, written at its end."""
         return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run that `clusterddp report` has written."""
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

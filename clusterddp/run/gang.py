@@ -17,6 +17,7 @@ from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 Start = Literal["ranks", "torchrun"]
+HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
 
 
@@ -135,6 +136,10 @@ class Gang:
     """Seconds without an answer from another host's kernel after which its node counts as lost."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """Seconds without a heartbeat from a supervisor after which its node counts as lost."""
+    hang: HangPolicy = "report"
+    """What follows when the run shows no progress."""
+    hang_after_s: float | None = None
+    """After so long; None: as the steps of the run suggest."""
 
     @property
     def give_up_s(self) -> float:

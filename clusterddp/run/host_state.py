@@ -76,12 +76,12 @@ def read_host_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None, 
     )
     submitter = ProcessIdentity.from_json(record.submitter) if record.submitter else None
     if record.job_id is None and submitter and submitter.alive():
-        return known.view(RunState.REQUEUED if end else RunState.PENDING, "is being started")
+        return known.view(RunState.REQUEUED if end else RunState.PENDING, "starting")
     if is_foreign(run):
         reason = f"belongs to another user, and only that user can connect to its hosts; {_last(known)}"
         return known.view(RunState.UNKNOWN, reason)
     if known.supervised_on and known.hosts[0] not in known.unreached:
-        after = f"restarts after: {end.reason}" if end else "is being started" if known.start is None else "runs"
+        after = f"restarts after: {end.reason}" if end else "starting" if known.start is None else "runs"
         unreached = [_why_unreached(known.reports, host) for host in known.unreached if host in known.reports]
         return known.view(known.goes_on_as, "; ".join([after, *unreached]))
     return _unsupervised(known, submitter)

@@ -130,7 +130,7 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
             _copy(plan.root / name, staging / name)
         digest = list_files(staging).digest()
         store.mkdir(mode=0o700, exist_ok=True)
-        if not has_digest(store / digest, digest):
+        if not (_mark_used(store / digest) and has_digest(store / digest, digest)):
             _install(staging, store / digest)
         link.symlink_to(os.path.relpath(store / digest, link.parent))
         return digest
@@ -271,6 +271,15 @@ def _copy(source: Path, target: Path) -> None:
                 shutil.copyfileobj(original, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
+
+
+def _mark_used(target: Path) -> bool:
+    """Set the time of a snapshot to now, so that `rm` leaves it to this submit; return whether there is one."""
+    try:
+        os.utime(target)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _install(staging: Path, target: Path) -> None:

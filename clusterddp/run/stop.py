@@ -91,7 +91,7 @@ def is_complete(stop_file: Path) -> bool:
 
 
 def cancel_reason(run: RunDir) -> str:
-    """Return `cancelled by` and the process that its CANCEL file names, or only `cancelled`."""
+    """Return `cancelled by` and the user that its CANCEL file names, or only `cancelled`."""
     try:
         by = (read_json(run.cancel_file) or {}).get("by")
     except (ClusterddpError, OSError, AttributeError):

@@ -7,8 +7,6 @@ run's own copy of the code consists of hard links, so a snapshot whose files hav
 from __future__ import annotations
 
 import os
-import shutil
-import stat
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
+from clusterddp.run.removal import delete_tree
 from clusterddp.system.processes import find_carriers, read_environment
 
 Kind = Literal["run", "code", "package", "remnant"]
@@ -100,6 +99,17 @@ def remove_stored(
     return removed
 
 
+def remove_run(path: Path, token: str) -> Removed:
+    """Remove the directory of one run, at any age, unless processes of it live here."""
+    place = f"runs/{path.name}"
+    if path not in _directories(path.parent):
+        return Removed(place=place, size=0, error="is not a directory of yours" if os.path.lexists(path) else None)
+    size = _disk_usage(path)
+    if token[:8] in _tokens_alive():
+        return Removed(place=place, size=0, error="processes of it are alive")
+    return _remove(path, Stored(place=place, kind="run", age_s=0, size=size))
+
+
 def keep_package(package: Path) -> None:
     """Mark a package to stay at any age: Slurm jobs import it on other hosts, at any later time."""
     package.with_name(f"{package.name}{_KEEP}").touch(mode=0o600)
@@ -155,19 +165,12 @@ def _remove(path: Path, stored: Stored) -> Removed:
     hidden = path if path.name.startswith(".") else path.with_name(f".removed-{path.name}")
     try:
         path.rename(hidden)
-        _make_writable(hidden)
-        shutil.rmtree(hidden)
+        delete_tree(hidden)
     except FileNotFoundError:
         return Removed(place=stored.place, size=0)
     except OSError as error:
         return Removed(place=stored.place, size=0, error=f"{error.filename or path}: {error.strerror}")
     return Removed(place=stored.place, size=stored.size)
-
-
-def _make_writable(path: Path) -> None:
-    for folder, _, _ in os.walk(path):
-        if not os.lstat(folder).st_mode & stat.S_IWUSR:
-            Path(folder).chmod(0o700)
 
 
 def _directories(folder: Path, *, hidden: bool = False) -> list[Path]:

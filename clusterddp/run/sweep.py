@@ -221,7 +221,7 @@ def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
         reason = f"waits in the queue of {sweep.name} on {record.identity.host}, which cannot be asked from {here}"
         return _view(RunState.UNKNOWN, attempt, reason)
     if record and state == "RUNNING":
-        reason = "is being started" if attempt.claim.exists() else f"waits in the queue of {sweep.name}"
+        reason = "starting" if attempt.claim.exists() else f"waits in the queue of {sweep.name}"
         return _view(RunState.PENDING, attempt, reason)
     what = f"has ended: {record.why}" if record and record.ended is not None else "is gone"
     return _view(

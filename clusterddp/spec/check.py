@@ -120,7 +120,8 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         return _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
     if kind in _KINDS:
         text = node.text if isinstance(node, Scalar) else ""
-        hint = f"write [{text}]" if _KINDS[kind] == "a list" and re.fullmatch(r"[\w.-]{1,40}", text) else None
+        simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", text)
+        hint = f"write [{', '.join(text.split())}]" if simple else None
         return f"found {found}, expected {_KINDS[kind]}", hint
     return f"found {found}, expected something else ({kind})", None
 

@@ -187,7 +187,7 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
         yield Conflict(
             keys=("entry.kwargs",),
             message="is for a function, and there is none",
-            hint="args: [--lr, 0.1] is for programs",
+            hint=f"entry.args.{next(iter(entry.kwargs))}=... sets the option --{next(iter(entry.kwargs))} of a program",
         )
     if entry.stop_signal != "none" and entry.command is None:
         yield Conflict(

@@ -162,6 +162,7 @@ Fetch = Annotated[
         }
     ),
 ]
+Age = Annotated[str, Matching(r"^[1-9][0-9]{0,4}[hdw]$", "a length of time such as 12h, 30d or 4w")]
 TimeLimit = Annotated[
     Duration,
     PlainValidator(read_duration),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.overrides import Override, from_options, parse_argument, parse_environment
 from clusterddp.spec.problems import format_spec_error, in_order
 from clusterddp.spec.profiles import read_profile
+from clusterddp.spec.program_arguments import names_argument, set_argument, words_problem
 from clusterddp.spec.textfile import decode, read_bytes, read_stdin
 from clusterddp.spec.train_section import TrainSpec
 from clusterddp.spec.tree import Mapping, merge, without
@@ -156,7 +158,9 @@ def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[
 
 
 def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:
-    """Return the tree with one value set or reset; a problem with its key is added to `problems`."""
+    """Return the tree with one value set or reset; a problem with it is added to `problems`."""
+    if names_argument(override.path):
+        return set_argument(tree, override, problems)
     known = _known(override.as_tree(), problems)
     if override.node is not None:
         return merge(tree, known)
@@ -204,8 +208,12 @@ def _known(tree: Mapping, problems: list[Problem]) -> Mapping:
 
 
 def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Override]:
+    """Parse KEY=VALUE arguments; from one that begins with - on they are words of the user's program."""
+    own = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if words := arguments[len(own) :]:
+        problems.append(words_problem(words))
     overrides = []
-    for argument in arguments:
+    for argument in own:
         try:
             overrides.append(parse_argument(argument))
         except SpecError as error:

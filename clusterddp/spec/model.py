@@ -173,10 +173,27 @@ class JobSpec(Section):
     restarts: fields.Restarts = Field(
         default=0, description="How often the gang is restarted from its last checkpoint after a failure, 0 to 100."
     )
+    hang: Annotated[Literal["report", "restart", "fail"], Word] = Field(
+        default="report",
+        description="What follows when no rank makes progress: report (status shows which ranks wait for which), "
+        "restart (end the attempt; restarts says how often the next one starts), fail (end the run). Stacks are saved "
+        "first.",
+    )
+    hang_after: fields.TimeLimit | None = Field(
+        default=None,
+        description="How long a run may show no progress (no output, no bytes read or written, no further "
+        'collective), written as time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 usual '
+        "distances of rows in metrics.jsonl, whichever is longest.",
+    )
     start: Annotated[Literal["ranks", "torchrun"], Word] = Field(
         default="ranks",
         description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
         "and, up to restarts times, restarts them.",
+    )
+    keep: fields.Age | None = Field(
+        default=None,
+        description="How long the run is kept after its end, 12h, 30d or 4w; then clusterddp rm --expired removes it, "
+        "and nothing else does. Default: for ever.",
     )
     snapshot: fields.Switch = Field(
         default=True, description="Run a copy of the code, which later edits do not change."

@@ -7,11 +7,9 @@ is found before a run is submitted.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
-import operator
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,8 @@ from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.problems import in_order, problem_at, spec_error
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, merge, show, without
+from clusterddp.spec.program_arguments import value_at
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show, without
 from clusterddp.spec.yamlfile import parse_value
 
 MAX_VARIANTS = 10_000
@@ -38,7 +37,7 @@ _REASONS = dict.fromkeys(
     ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
     "it is a request for machines, which all runs of a sweep share",
 ) | {
-    **dict.fromkeys(("launcher", "name", "after", "secrets", "snapshot", "stop", "sweep"), _OF_THE_SWEEP),
+    **dict.fromkeys(("launcher", "name", "keep", "after", "secrets", "snapshot", "stop", "sweep"), _OF_THE_SWEEP),
     "restarts": f"{_OF_THE_SWEEP}: Slurm restarts all tasks of a job array or none",
 }
 """Why the other keys cannot be swept."""
@@ -84,9 +83,15 @@ class SweepSpec:
 
 def variant_label(values: Map[str, Any]) -> str:
     """Write the values of one variant as a short text."""
-    names = [key.rpartition(".")[2] for key in values]
+    names = [_short_name(key) for key in values]
     short = names if len(set(names)) == len(names) else list(values)
     return " ".join(f"{name}={_value_text(value)}" for name, value in zip(short, values.values(), strict=True))
+
+
+def _short_name(key: str) -> str:
+    """Return the last part of a dotted key; of a position in a list, with the name of the list."""
+    rest, _, name = key.rpartition(".")
+    return f"{rest.rpartition('.')[2]}.{name}" if name.isdecimal() and rest else name.lstrip("-")
 
 
 def load_sweep(
@@ -212,6 +217,10 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
             problems.append(problem_at(axis.place, reason, _WHICH, key=axis.key))
             continue
         problems += _twice(axis)
+        whole = next((other for other in axes.values() if other.path == axis.path[: len(other.path)]), axis)
+        if whole is not axis:
+            problems.append(problem_at(axis.place, f"is part of {whole.key}, which is swept, too", key=axis.key))
+            continue
         lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
     count = math.prod(len(axis.nodes) for axis in axes.values())
     if count > MAX_VARIANTS:
@@ -250,10 +259,10 @@ def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tup
     for nodes in itertools.product(*(axis.nodes for axis in axes)):
         tree = base
         for axis, node in zip(axes, nodes, strict=True):
-            tree = merge(tree, Override(path=axis.path, node=node, place=node.place).as_tree())
+            tree = lay_over(tree, Override(path=axis.path, node=node, place=node.place), [])
         resolved, problems = resolve(written, dataclasses.replace(tree, place=base.place))
         if resolved is not None:
-            variants.append(Variant(values=_values(resolved, axes), resolved=resolved))
+            variants.append(Variant(values=_values(resolved, axes, nodes), resolved=resolved))
         for problem in problems:
             chosen_of.setdefault(problem, []).append(nodes)
     return tuple(variants), [_named(problem, axes, chosen) for problem, chosen in chosen_of.items()]
@@ -274,10 +283,10 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
     return dataclasses.replace(problem, message=f"{problem.message} (with {variant_label(common)})")
 
 
-def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...]) -> dict[str, Any]:
-    """Return the values of the swept keys in a variant, as in JSON."""
+def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...], nodes: tuple[Node, ...]) -> dict[str, Any]:
+    """Return the values of the swept keys in a variant, as in JSON; of an argument by name, its words."""
     dumped = resolved.job.model_dump(mode="json")
-    return {axis.key: functools.reduce(operator.getitem, axis.path, dumped) for axis in axes}
+    return {axis.key: value_at(dumped, axis.path, node) for axis, node in zip(axes, nodes, strict=True)}
 
 
 def _value_text(value: Any) -> str:

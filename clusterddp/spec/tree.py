@@ -120,7 +120,7 @@ def escape(text: str) -> str:
 def describe(value: object) -> str:
     """Describe a value, for `found ..., expected ...`."""
     if value is None or (isinstance(value, Scalar) and value.null):
-        text = "nothing"
+        text = "an empty value"
     elif isinstance(value, Scalar):
         number = not value.quoted and _NUMBER_LIKE.fullmatch(value.text)
         text = f"the text {show(value.text)}" if value.quoted else value.text if number else show(value.text)

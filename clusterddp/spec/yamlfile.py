@@ -117,7 +117,7 @@ class _Reader:
                 self._refuse(event.start_mark, "merge keys (<<) are not allowed", _COPY)
             elif key.text in keys:
                 first = f"the first one is in line {keys[key.text].line}"
-                self._refuse(event.start_mark, f"the key {show(key.text)} is here a second time", first)
+                self._refuse(event.start_mark, f"duplicate key {show(key.text)}", first)
             keys.setdefault(key.text, key.place)
             entries.setdefault(key.text, self._node(self._next(), depth + 1))
         return Mapping(entries=entries, keys=keys, place=place)
@@ -172,10 +172,10 @@ _SECOND_COLON = "a second `: ` in one value"
 _MISFIT = "the line does not fit the lines above"
 _SYNTAX = (
     # PyYAML's message, clusterddp's message, hint
-    (r"found character '\\t'", "a tab cannot stand here", "indent with spaces"),
+    (r"found character '\\t'", "tabs are not allowed in indentation", "indent with spaces"),
     (r"mapping values are not allowed", _SECOND_COLON, 'put quotes around a value that holds ": "'),
     (r"found unexpected (end of stream|document separator)", _UNCLOSED_QUOTE, None),
-    (r"could not find expected ':'", "expected a key and a `:`", "a key, a colon, a space, the value"),
+    (r"could not find expected ':'", "expected a key and a `:`", "add a space after the colon: key: value"),
     (r"expected alphabetic or numeric character", "a text that begins with & or * needs quotes", None),
     (r"found unknown escape character", "an escape that YAML does not know", "in single quotes a \\ stands for itself"),
     (r"expected escape sequence of", "an escape with too few hexadecimal digits", None),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import time
+from collections.abc import Iterator
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.registry import launcher_named
@@ -20,6 +21,7 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 from clusterddp.submission.submit import CANCELLED_IN_QUEUE, clear_away, record_end, wait
 from clusterddp.system.files import is_file, write_json
+from clusterddp.system.gpu_lease import user_name
 
 _ANSWER_INTERVAL_S = 0.25
 _ANSWER_S = 5.0
@@ -74,11 +76,12 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, environ, sync)
     slurm, grace_s = launcher.observer(environ), gang.stop_grace_s
-    view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
-    if not view.finished:
-        asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
-        report(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
-        view = wait(run, grace_s + _ANSWER_S - _ASKS_WITHIN_S, slurm=slurm, sync=sync)
+    with _detaching(f"{run.name} was asked to stop, and does so without this command"):
+        view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
+        if not view.finished:
+            asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
+            report(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
+            view = wait(run, grace_s + _ANSWER_S - _ASKS_WITHIN_S, slurm=slurm, sync=sync)
     if not view.finished:
         raise ClusterddpError(
             f"{run.name}: was asked to stop, and has not ended after {grace_s + _ANSWER_S:.0f} s",
@@ -89,6 +92,15 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     if view.state in {RunState.FAILED, RunState.LOST}:
         raise ClusterddpError(f"{run.name}: was asked to stop, and ended {view.state.value}: {view.reason}")
     return _describe_end(view)
+
+
+@contextlib.contextmanager
+def _detaching(what_goes_on: str) -> Iterator[None]:
+    """Let Ctrl-C end the waiting only, and say what goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{what_goes_on}; clusterddp status shows it") from None
 
 
 def _spell_stopping(grace_s: float) -> str:
@@ -105,14 +117,14 @@ def _spell_not_asking(run: str, grace_s: float) -> str:
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
-    by = f"pid {os.getpid()} on {socket.gethostname()}"
-    asked = write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True)
+    asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
     if asked:
         log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
     will_answer = launcher.request_end(run, record, environ, sync)
     slurm = launcher.observer(environ)
-    view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
+    with _detaching(f"{run.name} was asked to end, and does so without this command"):
+        view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
     # No supervisor answers: the launcher ends the run.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
         record_end(run, cancelled(launcher.killed))

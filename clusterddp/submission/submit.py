@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterddp.errors import ClusterddpError, SlurmError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
-from clusterddp.planning.again import plan_changed
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
@@ -71,9 +70,16 @@ def submit(plan: Plan, report: Report = no_report) -> Submitted:
     return start_attempt(RunDir(plan.run_dir), 0, report)
 
 
-def resume(run: RunDir, report: Report = no_report, *, overrides: Sequence[str] = ()) -> Submitted:
+def resume(
+    run: RunDir,
+    report: Report = no_report,
+    *,
+    overrides: Sequence[str] = (),
+    check: Callable[[], None] | None = None,
+) -> Submitted:
     """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
+    `check` may refuse it, once it is known that the run can go on.
     Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
     GPUs are free than the run had. SpecError: an override is wrong.
     """
@@ -83,9 +89,11 @@ def resume(run: RunDir, report: Report = no_report, *, overrides: Sequence[str] 
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
-    instead = f"clusterddp rerun {run.name} repeats it; clusterddp resume {run.name} train.epochs=N goes further"
+    instead = f"clusterddp rerun {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
     refuse_resume(run, view, instead=instead, more=bool(overrides))
     refuse_foreign(run)
+    if check is not None:
+        check()
     clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
     plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
@@ -191,8 +199,11 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
     Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
     run cannot go on with these values. SpecError: an override is wrong.
     """
-    plan = read_plan(run)
-    changed = plan_changed(plan, run.spec, overrides, environ) if overrides else plan
+    plan = changed = read_plan(run)
+    if overrides:
+        from clusterddp.planning.again import plan_changed
+
+        changed = plan_changed(plan, run.spec, overrides, environ)
     renewed = move_plan(launcher_named(plan.launcher).renew(changed, environ), run.path)
     if overrides:
         write_text(run.spec, renewed.spec_text)

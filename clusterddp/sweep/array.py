@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pwd
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +29,7 @@ from clusterddp.submission.cancel import cancel
 from clusterddp.submission.staging import refusal
 from clusterddp.sweep.staging import replace_files, take_back
 from clusterddp.system.files import write_json
+from clusterddp.system.gpu_lease import user_name
 
 if TYPE_CHECKING:
     from clusterddp.sweep.plan import SweepPlan
@@ -141,7 +140,7 @@ def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> 
     Raises: SlurmError: Slurm could not be asked.
     """
     assert record.job_tag is not None
-    user = pwd.getpwuid(os.getuid()).pw_name
+    user = user_name(os.getuid())
     # The name selects the jobs; with their id Slurm need not search for it.
     job_id = [record.job_id] if record.job_id else []
     argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *job_id]
@@ -154,8 +153,7 @@ def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> 
 
 def _mark(run: RunDir) -> None:
     """Write the file that makes the job of the run end it, now or after a requeue."""
-    by = f"pid {os.getpid()} on {socket.gethostname()}"
-    if write_json(run.cancel_file, {"by": by, "time": time.time()}, exclusive=True):
+    if write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True):
         log_event(run, "cancel_requested")
 
 

@@ -86,15 +86,18 @@ class SweepPlan:
         return (*self.job.sbatch, str(SweepDir(self.path).launcher_dir / SCRIPT), *self.job.arguments)
 
 
-def plan_sweep(spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str]) -> SweepPlan:
+def plan_sweep(
+    spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], name: str | None = None
+) -> SweepPlan:
     """Compute everything that a submit of this sweep from here would do; nothing is written or started.
 
+    `name` None: a free name is chosen.
     Raises: UsageError, PreflightError, ClusterddpError: the submit would fail, with the reason.
     """
     if spec.variants[0].resolved.job.launcher == "slurm":
         check_array_size(len(spec.variants), environ)
 
-    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True)
+    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True, run=name)
 
     def plan_one(resolved: ResolvedSpec) -> Plan:
         return _beside_others(plan_run(resolved, request), spec.throttle)

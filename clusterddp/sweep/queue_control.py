@@ -186,7 +186,7 @@ def _locked(sweep: SweepDir) -> Iterator[int]:
     except OSError as error:
         os.close(descriptor)
         if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
-            raise UsageError(f"{sweep.name}: its queue runs or is being started") from None
+            raise UsageError(f"{sweep.name}: its queue runs or is starting") from None
         raise ClusterddpError(f"{sweep.queue_lock}: cannot be locked: {error.strerror}") from error
     try:
         yield descriptor

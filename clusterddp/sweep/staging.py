@@ -128,10 +128,18 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
     if plan.slurm:
         run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
+    _give_code(sweep, run, plan, copy)
+
+
+def _give_code(sweep: SweepDir, run: RunDir, plan: Plan, copy: CodeCopy | None) -> None:
     if copy is not None:
         copy.write(run.code)
+        run.snapshot.symlink_to(Path("..", sweep.code.readlink()))
+    elif plan.has_own_code:
+        run.code.symlink_to(Path("..", sweep.code.name))
+        run.snapshot.symlink_to(Path("..", RunDir(sweep.path).snapshot.readlink()))
     elif plan.snapshot is not None:
-        run.code.symlink_to(Path("..", sweep.code.readlink() if sweep.code.is_symlink() else sweep.code.name))
+        run.code.symlink_to(Path("..", sweep.code.readlink()))
 
 
 def _sweep_record(plan: SweepPlan) -> SweepRecord:

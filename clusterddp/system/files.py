@@ -157,6 +157,27 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield read_object(line)
 
 
+def read_last_lines(path: Path, tail_bytes: int) -> list[bytes]:
+    """Read the whole lines in the last `tail_bytes` of a file; none when there is no file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - tail_bytes))
+            lines = file.read(tail_bytes).split(b"\n")
+    except FileNotFoundError:
+        return []
+    return lines[1:] if size > tail_bytes else lines  # the beginning of the first one was cut off
+
+
+def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
+    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
+    rows = []
+    for line in read_last_lines(path, tail_bytes):
+        with contextlib.suppress(ValueError):
+            rows.append(read_object(line))
+    return rows
+
+
 def read_tail(path: Path) -> str:
     """Read the end of a log without trailing blank lines; empty if it cannot be read."""
     try:

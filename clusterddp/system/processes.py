@@ -16,6 +16,7 @@ from typing import Any
 _LINUX = sys.platform == "linux"
 _CHUNK = 1 << 16
 _ROOT = 0
+_CPU_FIELDS, _IO_WORDS = 13, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,33 @@ def read_process(pid: int) -> Process:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal (SIGSTOP, SIGTSTP) has stopped a process; False if that cannot be found out."""
-    return _LINUX and _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] == [b"T"]
+    return read_state(pid) == "T"
+
+
+def read_state(pid: int) -> str:
+    """Read what a process does, by the letter of /proc: R runs, S sleeps, D waits for a disk, T is stopped.
+
+    Empty when it is gone, or not on Linux.
+    """
+    fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split() if _LINUX else []
+    return fields[0].decode() if fields else ""
+
+
+def read_usage(pid: int) -> tuple[float, int]:
+    """Read how much a process has used so far: seconds of a core, and bytes that it has read and written.
+
+    The time that its main thread waited for a core counts, too: on a machine with too much to do it works all the same.
+    Zeros when it is gone, or not on Linux; bytes through sockets do not count.
+    """
+    if not _LINUX:
+        return 0.0, 0
+    fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    ticks = sum(map(int, fields[11:13])) if len(fields) > _CPU_FIELDS else 0
+    waited = _read_or_nothing(f"/proc/{pid}/schedstat").split()[1:2]
+    waited_s = int(waited[0]) / 1e9 if waited else 0.0
+    words = _read_or_nothing(f"/proc/{pid}/io").split()
+    moved = int(words[1]) + int(words[3]) if len(words) > _IO_WORDS else 0
+    return ticks / os.sysconf("SC_CLK_TCK") + waited_s, moved
 
 
 def read_age_s() -> float:

@@ -194,6 +194,7 @@ def requests(root: Path) -> Target:
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
+        {"do": "run.ask", "name": name, "what": "stacks", "reason": "1795600000-0a1b2c"},
         {"do": "run.release", "token": TOKEN},
         {"do": "store.missing", "sums": [sum_]},
         {"do": "store.checkout", "sum": sum_, "name": name},
@@ -204,6 +205,7 @@ def requests(root: Path) -> Target:
         {"do": "store.compare", "target": "~/data", "size": 2},
         {"do": "table.stored", "older_than_s": 1e9},
         {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
+        {"do": "run.remove", "runs": {"x.0123abcd": TOKEN}},
         {"do": "trial.tell", "words": {}},
         {"do": "trial.stop"},
     ]

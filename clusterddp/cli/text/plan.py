@@ -6,20 +6,19 @@ import dataclasses
 import itertools
 import json
 import shlex
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.cli.terminal import rank_span, table
+from clusterddp.cli.text.plan_summary import NOTE_LINES, cut_lines, few, note_lines, summary_lines, value_text, words
 from clusterddp.look.printable import printable
 from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from clusterddp.launchers.slurm.ask import Verdict
     from clusterddp.planning.plan import Plan
-    from clusterddp.planning.ssh.plan import SshNode, SshPlan
-    from clusterddp.run.gang import Entry
+    from clusterddp.planning.ssh.plan import SshNode
 
 _MASK = "********"
 _COMMAND_SHOWN = 78
@@ -39,13 +38,14 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
 
 
-def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Write the scheduler's answer to a plan."""
+def verdict_lines(verdict: Verdict | None, *, verbose: bool, columns: int | None) -> list[str]:
+    """Write the scheduler's answer to a plan; of a refusal, all of it."""
     if verdict is None:
         return []
     answers = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
     text, colour = answers[verdict.accepted]
-    lines = ["", f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"]
+    answer = f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"
+    lines = ["", *cut_lines(answer, columns, NOTE_LINES if verdict.accepted is None and not verbose else None)]
     if verdict.accepted is False:
         from clusterddp.slurm.explain import advise_refusal
 
@@ -53,14 +53,25 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
     return lines
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Write everything that a submit would do."""
+def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list[str]:
+    """Write what a submit would do: on one screen, or with all values, variables, files and commands."""
     if plan.ssh:
         from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
-    lines = [f"plan for {click.style(plan.run, bold=True)}  (dry run: nothing was started or written)", ""]
-    lines += [f"  {name:<9} {printable(text)}" for name, text in _facts(plan)]
+    more = "" if verbose else "; -v shows all of it"
+    lines = [f"plan for {click.style(plan.name, bold=True)}  (nothing is started{more})", ""]
+    lines += summary_lines(plan, columns=columns, verbose=verbose)
+    lines += _details(plan) if verbose else []
+    notes = note_lines(plan, columns=columns, verbose=verbose)
+    return [*lines, "", *notes] if notes else lines
+
+
+def _details(plan: Plan) -> list[str]:
+    variables = "those under env and secrets of the spec; no variable of this shell is sent" if plan.ssh else None
+    if plan.slurm:
+        variables = ", ".join(plan.slurm.variables) or "none"
+    lines = [f"  variables {printable(variables)}"] if variables else []
     lines += ["", *_node_table(plan)]
     for title, rows in (
         ("what differs from the defaults", _change_rows(plan)),
@@ -69,91 +80,11 @@ def plan_lines(plan: Plan) -> list[str]:
         if rows[1:]:
             lines += ["", click.style(title, bold=True), *table(rows, indent="  ")]
     lines += ["", click.style("files", bold=True), *(f"  {printable(path)}" for path in plan.files)]
-    lines += ssh_lines(plan) if plan.ssh else _command_lines(plan)
-    if plan.notes:
-        lines += ["", *(f"{click.style('note:', fg='yellow', bold=True)} {printable(note)}" for note in plan.notes)]
-    return lines
+    return lines + (ssh_lines(plan) if plan.ssh else _command_lines(plan))
 
 
 def _command_lines(plan: Plan) -> list[str]:
     return ["", click.style("commands", bold=True), *(f"  {printable(shlex.join(argv))}" for argv in plan.commands)]
-
-
-def _facts(plan: Plan) -> list[tuple[str, str]]:
-    gang = plan.gang
-    port = "a free port, found at the start" if gang.master_port is None else f"port {gang.master_port}"
-    facts = [("launcher", plan.launcher), ("ranks", _ranks(plan))]
-    facts.append(("backend", f"{gang.backend} over {gang.interface or _interface(plan)}"))
-    facts.append(("master", f"{gang.master_addr or _master(plan)}, {port}"))
-    train = plan.spec.get("train")
-    if not train:
-        facts.append(("runs", entry_text(gang.entry)))
-    else:
-        batch = train["batch_size"] * gang.world_size * train["accumulate"]
-        size = f" at {train['image_size']} pixels" if train.get("image_size") else ""
-        what = f"{train['model']} on {train['dataset']}{size}, {train['epochs']} epochs"
-        facts.append(("training", f"{what}, batch {train['batch_size']} per rank = {batch} in all"))
-    facts.append(("code", _code(plan)))
-    if gang.time_limit_s:
-        facts.append(("time", f"{duration(gang.time_limit_s)}; asked to stop {duration(gang.stop_lead_s)} before"))
-    if gang.start == "torchrun":
-        facts.append(("start", "torchrun on each node, which starts the node's ranks"))
-    if gang.restarts:
-        by = " by torchrun" if gang.start == "torchrun" else ""
-        facts.append(("restarts", f"up to {gang.restarts}{by}, from the newest checkpoint"))
-    if plan.slurm:
-        facts.append(("variables", ", ".join(plan.slurm.variables) or "none"))
-    if plan.ssh:
-        facts += ssh_facts(plan.ssh, with_code=plan.snapshot is not None)
-    if plan.secrets:
-        facts.append(("secrets", ", ".join(plan.secrets)))
-    if plan.parent:
-        facts.append(("repeats", plan.parent))
-    return facts
-
-
-def entry_text(entry: Entry) -> str:
-    """Write what an entry runs: a command line, or a call."""
-    if entry.kind == "function":
-        named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
-        values = [json.dumps(value, ensure_ascii=False) for value in entry.args]
-        return printable(f"{entry.target}({', '.join([*values, *named])})")
-    local_rank = ["--local_rank=N"] if entry.local_rank_arg else []
-    shell = ["/bin/sh", "-c"] if entry.shell else []
-    return words([*shell, entry.target, *entry.words, *local_rank, *entry.args])
-
-
-def _interface(plan: Plan) -> str:
-    if plan.ssh:
-        return "the fastest interface that all hosts reach each other by"
-    return "the interface that reaches node 0" if plan.slurm else "its own choice of interface"
-
-
-def _master(plan: Plan) -> str:
-    return f"{plan.ssh.hosts[0].host}'s address on it" if plan.ssh else "the first node of the job"
-
-
-def _ranks(plan: Plan) -> str:
-    gang = plan.gang
-    per_node = sorted({len(node.ranks) for node in gang.nodes})
-    many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
-    nodes, threads = format_count(len(gang.nodes), "node"), format_count(gang.threads_per_rank, "thread")
-    has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
-    has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
-    device = "one GPU each" if has_gpus else "on the CPU"
-    if gang.entry.spawns:
-        device = "all GPUs of its node each" if has_gpus else "on the CPU"
-        own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
-        return f"{nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
-    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {threads} each"
-
-
-def _code(plan: Plan) -> str:
-    snapshot = plan.snapshot
-    if not snapshot:
-        return "no snapshot" + (": it runs from its own place" if plan.spec.get("entry") else "")
-    size = format_bytes(snapshot["bytes"])
-    return f"snapshot of {snapshot['root']} ({snapshot['source']}): {format_count(snapshot['files'], 'file')}, {size}"
 
 
 def _node_table(plan: Plan) -> list[str]:
@@ -188,25 +119,6 @@ def _variable_rows(plan: Plan) -> list[list[str]]:
     return rows
 
 
-def value_text(value: Any) -> str:
-    """Write a value of the spec for a table."""
-    return printable(value if isinstance(value, str) else json.dumps(value))
-
-
-def ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
-    """Return the facts that are the same for all hosts."""
-    data = [f"{format_bytes(sum(one.bytes for one in ssh.send))} of data"] if ssh.send else []
-    parts = " and ".join([*(["the code"] if with_code else []), *data])
-    facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
-    facts.append(("variables", "those under env and secrets of the spec; no variable of this shell is sent"))
-    facts.append(("fetches", ", ".join(ssh.fetch) or "nothing: all results stay on the hosts"))
-    if any(node.gpus for node in ssh.hosts):
-        facts.append(("busy GPUs", "the run waits for them" if ssh.when_busy == "wait" else "the run is refused"))
-    if ssh.attached:
-        facts.append(("attached", "the run ends with the process that submits it"))
-    return facts
-
-
 def ssh_table(plan: Plan) -> list[str]:
     """Lay out the hosts, in the order of the node ranks."""
     assert plan.ssh is not None
@@ -239,18 +151,13 @@ def ssh_lines(plan: Plan) -> list[str]:
     lines.append(f"    {printable(shown)}")
     lines.append("  then on each, detached from SSH, its supervisor:")
     for argv, group in itertools.groupby(zip(names, supervisors, strict=True), key=lambda pair: pair[1]):
-        lines.append(f"    {printable(_few([name for name, _ in group]))}: {printable(words(argv))}")
+        lines.append(f"    {printable(few([name for name, _ in group]))}: {printable(words(argv))}")
     if agents:
         lines.append("  which starts torchrun:")
         lines += [f"    {printable(name)}: {printable(words(argv))}" for name, argv in zip(names, agents, strict=True)]
     lines.append("  which starts each of its ranks:")
     lines.append(f"    {printable(words(plan.commands[-1]))}")
     return lines
-
-
-def words(argv: Sequence[str]) -> str:
-    """Quote a command for a shell; a path from ~/ keeps it."""
-    return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in argv)
 
 
 def _python(host: SshNode) -> str:
@@ -261,7 +168,3 @@ def _python(host: SshNode) -> str:
     elif host.python and (host.venv or host.conda):
         words.append(f"(in {host.venv or host.conda})")
     return " ".join(words)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.terminal import Terminal, duration, say
-from clusterddp.cli.text.status import WITHOUT_REASON, measures, progress_text
+from clusterddp.cli.text.states import WITHOUT_REASON
+from clusterddp.cli.text.status import measures, progress_text
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
@@ -19,32 +20,38 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
 
 _LINE_INTERVAL_S = 10.0
-"""How long no line is written without a change, where lines cannot be redrawn."""
-_WAITING_LINE_INTERVAL_S = 300.0
-"""The same while the run waits in a queue, which may take days."""
+"""How long no line is written though the progress changes, where lines cannot be redrawn."""
+_SAME_LINE_INTERVAL_S = 300.0
+"""The same while nothing changes: in a queue, or in a program that reports no progress."""
 
 Show = Callable[["RunView", "Progress | None"], None]
 
 
 @contextlib.contextmanager
 def progress_lines(run: RunDir) -> Iterator[Show]:
-    """Show a line when the state changes, after each epoch, and from time to time."""
+    """Show a line when the state changes, after each epoch, and from time to time.
+
+    One like the last has how long it was waited.
+    """
     said: tuple[object, ...] = ()
-    said_at = 0.0
+    last = ""
+    begun = said_at = time.monotonic()
 
     def show(view: RunView, progress: Progress | None) -> None:
-        nonlocal said, said_at
+        nonlocal said, said_at, last
         # A new epoch begins with a new accuracy: one line for both.
         result = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
         waits = view.state.value in {"PENDING", "REQUEUED"}
         facts = (view.state, view.attempt, view.reason if waits else result)
-        interval_s = _WAITING_LINE_INTERVAL_S if waits else _LINE_INTERVAL_S
-        if view.finished or (facts == said and time.monotonic() - said_at < interval_s):
-            return
-        said, said_at = facts, time.monotonic()
         reason = "" if view.state.value in WITHOUT_REASON else printable(view.reason)
         text = progress_text(progress) if progress and not waits else reason
-        say(f"{run.name} {view.state.value}  {text}".rstrip())
+        line = f"{run.name} {view.state.value}  {text}".rstrip()
+        now = time.monotonic()
+        interval_s = _SAME_LINE_INTERVAL_S if waits or line == last else _LINE_INTERVAL_S
+        if view.finished or (facts == said and now - said_at < interval_s):
+            return
+        say(f"{line}  ({duration(now - begun)})" if line == last else line)
+        said, said_at, last = facts, now, line
 
     yield show
 

@@ -149,7 +149,7 @@ def cleanup_json(cleanup: Cleanup) -> dict[str, Any]:
 
 def _row(host: str, run: RunHere) -> list[str]:
     left_over = run.answered_by is None
-    state = click.style("left over", fg="red", bold=True) if left_over else "running"
+    state = click.style("orphaned", fg="red", bold=True) if left_over else "running"
     return [
         printable(host),
         printable(run.label),

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.cli.terminal import duration, wrapped
+from clusterddp.cli.text.next_steps import next_steps
+from clusterddp.cli.text.rank_table import node_table, rank_table
+from clusterddp.cli.text.states import WITHOUT_REASON, state_text
 from clusterddp.look.printable import printable
 from clusterddp.run.record import FOREIGN
-from clusterddp.system.files import read_json
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
+    from clusterddp.look.checkpoints import Checkpoint
     from clusterddp.look.events import NodeTransport, Stopping
     from clusterddp.look.progress import Progress
-    from clusterddp.look.ranks import RankStatus
-    from clusterddp.look.status import RunStatus, RunSummary
-    from clusterddp.look.times import Times
+    from clusterddp.look.status import RunStatus
+    from clusterddp.look.timeline import Times
     from clusterddp.run.directory import RunDir
     from clusterddp.run.outcome import RootCause
     from clusterddp.slurm.jobs import Job
 
 MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
-WITHOUT_REASON = {"RUNNING", "COMPLETED"}
-"""States that are shown without a reason."""
-_BY_HAND = {
-    "join": ("clusterddp join SPEC", "on each machine"),
-    FOREIGN: ("clusterddp worker SPEC", "started as before"),
-}
-_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan"}
-_COLORS |= {"STOPPING": "yellow", "KILLED": "yellow"}
-
-
-def state_text(state: str) -> str:
-    """Return the state in its colour."""
-    return click.style(state, fg=_COLORS.get(state), bold=True)
 
 
 def warning_text(warning: str) -> str:
@@ -47,8 +35,13 @@ def warning_text(warning: str) -> str:
     return f"{click.style('warning', fg='yellow')}: {printable(warning)}"
 
 
-def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False) -> list[str]:
-    """Write the status of one run; many ranks are grouped by node, unless `one_by_one`."""
+def status_lines(
+    status: RunStatus, run: RunDir, *, address: str, one_by_one: bool = False, columns: int | None = None
+) -> list[str]:
+    """Write the status of one run; many ranks are grouped by node, unless `one_by_one`.
+
+    `columns`: the width of the terminal; paths, log lines and commands may be longer, so that they can be copied.
+    """
     name, where = printable(status.run), printable(_where(status))
     state = "STOPPING" if status.stopping else status.state.value
     name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
@@ -61,22 +54,40 @@ def status_lines(status: RunStatus, run: RunDir, *, address: str, one_by_one: bo
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
     lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
-    if status.progress:
-        lines.append(f"  {progress_text(status.progress)}")
+    lines += _progress_lines(status, address)
     if status.start_phases:
         lines.append(f"  start: {phases_text(status.start_phases)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
-    lines += [f"  {printable(str(run.path))}", ""]
+    lines = [each for line in lines for each in wrapped(line, columns, indent=4)]
+    lines += [f"  {printable(str(run.path))}"]
+    if status.checkpoint:
+        lines.append(f"  {checkpoint_text(status.checkpoint)}")
+    lines.append("")
     if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
-        lines += _rank_table(status.ranks)
+        lines += rank_table(status.ranks, columns)
     else:
-        lines += _node_table(status.ranks)
+        lines += node_table(status.ranks)
     if status.root_cause:
-        lines += ["", *root_cause_lines(status.root_cause, run)]
+        lines += ["", *root_cause_lines(status.root_cause, run, columns=columns)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def _progress_lines(status: RunStatus, address: str) -> list[str]:
+    """Write how far the run is, or when it last wrote something; since when no rank makes progress, and why."""
+    lines = []
+    if status.progress:
+        lines.append(f"  {progress_text(status.progress)}")
+    elif status.last_output:
+        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+    if status.hang is None:
+        return lines
+    what = f"no progress for {duration(time.time() - status.hang.since)}: {printable(status.hang.text)}"
+    lines.append(f"  {click.style('hang', fg='yellow')}: {what}")
+    lines += [f"    {printable(status.hang.hint)}"] if status.hang.hint else []
+    return [*lines, f"    its stacks: clusterddp stacks {address}"]
 
 
 def stopping_text(stopping: Stopping, *, now: float) -> str:
@@ -87,12 +98,20 @@ def stopping_text(stopping: Stopping, *, now: float) -> str:
     return f"{left} and save nothing: the program has not asked clusterddp.should_stop()"
 
 
-def root_cause_lines(cause: RootCause, run: RunDir) -> list[str]:
+def checkpoint_text(checkpoint: Checkpoint) -> str:
+    """Write where the newest checkpoint lies, and after which step it was written."""
+    where = f" on {printable(checkpoint.host)}" if checkpoint.host else ""
+    return f"checkpoint{where}: {printable(checkpoint.path)}, step {checkpoint.step}"
+
+
+def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = None) -> list[str]:
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.look.log_file import read_log_tail
 
-    code = "" if cause.exit_code is None else f"  (exit code {cause.exit_code})"
-    lines = [f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"]
+    known = cause.exit_code is None or f"exit code {cause.exit_code}" in cause.error
+    code = "" if known else f"  (exit code {cause.exit_code})"
+    what = f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"
+    lines = wrapped(what, columns, indent=2)
     tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
     if not tail and cause.traceback:
         tail = [printable(line) for line in cause.traceback.rstrip().split("\n")[-10:]]
@@ -107,42 +126,6 @@ def _from_traceback(lines: list[str]) -> list[str]:
     """Return the lines from the last traceback on, or all when there is none."""
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[starts[-1] :] if starts else lines
-
-
-def next_steps(
-    state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
-) -> list[str]:
-    """Return the commands that are useful now, each with what it does.
-
-    `job_log`: the log to read when no rank was started, relative to the run's directory.
-    """
-    steps: list[tuple[str, str]] = []
-    if state in {"PENDING", "RUNNING", "REQUEUED"}:
-        steps = [("follow", f"clusterddp logs -f {address}"), ("cancel", f"clusterddp cancel {address}")]
-    elif state in {"FAILED", "LOST"}:
-        if job_log:
-            steps = [("job's log", f"{run.path / job_log}")]
-        elif cause and cause.rank is None:  # no rank was started
-            steps = [("logs", f"{run.launcher_dir}/")]
-        elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
-            steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
-    if state in {"FAILED", "LOST", "CANCELLED"}:
-        steps.append(_again(run, address))
-    return [f"  {what:<10} {text}" for what, text in steps]
-
-
-def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return the command that continues a run that has ended, or repeats it."""
-    launcher = (read_json(run.record) or {}).get("launcher")
-    from clusterddp.look.status import has_checkpoint
-
-    goes_on = has_checkpoint(run)
-    if launcher in _BY_HAND:
-        command, where = _BY_HAND[launcher]
-        command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
-    else:
-        command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
-    return ("go on" if goes_on else "try again", command)
 
 
 def progress_text(progress: Progress) -> str:
@@ -193,29 +176,15 @@ def measures(progress: Progress) -> list[str]:
     return parts
 
 
-def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | None) -> list[str]:
-    """Lay out runs, one a line; no line longer than `columns`, when that is given."""
-    rows = [["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]]
-    for summary in summaries:
-        state, progress = summary.state.value, summary.progress
-        accuracy = "-" if progress is None or progress.accuracy is None else f"{progress.accuracy:.1%}"
-        rows.append(
-            [
-                printable(summary.run),
-                state_text(state),
-                printable(summary.launcher),
-                _short_progress(progress),
-                accuracy,
-                _when(summary.created, now),
-                duration(summary.times.running_s) if summary.times.running_s else "-",
-                "" if state in WITHOUT_REASON else printable(summary.reason),
-            ]
-        )
-    if any(summary.variant for summary in summaries):
-        for row, variant in zip(rows, ["VARIANT", *(summary.variant for summary in summaries)], strict=True):
-            row.insert(1, printable(variant) or "-")
-    lines = table(rows)
-    return lines if columns is None else [_cut(line, columns) for line in lines]
+def short_progress(progress: Progress | None) -> str:
+    """Write how far a run is in a few characters."""
+    if progress is None:
+        return "-"
+    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
+    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    if not (epoch or fraction) and progress.step is not None:
+        return f"step {progress.step}"
+    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
 
 
 def _where(status: RunStatus) -> str:
@@ -251,60 +220,6 @@ def _job_facts(job: Job) -> list[str]:
     elif job.num_nodes:
         parts.append(format_count(job.num_nodes, "node"))
     return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
-
-
-def _rank_table(ranks: Sequence[RankStatus]) -> list[str]:
-    owned = any(rank.owns for rank in ranks)
-    places = ["NODE", "ITS RANKS"] if owned else ["RANK", "NODE", "LOCAL"]
-    rows = [[*places, "HOST", "PID", "STATE", "EXIT", "INTERFACE", "MASTER"]]
-    for rank in ranks:
-        place = (rank.node_rank, rank_span(rank.owns)) if rank.owns else (rank.rank, rank.node_rank, rank.local_rank)
-        master = f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
-        before, after = (*place, rank.host, rank.pid), (rank.exit_code, rank.interface, master)
-        rows.append([*map(_cell, before), state_text(rank.state), *map(_cell, after)])
-    return table(rows, indent="  ")
-
-
-def _cell(fact: object) -> str:
-    return "-" if fact is None else printable(str(fact))
-
-
-def _node_table(ranks: Sequence[RankStatus]) -> list[str]:
-    rows = [["NODE", "HOST", "RANKS", "STATES"]]
-    for node_rank in sorted({rank.node_rank for rank in ranks}):
-        of_node = [rank for rank in ranks if rank.node_rank == node_rank]
-        states = Counter(rank.state for rank in of_node)
-        rows.append(
-            [
-                str(node_rank),
-                printable(of_node[0].host),
-                rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
-                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
-            ]
-        )
-    return table(rows, indent="  ")
-
-
-def _cut(line: str, columns: int) -> str:
-    """Shorten a line to so many columns, at its end, which has no colour."""
-    excess = len(click.unstyle(line)) - columns
-    return line if excess <= 0 else f"{line[: -excess - 3]}..."
-
-
-def _short_progress(progress: Progress | None) -> str:
-    if progress is None:
-        return "-"
-    epoch = f"{progress.epoch}/{progress.epochs}" if progress.epochs else str(progress.epoch or "")
-    fraction = "" if progress.fraction is None else f"{progress.fraction:.0%}"
-    if not (epoch or fraction) and progress.step is not None:
-        return f"step {progress.step}"
-    return " ".join(part for part in (f"epoch {epoch}" if epoch else "", fraction) if part) or "-"
-
-
-def _when(created: float, now: float) -> str:
-    if now - created < 86400:
-        return f"{duration(now - created)} ago"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
 
 
 def _count(number: float) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.terminal import table
+from clusterddp.cli.terminal import table, wrapped
 from clusterddp.cli.text import plan as plan_text
-from clusterddp.cli.text.status import state_text
+from clusterddp.cli.text.plan_summary import value_text
+from clusterddp.cli.text.run_list import list_lines
+from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
 from clusterddp.system.units import format_count
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from clusterddp.sweep.plan import SweepPlan
 
 _MOST_RUNS_SHOWN = 40
+"""In a verbose plan."""
+_FEW_RUNS_SHOWN = 8
+_SHOWN_FIRST = {state: number for number, state in enumerate(["RUNNING", "FAILED", "LOST", "REQUEUED", "PENDING"])}
 
 
 def masked_plan(plan: SweepPlan) -> dict[str, Any]:
@@ -39,35 +45,48 @@ def masked_plan(plan: SweepPlan) -> dict[str, Any]:
     }
 
 
-def plan_lines(plan: SweepPlan) -> list[str]:
-    """Write everything that a submit of a sweep would do: its runs, what starts them, the plan of the first run."""
+def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[str]:
+    """Write what a submit of a sweep would do: its runs, what starts them, the plan of the first run."""
     carrier = "one Slurm job array" if plan.job else "started in turn by a queue on this machine"
     lines = [f"sweep {click.style(plan.sweep, bold=True)}: {format_count(len(plan.runs), 'run')}, {carrier}", ""]
     rows = [["RUN", *plan.keys]]
-    for run, values in zip(plan.runs[:_MOST_RUNS_SHOWN], plan.values[:_MOST_RUNS_SHOWN], strict=True):
+    shown = _MOST_RUNS_SHOWN if verbose else _FEW_RUNS_SHOWN
+    for run, values in zip(plan.runs[:shown], plan.values[:shown], strict=True):
         rows.append([run.run, *(_cell(value) for value in values.values())])
     lines += table(rows, indent="  ")
-    if len(plan.runs) > _MOST_RUNS_SHOWN:
-        lines.append(f"  ... and {len(plan.runs) - _MOST_RUNS_SHOWN} more, to {plan.runs[-1].run}")
+    if len(plan.runs) > shown:
+        lines.append(f"  ... and {len(plan.runs) - shown} more, to {plan.runs[-1].run}")
     many = "as many as Slurm starts" if plan.job else "as many as there are GPUs for"
     lines += ["", f"  at a time  {plan.width or many}"]
     if plan.job:
         lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
-    else:
+    elif verbose:
         lines += [f"  queue      {printable(shlex.join(plan.command))}"]
     lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]
     commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
-    return lines + plan_text.plan_lines(dataclasses.replace(plan.base, commands=commands, notes=plan.notes))
+    first = dataclasses.replace(plan.base, commands=commands, notes=plan.notes)
+    return lines + plan_text.plan_lines(first, verbose=verbose, columns=columns)
 
 
-def status_head(status: SweepStatus) -> str:
-    """Write the lines above the table of runs: the states, what starts the runs, and what their queue waits for."""
+def status_lines(status: SweepStatus, *, columns: int | None, rows: int | None = None) -> list[str]:
+    """Write a sweep: the states of its runs, what starts them, what their queue waits for, and a table of the runs.
+
+    `rows`: how many lines there may be; runs that run or failed are shown before others.
+    """
     where = f"{format_count(len(status.runs), 'run')}, " + (
         carrier_text(status.launcher, status.job_id) if status.job_id else status.launcher
     )
     where += f", {status.throttle} at a time" if status.throttle else ""
     head = f"{click.style(status.sweep, bold=True)}  {counts_text(status)}  {where}"
-    return "\n".join([head, *(f"  {line}" for line in _queue_lines(status))])
+    lines = wrapped(head, columns, indent=2)
+    lines += [each for line in _queue_lines(status) for each in wrapped(f"  {line}", columns, indent=4)]
+    runs, room = list(status.runs), None if rows is None else max(1, rows - len(lines) - 2)
+    if room is not None and len(runs) > room:
+        first = sorted(runs, key=lambda run: _SHOWN_FIRST.get(run.state.value, len(_SHOWN_FIRST)))[:room]
+        runs = [run for run in runs if run in first]
+    lines += list_lines(runs, now=time.time(), columns=columns)
+    left = len(status.runs) - len(runs)
+    return [*lines, f"... and {left} more: clusterddp list {status.sweep}"] if left else lines
 
 
 def counts_text(status: SweepStatus) -> str:
@@ -105,4 +124,4 @@ def _cell(value: Any) -> str:
 
 
 def _joined(value: Any) -> str:
-    return shlex.join(map(str, value)) if isinstance(value, Sequence) else plan_text.value_text(value)
+    return shlex.join(map(str, value)) if isinstance(value, Sequence) else value_text(value)

@@ -28,6 +28,7 @@ from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_run, read_start
+from clusterddp.run.stacks import request_stacks
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import read_tail
 
@@ -101,6 +102,10 @@ class LocalLauncher:
 
     def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
         """Do nothing: the supervisors look for the STOP file four times a second."""
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Ask by a file, for which the head lists the attempt's directory twice a second."""
+        return request_stacks(attempt)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process.
@@ -210,7 +215,7 @@ def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> Ru
     if _is_supervised(run, record) or _just_made(attempt):
         previous = read_end(run.attempt(number - 1)) if number else None
         state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
-        return RunView(state=state, attempt=number, end=None, reason="is being started")
+        return RunView(state=state, attempt=number, end=None, reason="starting")
     if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
         return None
     return _lost(run, record, attempt, "was never started: the process that submitted it is gone", None)

@@ -31,6 +31,7 @@ from clusterddp.run.record import (
     write_job_answer,
     write_run,
 )
+from clusterddp.run.stacks import request_stacks
 from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
@@ -119,6 +120,10 @@ class SlurmLauncher:
         job = find_job(run, record, environ)
         if job is not None and not is_over(job):
             signal_batch(record.name, record, job, environ)
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Ask by a file, for which the head lists the attempt's directory twice a second."""
+        return request_stacks(attempt)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.

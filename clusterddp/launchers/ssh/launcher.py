@@ -27,6 +27,7 @@ from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import write_json
 
@@ -105,6 +106,15 @@ class SshLauncher:
         Raises: SshError: no host can be reached.
         """
         _ask(run, "stop", environ, sync)
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Ask the head by the agent of its host.
+
+        Raises: SshError: no host can be reached.
+        """
+        wanted = new_report_id()
+        _ask(run, "stacks", environ, sync, reason=wanted)
+        return wanted
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.
@@ -255,9 +265,9 @@ def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
     return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
 
 
-def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser, *, reason: str = "") -> bool:
     plan = read_plan(run)
-    reason = f"clusterddp cancel{' --save' * (what == 'stop')}"
+    reason = reason or f"clusterddp cancel{' --save' * (what == 'stop')}"
     facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
     replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
     if replies:

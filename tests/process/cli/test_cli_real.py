@@ -146,7 +146,7 @@ def test_cancel_goes_on_after_a_name_that_is_none(place: Path) -> None:
     name = wait_for_ranks(place)
     done = clusterddp(place, "cancel", "nobody", name)
     assert done.returncode == 4
-    assert "error: nobody: no such run" in done.stderr
+    assert "error: no run named nobody in" in done.stderr
     assert f"{name}: cancelled" in done.stderr
 
 
@@ -227,7 +227,7 @@ def test_rerun_is_a_new_run_that_names_the_old_one(place: Path) -> None:
 
 
 def test_a_dry_run_shows_all_and_does_nothing(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", "resources.nodes=3", "-n")
+    done = clusterddp(place, "submit", "job.yaml", "resources.nodes=3", "-n", "-v")
     assert done.returncode == 0
     assert done.stderr == ""
     assert not (place / "runs").exists()
@@ -307,3 +307,13 @@ def test_following_tells_of_a_restart(place: Path) -> None:
     assert done.returncode == 5
     assert done.stdout.splitlines().count("rank 0 of 4") == 2
     assert f"attempt 1 of {newest(place).name} starts\n" in done.stderr
+
+
+def test_wait_and_cancel_answer_in_json_too(place: Path) -> None:
+    name = clusterddp(place, "submit", "job.yaml", FAILS).stdout.strip()
+    done = clusterddp(place, "wait", name, "-o", "json")
+    status = json.loads(done.stdout)
+    assert (done.returncode, status["schema"], status["run"], status["state"]) == (5, 1, name, "FAILED")
+    cancelled = json.loads(clusterddp(place, "cancel", name, "nobody", "-o", "json").stdout)
+    assert [(each["run"], each["error"] is None) for each in cancelled["runs"]] == [(name, True), ("nobody", False)]
+    assert cancelled["runs"][0]["result"].startswith("has already ended: FAILED")

@@ -290,9 +290,9 @@ def test_a_stopped_run_is_resumed_as_its_next_attempt(start: Starter) -> None:
 def test_a_completed_run_is_not_resumed_but_rerun(start: Starter) -> None:
     run = start(HELLO, resources="{}")
     wait(run, 30)
-    with pytest.raises(UsageError, match="nothing to resume") as refusal:
+    with pytest.raises(UsageError, match="already completed") as refusal:
         resume(run)
-    assert refusal.value.hint == f"clusterddp rerun {run.name}"
+    assert f"clusterddp rerun {run.name} repeats it" in str(refusal.value.hint)
 
 
 def test_a_resume_needs_the_secrets_again(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

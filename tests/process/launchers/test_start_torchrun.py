@@ -163,4 +163,4 @@ def test_the_plan_shows_torchrun_on_each_node() -> None:
     assert shown == [
         ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2", "--max-restarts=2"] for node in range(2)
     ]
-    assert "torchrun on each node, which starts the node's ranks" in unstyle("\n".join(plan_lines(plan)))
+    assert "torchrun on each node, which starts the node's ranks" in unstyle("\n".join(plan_lines(plan, verbose=False)))

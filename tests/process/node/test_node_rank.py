@@ -60,6 +60,7 @@ def test_little_is_imported_before_the_program(tmp_path):
     ours = {module for module in modules if module.startswith("clusterddp")}
     assert ours <= {"clusterddp", "clusterddp.errors", "clusterddp.run", "clusterddp.run.directory",
                     "clusterddp.run.stop", "clusterddp.node", "clusterddp.node.rank", "clusterddp.node.entry",
+                    "clusterddp.node.stack_hook",
                     "clusterddp.ranks", "clusterddp.ranks.entry_environment", "clusterddp.ranks.placeholders",
                     "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.system.files",
                     "clusterddp.wire"}  # fmt: skip
@@ -133,13 +134,16 @@ def test_a_stop_signal_makes_the_stop_file(tmp_path, number):
 @pytest.mark.parametrize(
     ("environ", "size", "prefix"),
     [
-        ({"CLUSTERDDP_BACKEND": "gloo"}, None, None),
+        ({"CLUSTERDDP_BACKEND": "gloo"}, "100", None),
+        ({"CLUSTERDDP_BACKEND": "gloo", "TORCH_FR_BUFFER_SIZE": "0"}, "0", None),
         ({"CLUSTERDDP_BACKEND": "nccl"}, "2000", "logs/nccl_trace_"),
         ({"CLUSTERDDP_BACKEND": "nccl", "TORCH_FR_BUFFER_SIZE": "7"}, "7", "logs/nccl_trace_"),
         ({"CLUSTERDDP_BACKEND": "nccl", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"}, "2000", None),
     ],
 )
-def test_nccls_flight_recorder_writes_beside_the_logs_unless_the_user_has_set_it(tmp_path, environ, size, prefix):
+def test_the_flight_recorder_records_and_nccls_writes_beside_the_logs_unless_the_user_says_otherwise(
+    tmp_path, environ, size, prefix
+):
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
     script = write_script(tmp_path, f"import os, json\nprint(json.dumps([os.environ.get(name) for name in {names}]))")
     environ = {"CLUSTERDDP_STOP_FILE": str(tmp_path / "STOP"), **environ}

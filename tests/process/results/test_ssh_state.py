@@ -54,13 +54,13 @@ def test_a_supervisor_on_any_host_keeps_the_run_running(hosts: Hosts) -> None:
 
 def test_before_its_ranks_are_started_it_is_pending(hosts: Hosts) -> None:
     hosts.process("s0")
-    assert seen(hosts) == ("PENDING", "is being started")
+    assert seen(hosts) == ("PENDING", "starting")
 
 
 def test_it_is_pending_while_its_submitter_lives(hosts: Hosts) -> None:
     submitter = dataclasses.asdict(ProcessIdentity.of())
     write_run(hosts.run, dataclasses.replace(read_run(hosts.run), job_id=None, submitter=submitter))
-    assert seen(hosts) == ("PENDING", "is being started")
+    assert seen(hosts) == ("PENDING", "starting")
     assert hosts.sessions == []
 
 

@@ -204,7 +204,7 @@ def test_a_file_that_changes_while_it_is_sent_is_named(sender: Sender, data: Pat
 
 def test_a_snapshot_that_was_changed_is_refused_by_every_host(sender: Sender) -> None:
     (sender.run / "code" / "run.sh").write_text("#!/bin/bash\n")
-    assert "node1: ask: the snapshot of the code came with the sum" in sender.upload()["error"]
+    assert "node1: ask: the snapshot of the code has the sum" in sender.upload()["error"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

@@ -175,7 +175,7 @@ def test_what_is_left_over_of_a_run_is_shown(doctor: Doctor, undo: ExitStack) ->
     undo.callback(kill_all, lambda: doctor.place.processes("node2", token))
     wait_until(lambda: doctor.place.processes("node2", token) != [], 10)
     row = doctor.ask()["left over", "node2"]
-    assert (row["level"], "left over of calm-owl-1: pid" in row["found"]) == ("note", True)
+    assert (row["level"], "orphaned processes of calm-owl-1: pid" in row["found"]) == ("note", True)
     assert row["fix"] == "clusterddp gc --hosts node2"
 
 

@@ -127,6 +127,16 @@ def test_a_list_says_where_the_other_runs_are(laptop: Laptop) -> None:
     assert run in laptop.ok("list", "--profile", "hpc")
 
 
+def test_a_report_and_a_comparison_are_made_where_the_runs_are(laptop: Laptop) -> None:
+    runs = [laptop.submit("--wait"), laptop.submit("--wait", "env.WHAT=other")]
+    laptop.ok("report", *runs, "--out", "both.html")
+    page = (laptop.path / "both.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert all(run in page for run in runs)
+    found = json.loads(laptop.ok("compare", *runs, "-o", "json"))
+    assert found["differences"]["spec"] == {"env.WHAT": {runs[0]: None, runs[1]: "other"}}
+
+
 def test_the_exit_code_tells_how_a_run_ended(laptop: Laptop) -> None:
     laptop.go.write_text("fail")
     run = laptop.submit()
@@ -314,6 +324,16 @@ def test_several_runs_are_cancelled_wherever_they_are(laptop: Laptop) -> None:
     done = laptop.clusterddp("cancel", *runs, "no-such-run-1")
     assert done.returncode == 4
     assert [laptop.state_of(run) for run in runs] == ["CANCELLED"] * 2
+
+
+def test_a_run_is_removed_there_and_forgotten_here(laptop: Laptop) -> None:
+    run = laptop.submit("--wait")
+    assert run in laptop.ok("du", run)
+    assert laptop.clusterddp("rm", run).returncode == 2
+    assert (laptop.there / "r" / run).is_dir()
+    laptop.ok("rm", run[:-1], "--yes")
+    assert not (laptop.there / "r" / run).exists()
+    assert "1 run is on" not in laptop.clusterddp("list").stderr
 
 
 def test_a_spec_for_this_machine_stays_here(laptop: Laptop) -> None:

@@ -103,7 +103,7 @@ def test_a_script_that_binds_the_port_in_another_way_gets_a_hint(tmp_path: Path)
     program = "import _socket\nif rank == 0: _socket.socket().bind(('', int(os.environ['MASTER_PORT'])))\n"
     with running(tmp_path, program, ranks_per_node=1) as gang:
         assert gang.await_end() == [1, 1]
-        assert "is to be an entry.command" in gang.attempt().stderr(0).read_text()
+        assert "entry.command" in gang.attempt().stderr(0).read_text()
 
 
 def test_the_trainer_meets_at_a_port_that_another_user_wants(here: Path) -> None:

@@ -60,7 +60,7 @@ def test_tab_completes_commands_runs_and_options(tmp_path: Path) -> None:
     def complete(words: str) -> str:
         return run_command(env=os.environ | completing(words), cwd=tmp_path).stdout
 
-    assert complete("clusterddp sta") == "plain,status\n"
+    assert complete("clusterddp stat") == "plain,status\n"
     assert complete("clusterddp status br") == "plain,brisk-otter-3\n"
     assert complete("clusterddp submit --launcher sl") == "plain,slurm\n"
     assert complete("clusterddp submit job") == "file,job\n"
@@ -111,8 +111,9 @@ def test_wrong_usage_is_reported_with_exit_code_two(
 def test_without_arguments_help_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     code = main([])
     out, err = capfd.readouterr()
-    assert (code, out) == (2, "")
-    assert "clusterddp demo" in err
+    assert (code, err) == (0, "")
+    assert out.startswith("clusterddp - ")
+    assert "clusterddp demo" in out
 
 
 def _raise(error: Exception) -> Any:
@@ -252,3 +253,8 @@ def test_init_into_a_missing_directory_is_refused(tmp_path: Path, capfd: pytest.
 def test_the_module_is_the_command() -> None:
     assert run_command("--version").stdout == f"clusterddp {__version__}\n"
     assert main_module.main is main
+
+
+def test_an_unknown_option_of_submit_names_the_key_of_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "job.yaml", "--lr", "0.1"]) == 2
+    assert "hint: entry.args.lr=... sets --lr of your program; clusterddp submit --help" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_the_plan_shows_whether_the_run_is_attached(place: Path) -> None:
 
 
 def test_the_dry_run_shows_what_happens_on_the_hosts(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", "--hosts", "a,b", "-n")
+    done = clusterddp(place, "submit", "job.yaml", "--hosts", "a,b", "-n", "-v")
     assert "2 nodes x 2 = 4 ranks, one GPU each" in done.stdout
     assert "files on every host" in done.stdout
     assert "commands on the hosts" in done.stdout

@@ -40,7 +40,7 @@ def doubling(levels: int = 9) -> str:
     [
         ("config.yaml", bomb(), "anchors (&a0) are not allowed"),
         ("config.yaml", ACCELERATE + "num_machines: 99999999", "num_machines is 99999999, expected at most 65,536"),
-        ("config.yaml", ACCELERATE + "a: 1\na: 2\n", 'the key "a" is here a second time'),
+        ("config.yaml", ACCELERATE + "a: 1\na: 2\n", 'duplicate key "a"'),
         ("config.yaml", ACCELERATE + "x" * 1_000_000, "is larger than 1 MB, expected a file of another launcher"),
         ("ddp.yaml", "DDP_CONFIG: {WOLRD_URLS: 5}", "DDP_CONFIG.WOLRD_URLS is 5, expected a list"),
         ("t.slurm", doubling(), "have more than 5,000,000 characters"),

@@ -257,7 +257,8 @@ def test_the_dry_run_shows_hosts_what_is_sent_and_what_is_started(repository: Pa
     (repository / "data").mkdir()
     (repository / "data" / "x").write_bytes(b"1" * 2_000_000)
     hosts = "ssh: {hosts: [gpu01, {host: gpu02, gpus: 4, venv: ~/v}], send: {data: ~/data}}\n"
-    text = "\n".join(plan_lines(plan_text(f"name: a\nlauncher: ssh\n{hosts}{ENTRY}", repository)))
+    planned = plan_text(f"name: a\nlauncher: ssh\n{hosts}{ENTRY}", repository)
+    text = "\n".join(plan_lines(planned, verbose=True))
     for words in (
         "gpu01  0      any 1  python3",
         "gpu02  1-4    any 4  ~/v/bin/python",

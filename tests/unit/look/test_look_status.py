@@ -48,8 +48,21 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fail(start_attempt(run))
     status = json.loads(json.dumps(read_status(run).to_json()))
-    promised = ["run", "name", "state", "launcher", "job_id", "attempt", "created", "ended", "times", "world_size"]
-    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "stopping", "lost_rows"]
+    promised = [
+        "schema",
+        "run",
+        "name",
+        "state",
+        "launcher",
+        "job_id",
+        "attempt",
+        "created",
+        "ended",
+        "times",
+        "world_size",
+    ]
+    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "checkpoint", "stopping"]
+    promised += ["lost_rows", "hang", "last_output"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
@@ -72,6 +85,15 @@ def test_the_phases_of_a_start_are_those_of_the_newest_attempt(tmp_path: Path) -
     assert phases["prepare"] == 0.5
     assert phases["launch"] == max(0.0, round(start["started"] - created - 0.5 - 2.5, 2))
     assert (phases["import"], phases["data"], phases["first_step"]) == (2.6, 1.0, 4.0)
+
+
+def test_the_start_of_a_resumed_run_begins_with_the_resume(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    start_attempt(run)
+    created = read_status(run).created
+    append_jsonl(run.events, {"event": "resumed", "attempt": 0, "time": created + 100.0})
+    append_jsonl(run.events, {"event": "submitted", "attempt": 0, "time": created + 100.5})
+    assert read_status(run).start_phases["prepare"] == 0.5
 
 
 def test_rows_that_the_storage_did_not_take_are_counted(tmp_path: Path) -> None:

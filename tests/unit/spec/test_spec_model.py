@@ -111,7 +111,7 @@ def test_floats_are_read_as_people_write_them(text: str, value: float) -> None:
         ("epochs", '"8"', 'found the text "8", expected a whole number', "write 8, without quotes"),
         ("epochs", "true", 'found "true", expected a whole number', None),
         ("epochs", "-1", "found -1, expected at least 1", None),
-        ("epochs", "", "found nothing, expected a whole number", None),
+        ("epochs", "", "found an empty value, expected a whole number", None),
         ("epochs", "[1]", "found a list, expected a whole number", None),
         ("epochs", "{a: 1}", "found a mapping, expected a whole number", None),
         ("epochs", "ten", 'found "ten", expected a whole number', None),
@@ -127,7 +127,7 @@ def test_floats_are_read_as_people_write_them(text: str, value: float) -> None:
         ("warmup", "1.5", "found 1.5, expected at most 1", None),
         ("model", "resnet19", 'found "resnet19", expected resnet18 or fastnet. Did you mean "resnet18"?', None),
         ("augment", "no", 'found "no", expected none, flip or flip_translate', "write none"),
-        ("augment", "~", "found nothing, expected none, flip or flip_translate", "write none"),
+        ("augment", "~", "found an empty value, expected none, flip or flip_translate", "write none"),
         ("data_dir", '""', 'found the text "", expected text that is not empty', None),
     ],
 )

@@ -87,13 +87,13 @@ def test_an_alias_overrides_the_key_it_stands_for() -> None:
         ("~train.lr=1", "~train.lr=1 (command line) | : a key is reset without a value"),
         ("train.lr", f"train.lr (command line) | : {NO_ASSIGNMENT}"),
         ("=1", f"=1 (command line) | : {NO_ASSIGNMENT}"),
-        ("--lr=1", f"--lr=1 (command line) | : {NO_ASSIGNMENT}"),
+        ("--lr=1", "--lr=1 (command line) | : expected key=value, found arguments of a program"),
         ("train.lr=x", 'train.lr=x (command line) | train.lr: found "x", expected a number'),
         ("train.lr.x=1", "train.lr.x=1 (command line) | train.lr: found a mapping, expected a number"),
         ("train.lr=[1", "train.lr=[1 (command line) | train.lr: cannot be read as YAML: a list is opened with [ and "
          "never closed"),
         ("train.lr=1,2", 'train.lr=1,2 (command line) | train.lr: found several values, "1,2", expected one'),
-        ("env.A=", "env.A= (command line) | env.A: found nothing, expected text"),
+        ("env.A=", "env.A= (command line) | env.A: found an empty value, expected text"),
         ("env.A=x\0", "env.A=x\0 (command line) | env.A: found \"x\\u0000\", expected text without NUL characters"),
     ],
 )  # fmt: skip
@@ -211,7 +211,7 @@ def test_an_unknown_profile_is_answered_with_the_list(config: Path) -> None:
         ("profiles: [a]\n", (1, 1), "found a list, expected a mapping of names to profiles"),
         ("profiles: {lab: 3}\n", (1, 17), "found 3, expected keys and values of a spec"),
         ("default_profile: [a]\n", (1, 1), "expected the name of a profile"),
-        ("profiles: {lab: {}}\ndefault_profile: lob\nprofiles: {}\n", (3, 1), "a second time"),
+        ("profiles: {lab: {}}\ndefault_profile: lob\nprofiles: {}\n", (3, 1), "duplicate key"),
     ],
 )
 def test_a_problem_in_the_configuration_has_its_own_place(

@@ -57,7 +57,7 @@ def test_every_node_knows_its_line_and_column() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column", "words"),
     [
-        ("a: 1\nb: 2\na: 3\n", 3, 1, 'key "a" is here a second time'),
+        ("a: 1\nb: 2\na: 3\n", 3, 1, 'duplicate key "a"'),
         ("a: &x 1\n", 1, 4, "anchors (&x) are not allowed"),
         ("a: *x\n", 1, 4, "aliases (*x) are not allowed"),
         ("a: &x [*x]\n", 1, 4, "anchors (&x) are not allowed"),
@@ -66,7 +66,7 @@ def test_every_node_knows_its_line_and_column() -> None:
         ("a: !!python/object/apply:os.system [x]\n", 1, 4, "tags (!!python/object/apply:os.system)"),
         ("a: ! x\n", 1, 4, "tags (!) are not allowed"),
         ("a: 1\n---\nb: 2\n", 2, 1, "second document"),
-        ("a:\n\tb: 1\n", 2, 1, "a tab cannot stand here"),
+        ("a:\n\tb: 1\n", 2, 1, "tabs are not allowed in indentation"),
         ("a: 1\nb: x\x07y\n", 2, 5, "character U+0007 is not allowed"),
         ("a: x\u2028y\n", 1, 5, "character U+2028 is not allowed"),
         ("a: x\u0085y\n", 1, 5, "character U+0085 is not allowed"),

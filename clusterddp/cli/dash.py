@@ -1,0 +1,266 @@
+"""The dashboard: the pages of `report` over all runs, live, from a server for this machine that changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import click
+
+from clusterddp.cli.arguments import command, runs_option
+from clusterddp.cli.terminal import Terminal, say
+from clusterddp.errors import ClusterddpError
+from clusterddp.launchers.state import announce, read_state
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
+from clusterddp.run.record import read_gang, read_run
+from clusterddp.system.files import open_regular
+
+if TYPE_CHECKING:
+    from clusterddp.look.status import RunSummary
+
+DEFAULT_PORT = 8271
+LOOPBACK = "127.0.0.1"
+_COOKIE = "clusterddp_dash"
+_HOSTS = frozenset([LOOPBACK, "localhost"])
+_MOST_COMPARED = 12
+_LOG_BYTES = 256 * 1024
+"""How much of a log one answer has; a longer log is read from so far before its end."""
+_LIST_FOR_S = 2.0
+"""So long the list of runs is taken as it was read: several pages may be open."""
+
+
+@command("dash")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="0: any free port."
+)
+@runs_option
+@click.pass_obj
+def dash(terminal: Terminal, *, port: int, runs_dir: Path) -> None:
+    """Serve pages about all runs, for a browser on this machine: live, and only to read.
+
+    The address that it prints has a key; without it the pages are closed to other users of the machine.
+    """
+    server = DashServer(runs_dir, port=port, environ=terminal.environ)
+    port = server.server_address[1]
+    say(f"http://{LOOPBACK}:{port}/?key={server.key}")
+    if "SSH_CONNECTION" in terminal.environ:
+        say(f"from your own machine first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}")
+    say("Ctrl-C ends it; the runs go on")
+    with server, contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+COMMANDS = {"dash": dash}
+
+
+class DashServer(ThreadingHTTPServer):
+    """Answers a browser on this machine that knows the key.
+
+    Raises: ClusterddpError: the port is in use.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs_dir: Path, *, port: int, environ: Mapping[str, str]) -> None:
+        self.runs_dir = runs_dir.absolute()
+        self.environ = environ
+        self.key = secrets.token_urlsafe(24)
+        self.runs = _Runs(self.runs_dir)
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise ClusterddpError(
+                f"port {port} of {LOOPBACK}: {error.strerror}", hint="--port 0 takes any free port"
+            ) from error
+
+
+class _Runs:
+    """The summaries of all runs; one that has ended is read again only when its files have changed."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir = runs_dir
+        self._lock = threading.Lock()
+        self._read_at = -_LIST_FOR_S
+        self._newest: list[RunSummary] = []
+        self._total = 0
+        self._ended: dict[Path, tuple[object, RunSummary]] = {}
+
+    def read(self, limit: int) -> tuple[list[RunSummary], int]:
+        """Return the newest runs, the newest first, and how many runs there are."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= _LIST_FOR_S:
+                self._newest, self._total = self._read(limit)
+                self._read_at = time.monotonic()
+            return self._newest, self._total
+
+    def _read(self, limit: int) -> tuple[list[RunSummary], int]:
+        from clusterddp.look.status import read_summary
+
+        runs = list_runs(self._runs_dir)
+        newest = runs[: -limit - 1 : -1]
+        stamps = {run.path: _stamp(run) for run in newest}
+        known = {path: found for path, found in self._ended.items() if stamps.get(path) == found[0]}
+        records = []
+        for run in newest:
+            if run.path not in known:
+                with contextlib.suppress(ClusterddpError, OSError, TypeError):
+                    records.append((run, read_run(run)))
+        announce(records)
+        read = {}
+        for run, record in records:
+            with contextlib.suppress(ClusterddpError, OSError, TypeError):
+                read[run.path] = read_summary(run, record=record, view=read_state(run, record=record))
+        ended = {path: (stamps[path], summary) for path, summary in read.items() if summary.state.finished}
+        self._ended = known | ended
+        found = {path: summary for path, (_, summary) in known.items()} | read
+        return [found[run.path] for run in newest if run.path in found], len(runs)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: the host and the key are checked before anything is read."""
+
+    server: DashServer
+    server_version, sys_version = "clusterddp", ""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
+        if host not in _HOSTS:  # a page of another site that has its own name lead here
+            self._refuse(HTTPStatus.FORBIDDEN, "this server answers to 127.0.0.1 and localhost only")
+        elif "key" in query and hmac.compare_digest(query["key"][0].encode(), self.server.key.encode()):
+            self._admit()
+        elif not self._has_key():
+            self._refuse(HTTPStatus.FORBIDDEN, "open the address that clusterddp dash has printed: it has the key")
+        else:
+            self._answer(url.path, query)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Log nothing: the terminal is the user's."""
+
+    def _has_key(self) -> bool:
+        cookies = dict(part.strip().partition("=")[::2] for part in self.headers.get("Cookie", "").split(";"))
+        return hmac.compare_digest(cookies.get(_COOKIE, "").encode(), self.server.key.encode())
+
+    def _admit(self) -> None:
+        """Keep the key in a cookie, so that it stands in no link and in no history."""
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", f"{_COOKIE}={self.server.key}; HttpOnly; SameSite=Strict; Path=/")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _answer(self, path: str, query: Mapping[str, list[str]]) -> None:
+        try:
+            if path == "/bytes":
+                self._send(json.dumps(self._read_log(query)), "application/json")
+            elif page := self._page(path, query):
+                self._send(page, "text/html; charset=utf-8")
+            else:
+                self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {path}")
+        except (ClusterddpError, OSError, ValueError, KeyError) as error:
+            message = error.message if isinstance(error, ClusterddpError) else str(error)
+            self._refuse(HTTPStatus.NOT_FOUND, message)
+
+    def _page(self, path: str, query: Mapping[str, list[str]]) -> str | None:
+        from clusterddp.cli.page import dash_page
+
+        server = self.server
+        if path == "/":
+            summaries, total = server.runs.read(dash_page.MOST_RUNS)
+            return dash_page.draw_runs(summaries, total=total, directory=str(server.runs_dir), now=time.time())
+        if path not in {"/run", "/compare", "/log"}:
+            return None
+        runs = [self._find(name) for name in query.get("run", [])[:_MOST_COMPARED]]
+        if not runs:
+            raise ClusterddpError("check a run first")
+        ranks = range(read_gang(runs[0]).world_size)
+        if path == "/log":
+            rank, stream = _rank_and_stream(query)
+            return dash_page.draw_log(runs[0].name, rank, stream, ranks=ranks)
+        from clusterddp.look.report import read_reports
+
+        reports = read_reports(runs, server.environ)
+        return dash_page.draw_run(reports[0], ranks=ranks) if len(runs) == 1 else dash_page.draw_comparison(reports)
+
+    def _read_log(self, query: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Return what a log has behind `offset`, and where it ends now."""
+        run = self._find(query["run"][0])
+        rank, stream = _rank_and_stream(query)
+        attempt = run.newest_attempt()
+        path = attempt.stderr(rank) if stream == "err" else attempt.stdout(rank)
+        offset = int(query.get("offset", ["0"])[0])
+        try:
+            file = open_regular(path)
+        except FileNotFoundError:
+            return {"offset": 0, "text": ""}
+        with file:
+            size = file.seek(0, os.SEEK_END)
+            begin = offset if 0 <= offset <= size else 0
+            file.seek(max(begin, size - _LOG_BYTES))
+            return {"offset": size, "text": file.read(_LOG_BYTES).decode("utf-8", errors="replace")}
+
+    def _find(self, name: str) -> RunDir:
+        """Find a run below the server's directory only.
+
+        Raises: ClusterddpError: there is none.
+        """
+        return find_run(self.server.runs_dir, name.replace(os.sep, "?"))
+
+    def _send(self, text: str, kind: str) -> None:
+        data = text.encode("utf-8", errors="backslashreplace")
+        tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        unchanged = self.headers.get("If-None-Match") == tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if unchanged else HTTPStatus.OK)
+        self._headers(kind, 0 if unchanged else len(data), tag)
+        if not unchanged:
+            self.wfile.write(data)
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        data = f"{text}\n".encode("utf-8", errors="backslashreplace")
+        self.send_response(status)
+        self._headers("text/plain; charset=utf-8", len(data))
+        self.wfile.write(data)
+
+    def _headers(self, kind: str, length: int, tag: str | None = None) -> None:
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(length)),
+            ("ETag", tag),
+            ("Cache-Control", "no-cache"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+
+
+def _rank_and_stream(query: Mapping[str, list[str]]) -> tuple[int, str]:
+    return int(query["rank"][0]), "err" if query.get("stream", ["out"])[0] == "err" else "out"
+
+
+def _stamp(run: RunDir) -> object:
+    """Return what changes when a run goes on: the times of its record, its attempts, its metrics and its end."""
+    stamps = []
+    for path in (run.record, run.path / "attempts", run.metrics, run.events):
+        with contextlib.suppress(OSError):
+            stamps.append((path.name, path.stat().st_mtime_ns))
+    return tuple(stamps)

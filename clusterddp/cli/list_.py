@@ -1,0 +1,163 @@
+"""The command list: many runs, one a line, newest first."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.arguments import RunName, collected, command, output_option, runs_option
+from clusterddp.cli.login import works_at_login
+from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say
+from clusterddp.cli.text.list_order import SORT_HELP, SORT_KEYS, sort_summaries
+from clusterddp.cli.text.run_list import list_lines
+from clusterddp.cli.watch import say_note
+from clusterddp.errors import ClusterddpError
+from clusterddp.launchers.state import read_state
+from clusterddp.look.printable import printable
+from clusterddp.results.sync import Synchroniser
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
+from clusterddp.run.record import read_run
+from clusterddp.run.sweep import find_sweep
+
+if TYPE_CHECKING:
+    from clusterddp.look.status import RunSummary
+    from clusterddp.run.record import RunRecord
+
+_TIMEOUT_S = 6.0
+"""How long `list` waits for the hosts of runs."""
+_NEWEST_SHOWN = 20
+_RUNS_AT_ONCE = 1000
+"""How many runs are read at a time when some of them are selected."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which runs `list` shows, and in which order."""
+
+    states: tuple[str, ...]
+    spec_name: str | None
+    order: str | None
+
+    def has(self, summary: RunSummary) -> bool:
+        of_name = self.spec_name is None or summary.name == self.spec_name
+        return of_name and (not self.states or summary.state.value in self.states)
+
+    @property
+    def selects(self) -> bool:
+        return bool(self.states) or self.spec_name is not None
+
+    @property
+    def noun(self) -> str:
+        """Write what the runs have in common: `FAILED runs named mine`."""
+        named = "" if self.spec_name is None else f" named {printable(self.spec_name)}"
+        return f"{' or '.join(self.states)} runs{named}".lstrip()
+
+
+def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, ...]) -> tuple[str, ...]:
+    from clusterddp.run.view import RunState
+
+    known = [state.value for state in RunState]
+    for state in states:
+        if state.upper() not in known:
+            raise click.BadParameter(f'"{state}" is none of {", ".join(known)}', param_hint="--state")
+    return tuple(dict.fromkeys(state.upper() for state in states))
+
+
+@command("list")
+@works_at_login
+@click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    metavar="STATE",
+    callback=_state_words,
+    help="Only runs in this state; may be repeated.",
+)
+@click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")
+@click.option("--sort", "order", type=click.Choice(SORT_KEYS), metavar="KEY", help=SORT_HELP)
+@click.option("-n", "--limit", type=click.IntRange(min=1), help="Show at most N; 20, or all runs of SWEEP.")
+@click.option("--wide", is_flag=True, help="All columns, uncut, however narrow the terminal is.")
+@output_option
+@runs_option
+@collected("selection", Selection)
+@click.pass_obj
+def list_(
+    terminal: Terminal,
+    *,
+    name: str | None,
+    selection: Selection,
+    limit: int | None,
+    wide: bool,
+    output: str,
+    runs_dir: Path,
+) -> None:
+    """Show the runs, newest first; with SWEEP those of a sweep, in the order of their numbers."""
+    sweep = find_sweep(runs_dir, name) if name else None
+    runs = sweep.runs() if sweep else [find_run(runs_dir, name)] if name else list_runs(runs_dir)
+    limit = limit or (max(1, len(runs)) if name else _NEWEST_SHOWN)
+    in_order = iter(runs) if sweep else reversed(runs)
+    summaries, found = _select(in_order, selection, terminal, limit=limit, counts=output == "text")
+    if output == "json":
+        put_json([summary.to_json() for summary in summaries])
+    elif summaries:
+        put("\n".join(list_lines(summaries, now=time.time(), columns=columns_of(sys.stdout), wide=wide)))
+        total = found if selection.selects or selection.order else len(runs)
+        if len(summaries) < total:
+            which = "first" if selection.order else "newest"
+            say(f"the {which} {len(summaries)} of {total} {selection.noun}; -n {total} shows all")
+    else:
+        say(f"no {selection.noun} in {runs_dir}" if runs else f"no runs in {runs_dir} yet: clusterddp demo makes one")
+
+
+COMMANDS = {"list": list_}
+
+
+def _select(
+    runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, limit: int, counts: bool
+) -> tuple[list[RunSummary], int]:
+    """Read the runs that are shown, and count those that are selected; `counts` False: only as far as is needed."""
+    at_once = max(limit, _RUNS_AT_ONCE) if selection.selects or selection.order else limit
+    selected: list[RunSummary] = []
+    for summary in _summaries(runs, terminal, at_once=at_once):
+        if selection.has(summary):
+            selected.append(summary)
+        if len(selected) == limit and not selection.order and not (counts and selection.selects):
+            break
+    if selection.order:
+        selected = sort_summaries(selected, selection.order, now=time.time())
+    return selected[:limit], len(selected)
+
+
+def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
+    """Yield the summary of each run; Slurm is asked once for `at_once` of them, and each host once."""
+    from clusterddp.launchers.state import announce
+    from clusterddp.look.status import read_summary
+
+    while batch := list(itertools.islice(runs, at_once)):
+        with Synchroniser(batch, terminal.environ, report=say_note) as sync:
+            sync.update(timeout_s=_TIMEOUT_S)
+        records = list(_with_records(batch))
+        announce(records)
+        for run, record in records:
+            try:
+                yield read_summary(run, record=record, view=read_state(run, record=record))
+            except (ClusterddpError, OSError, TypeError) as error:
+                say(printable(f"{run.path}: {error}"))
+
+
+def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
+    """Yield the runs whose record can be read."""
+    for run in runs:
+        try:
+            yield run, read_run(run)
+        except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
+            say(printable(f"{run.path}: {error}"))

@@ -1,0 +1,97 @@
+"use strict";
+// The page is whole without this: it adds a read-out to the charts, and lets runs be shown and hidden.
+const attach = () => {
+const number = (value, percent) => percent ? (100 * value).toFixed(2) + " %" : String(Number(value.toPrecision(5)));
+for (const svg of document.querySelectorAll("svg[data-x]")) {
+  const [x0, x1, y0, y1] = [...svg.dataset.x.split(" "), ...svg.dataset.y.split(" ")].map(Number);
+  const [left, top, right, bottom] = svg.dataset.box.split(" ").map(Number);
+  const out = svg.parentElement.querySelector("output"), cursor = svg.querySelector(".cursor");
+  const step = x => x0 + (x - left) / (right - left) * (x1 - x0);
+  const value = y => {
+    const inside = y0 + (bottom - y) / (bottom - top) * (y1 - y0);
+    return "log" in svg.dataset ? 10 ** inside : inside;
+  };
+  const nearest = (points, x) => {
+    let low = 0, high = points.numberOfItems - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (points.getItem(middle).x < x) low = middle; else high = middle;
+    }
+    const a = points.getItem(low), b = points.getItem(high);
+    return x - a.x < b.x - x ? a : b;
+  };
+  let at = right;
+  const show = x => {
+    at = Math.min(right, Math.max(left, x));
+    cursor.setAttribute("x1", at);
+    cursor.setAttribute("x2", at);
+    cursor.style.visibility = "visible";
+    const lines = [...svg.querySelectorAll("polyline:not(.off)")].map(line => {
+      const point = nearest(line.points, at);
+      return `${line.dataset.name}: ${number(value(point.y), "percent" in svg.dataset)} at step ${Math.round(step(point.x))}`;
+    });
+    out.textContent = lines.slice(0, 12).join("\n");
+  };
+  const hide = () => { cursor.style.visibility = "hidden"; out.textContent = ""; };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    show((event.clientX - box.left) / box.width * svg.viewBox.baseVal.width);
+  });
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("focus", () => show(at));
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("keydown", event => {
+    const move = { ArrowLeft: -4, ArrowRight: 4, Home: -1e6, End: 1e6 }[event.key];
+    if (move) { show(at + move); event.preventDefault(); }
+  });
+}
+for (const box of document.querySelectorAll("input[data-run]")) {
+  box.addEventListener("change", () => {
+    for (const line of document.querySelectorAll(`.r${box.dataset.run}`)) line.classList.toggle("off", !box.checked);
+  });
+}
+};
+attach();
+// A page of `clusterddp dash` asks its server for itself every few seconds, and shows what has changed.
+if ("live" in document.documentElement.dataset) {
+  let tag = null, offset = 0;
+  const pause = () => new Promise(done => setTimeout(done, document.hidden ? 15000 : 3000));
+  const ask = async path => {
+    try { return await fetch(path, { headers: tag ? { "If-None-Match": tag } : {} }); } catch { return null; }
+  };
+  const show = (kind, text) => {
+    const line = document.querySelector("#live");
+    if (line) { line.className = kind; line.textContent = text; }
+  };
+  const renew = async () => {
+    const answer = await ask(location.href);
+    show(answer ? "soft" : "BAD", answer ? "" : "the dashboard does not answer; is it still running?");
+    if (!answer || answer.status !== 200) return;
+    tag = answer.headers.get("ETag");
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const open = [...document.querySelectorAll("details")].map(part => part.open);
+    const checked = new Set([...document.querySelectorAll("form input:checked")].map(box => box.value));
+    document.querySelector("main").replaceWith(fresh.querySelector("main"));
+    document.querySelectorAll("details").forEach((part, at) => { if (open[at]) part.open = true; });
+    document.querySelectorAll("form input").forEach(box => { if (checked.has(box.value)) box.checked = true; });
+    attach();
+  };
+  const follow = async (log, path) => {
+    const answer = await ask(`${path}&offset=${offset}`);
+    if (!answer || !answer.ok) return;
+    const news = await answer.json();
+    if (news.offset < offset) log.textContent = "";
+    const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+    offset = news.offset;
+    if (news.text) log.append(news.text);
+    if (log.textContent.length > 400000) log.textContent = log.textContent.slice(-200000);
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  };
+  (async () => {
+    const log = document.querySelector("pre[data-log]");
+    for (;;) {
+      if (log) await follow(log, log.dataset.log); else await renew();
+      await pause();
+    }
+  })();
+}

@@ -1,0 +1,122 @@
+"""Commands about what runs came to: report writes a page, compare prints what differs and the results."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterddp.cli.arguments import RunName, command, output_option, runs_option
+from clusterddp.cli.login import ask_login, node_of_all, profile_option
+from clusterddp.cli.terminal import Terminal, put, put_json, say, writing_stdout
+from clusterddp.cli.watch import say_note
+from clusterddp.errors import ClusterddpError
+from clusterddp.launchers.state import read_state
+from clusterddp.look.printable import printable
+from clusterddp.results.reports import is_on_hosts
+from clusterddp.results.sync import Synchroniser
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
+from clusterddp.run.sweep import find_sweep
+from clusterddp.system.files import write_text
+
+if TYPE_CHECKING:
+    from clusterddp.look.report import RunReport
+
+_STDOUT = "-"
+
+
+@command("report")
+@profile_option
+@click.argument("names", metavar="[RUN]...", nargs=-1, type=RunName())
+@click.option(
+    "--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True),
+    help="Where to write; - is standard output. Otherwise report.html: in the run's directory, or here for several.",
+)  # fmt: skip
+@runs_option
+@click.pass_obj
+def report(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], out: str | None, runs_dir: Path) -> None:
+    """Write a page about runs: curves, what differs, code, packages, hosts, attempts, ranks, why it failed.
+
+    Without RUN, the newest one; a sweep stands for its runs. The page is one HTML file that loads nothing.
+    """
+    names = names or ("@last",)
+    there = node_of_all(names, runs_dir, profile, terminal.environ)
+    if there:
+        page = ask_login(there.node, ["report", "--out", _STDOUT, "--", *there.names])
+        _write(page.decode("utf-8", errors="replace"), out or "report.html")
+        return
+    from clusterddp.cli.page.report_page import draw_report
+
+    runs = _find_runs(runs_dir, names)
+    page_text = draw_report(_read(runs, terminal))
+    _write(page_text, out or (str(runs[0].report) if len(runs) == 1 else "report.html"))
+
+
+@command("compare")
+@profile_option
+@click.argument("names", metavar="RUN...", nargs=-1, required=True, type=RunName())
+@output_option
+@runs_option
+@click.pass_obj
+def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], output: str, runs_dir: Path) -> None:
+    """Show what differs between runs, and what they came to.
+
+    A sweep stands for its runs. The code of each run is compared with that of the first, where the snapshots are here.
+    """
+    there = node_of_all(names, runs_dir, profile, terminal.environ)
+    if there:
+        answer = ask_login(there.node, ["compare", "-o", output, "--", *there.names])
+        with writing_stdout():
+            sys.stdout.buffer.write(answer)
+        return
+    from clusterddp.cli.text.compare import compare_lines
+    from clusterddp.look.compare import compare as compare_runs
+
+    runs = _find_runs(runs_dir, names)
+    if len(runs) < 2:
+        raise click.UsageError(f"compare needs two runs or more, or a sweep, and {names[0]} is one run")
+    compared = compare_runs(_read(runs, terminal))
+    if output == "json":
+        put_json(compared.to_json())
+    else:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        put("\n".join(compare_lines(compared, columns=columns)))
+
+
+COMMANDS = {"report": report, "compare": compare}
+
+
+def _find_runs(runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
+    """Find the runs that are meant, each once; a sweep stands for its runs."""
+    runs: list[RunDir] = []
+    for name in names:
+        sweep = find_sweep(runs_dir, name)
+        runs += sweep.runs() if sweep else [find_run(runs_dir, name)]
+    return list({run.path.resolve(): run for run in runs}.values())
+
+
+def _read(runs: Sequence[RunDir], terminal: Terminal) -> list[RunReport]:
+    """Read all that is known of runs, after their results are copied back."""
+    from clusterddp.look.report import read_reports
+
+    with Synchroniser(list(runs), terminal.environ, report=say_note) as sync:
+        sync.update()
+        if all(not is_on_hosts(run) or read_state(run).finished for run in runs):
+            sync.download()
+    return read_reports(runs, terminal.environ)
+
+
+def _write(page: str, out: str) -> None:
+    if out == _STDOUT:
+        put(page)
+        return
+    try:
+        write_text(Path(out), page)
+    except ClusterddpError as error:
+        raise ClusterddpError(error.message, hint="--out FILE writes it elsewhere") from error
+    say(f"wrote {printable(out)}  ({len(page.encode()) / 1000:.0f} kB)")

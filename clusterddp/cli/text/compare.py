@@ -1,0 +1,157 @@
+"""How a comparison of runs is written: what differs first, then what each run came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import click
+
+from clusterddp.cli.terminal import duration, table
+from clusterddp.cli.text.states import state_text
+from clusterddp.look.compare import CodeDiff, Comparison, Difference
+from clusterddp.look.printable import printable
+from clusterddp.look.report import Results
+from clusterddp.system.units import format_count
+
+_MOST_SIDE_BY_SIDE = 4
+"""Up to so many runs are columns; more are rows."""
+_MOST_ROWS = 40
+_MOST_DIFF_LINES = 60
+_CELL = 40
+_PLAIN = 80
+"""The width of what is written into a file or a pipe, as far as cells are cut."""
+
+
+def compare_lines(compared: Comparison, *, columns: int | None) -> list[str]:
+    """Write a comparison; no line is longer than `columns`, when that is given."""
+    names = [report.status.run for report in compared.runs]
+    lines: list[str] = []
+    parts = [
+        ("configuration", compared.spec),
+        ("code", compared.code),
+        ("packages", compared.packages),
+        ("hosts and ranks", compared.places),
+        ("the machine that submitted", compared.machine),
+    ]
+    for title, rows in parts:
+        if rows:
+            lines += [*_difference_lines(title, names, rows, columns or _PLAIN), ""]
+    if any(report.background.code for report in compared.runs):
+        for diff in compared.diffs:
+            lines += _diff_lines(names[0], diff)
+    if not lines:
+        lines = ["no difference in configuration, code, packages, hosts or machine", ""]
+    lines += _result_lines(compared, columns or _PLAIN)
+    return lines if columns is None else [_cut_line(line, columns) for line in lines]
+
+
+def result_texts(results: Results) -> dict[str, str]:
+    """Write what a run came to, each with its name; what is not known is left out."""
+    texts = {
+        "accuracy": results.accuracy is not None and _percent(results.accuracy),
+        "best accuracy": results.best_accuracy is not None and _percent(results.best_accuracy),
+        "loss": results.loss is not None and f"{results.loss:.4f}",
+        "epochs": results.epochs is not None and number_text(results.epochs),
+        "steps": results.steps is not None and number_text(results.steps),
+        "images/s": results.images_per_s is not None and number_text(round(results.images_per_s)),
+        "step ms": results.step_ms is not None and f"{results.step_ms:.4g}",
+        "ran": duration(results.ran_s),
+        "waited": duration(results.waited_s),
+        "effective": results.effective is not None and f"{results.effective:.0%}",
+        "GPU-hours": results.gpu_hours is not None and number_text(round(results.gpu_hours, 4)),
+        "rank-hours": results.gpu_hours is None and number_text(round(results.rank_hours, 4)),
+    }
+    return {name: text for name, text in texts.items() if text}
+
+
+def number_text(value: float) -> str:
+    """Write a number short: `0.0012`, `1,234`, `1.2e+07`."""
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _difference_lines(title: str, names: Sequence[str], rows: Sequence[Difference], columns: int) -> list[str]:
+    cells = [[printable(row.key), *map(_cell, row.values)] for row in rows[:_MOST_ROWS]]
+    lines = _lay_out(title, names, cells, columns)
+    return [*lines, f"  ... and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else lines
+
+
+def _result_lines(compared: Comparison, columns: int) -> list[str]:
+    texts = [result_texts(report.results) | _logged(report.logged) for report in compared.runs]
+    keys = list(dict.fromkeys(key for of_run in texts for key in of_run))
+    states = ["state", *(state_text(report.status.state.value) for report in compared.runs)]
+    cells = [states, *([printable(key), *(of_run.get(key, "-") for of_run in texts)] for key in keys)]
+    return _lay_out("results", [report.status.run for report in compared.runs], cells, columns)
+
+
+def _logged(values: Mapping[str, float]) -> dict[str, str]:
+    return {f"{key} (logged)": number_text(value) for key, value in list(values.items())[:_MOST_ROWS]}
+
+
+def _lay_out(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], columns: int) -> list[str]:
+    """Lay out keys and the values of runs; few runs are columns, many are rows, of as many tables as it takes."""
+    rows = [[title, *map(printable, names)], *map(list, cells)]
+    if len(names) <= _MOST_SIDE_BY_SIDE:
+        heading = max(len(row[0]) for row in rows)
+        width = max(8, min(_CELL, (columns - min(heading, _CELL)) // len(names) - 2))
+        return table([[_shorten(row[0], _CELL), *(_shorten(cell, width) for cell in row[1:])] for row in rows])
+    first = [_shorten(cell, _CELL) for cell in rows[0]]
+    others = [[_shorten(cell, _CELL // 2) for cell in row] for row in rows[1:]]
+    lines: list[str] = []
+    while others:
+        shown, room = [first], columns - _width(first)
+        while others and (len(shown) == 1 or _width(others[0]) + 2 <= room):
+            room -= _width(others[0]) + 2
+            shown.append(others.pop(0))
+        lines += [""] if lines else []
+        lines += table([list(row) for row in zip(*shown, strict=True)])
+    return lines
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(len(click.unstyle(cell)) for cell in column)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if abs(share) <= 1 else number_text(share)
+
+
+def _cell(value: str | None) -> str:
+    return "-" if value is None else printable(value)
+
+
+def _shorten(cell: str, width: int) -> str:
+    """Cut the middle of a plain cell: paths and names differ at both ends."""
+    if len(click.unstyle(cell)) <= width or cell != click.unstyle(cell):
+        return cell
+    head = (width - 2) // 2
+    return f"{cell[:head]}..{cell[-(width - 2 - head) :]}"
+
+
+def _diff_lines(first: str, diff: CodeDiff) -> list[str]:
+    name = printable(diff.run)
+    if diff.not_compared:
+        return [f"code of {name}: not compared: {printable(diff.not_compared)}", ""]
+    if not diff.files:
+        return []
+    lines = [
+        click.style(f"code of {name} against {printable(first)}: {format_count(len(diff.files), 'file')}", bold=True)
+    ]
+    for file in diff.files:
+        lines.append(f"  {printable(file.path)} {file.change}")
+        lines += [f"    {_colored(line)}" for line in file.lines]
+    if len(lines) > _MOST_DIFF_LINES:
+        lines = [*lines[:_MOST_DIFF_LINES], f"  ... {len(lines) - _MOST_DIFF_LINES} more lines: -o json has them"]
+    return [*lines, ""]
+
+
+def _colored(line: str) -> str:
+    color = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+    return click.style(printable(line), fg=color) if color else printable(line)
+
+
+def _cut_line(line: str, columns: int) -> str:
+    """Shorten a line to so many columns, at its end, which has no colour."""
+    excess = len(click.unstyle(line)) - columns
+    return line if excess <= 0 else f"{line[: -excess - 3]}..."

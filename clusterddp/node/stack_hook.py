@@ -1,0 +1,117 @@
+"""What lets the supervisor ask a rank where it is: a thread that answers, and a signal for when it cannot.
+
+The thread has the GIL while it reads the stacks of all threads and how far the collectives are. That it does not answer
+means that C code holds the GIL; then faulthandler writes the main thread's stack in a signal handler, into memory (a
+memfd) that the supervisor opens by /proc. The handler writes its own thread only: to walk the stack of a thread that
+runs crashes Python (3.11: after 405 signals beside two busy threads).
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from types import FrameType
+from typing import Any
+
+MEMORY_PREFIX = "clusterddp-stacks-"
+"""How the memory is named; the rest names the socket of the thread that answers."""
+_ROOT = 0
+_MAX_THREADS, _MAX_FRAMES = 64, 60
+_SEND_S = 2.0
+
+
+def stack_signal() -> int:
+    """Return the signal: real-time, and none that a threading library, NCCL or a profiler is known to take."""
+    return int(signal.SIGRTMIN) + 7
+
+
+def socket_name(key: str) -> str:
+    """Return the abstract address at which a rank answers."""
+    return f"\0clusterddp-rank-{key}"
+
+
+def answer_stack_requests() -> None:
+    """Make this process write its stacks when it gets the signal, and answer at its socket (Linux only).
+
+    It is left out where the kernel refuses; the run goes on without it.
+    """
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return
+    key = os.urandom(8).hex()
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(socket_name(key))
+        listener.listen(4)
+        _thread.start_new_thread(_answer, (listener, _thread.get_ident()))
+        memory = os.memfd_create(MEMORY_PREFIX + key)
+        fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(stack_signal(), file=memory, all_threads=False, chain=False)
+
+
+def read_collectives() -> dict[str, dict[str, Any]]:
+    """Read how far each process group is; empty where torch's Flight Recorder records nothing.
+
+    The recorder's function is private (torch 2.13); where it is absent, or answers otherwise, nothing is known.
+    """
+    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return {}
+    try:
+        recorded = json.loads(dump(True, False))
+        groups = {
+            group: {
+                "enqueued": int(each["last_enqueued_collective"]),
+                "completed": int(each["last_completed_collective"]),
+                "name": "",
+            }
+            for group, each in recorded.get("pg_status", {}).items()
+        }
+        for entry in recorded.get("entries", ()):
+            group = groups.get(str(entry.get("pg_id")))
+            if group is not None and entry.get("collective_seq_id") == group["enqueued"]:
+                group["name"] = str(entry.get("profiling_name", "")).rpartition(":")[2][:60]
+    except Exception:  # whatever a later torch answers, the rank goes on
+        return {}
+    return groups
+
+
+def read_threads(main: int) -> list[dict[str, Any]]:
+    """Read where the threads of this process are, innermost frame first; the calling thread is left out."""
+    names = getattr(sys.modules.get("threading"), "_active", {})
+    found = []
+    for ident, frame in list(sys._current_frames().items())[:_MAX_THREADS]:
+        frames: list[tuple[str, int, str]] = []
+        inner: FrameType | None = frame
+        while inner is not None and len(frames) < _MAX_FRAMES:
+            code = inner.f_code
+            frames.append((code.co_filename, inner.f_lineno or 0, getattr(code, "co_qualname", code.co_name)))
+            inner = inner.f_back
+        name = str(getattr(names.get(ident), "name", ident))
+        if ident != _thread.get_ident():
+            found.append({"main": ident == main, "name": name, "frames": frames})
+    return found
+
+
+def _answer(listener: socket.socket, main: int) -> None:
+    """Answer each connection of the same user with one JSON object, for as long as the process lives."""
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            return
+        # Whatever goes wrong here is not the program's: it prints nothing, and the next question is answered.
+        with contextlib.suppress(Exception), connection:
+            connection.settimeout(_SEND_S)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("3i", credentials)[1] in (_ROOT, os.getuid()):
+                answer = {"threads": read_threads(main), "collectives": read_collectives()}
+                connection.sendall(json.dumps(answer).encode())

@@ -1,0 +1,94 @@
+"""How much disk a run takes, by what it is for; how long ago it ended, and how long it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import read_json
+
+_AGE = re.compile(r"([1-9][0-9]{0,4})([hdw])")
+_UNIT_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Bytes on disk of one run, by what they are for."""
+
+    checkpoints: int = 0
+    logs: int = 0
+    output: int = 0
+    tensorboard: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.logs + self.output + self.tensorboard + self.other
+
+
+def parse_age(text: str) -> float | None:
+    """Return the seconds of an age such as 12h, 30d or 4w; None: it is none."""
+    match = _AGE.fullmatch(text.strip())
+    return int(match[1]) * _UNIT_S[match[2]] if match else None
+
+
+def measure_run(run: RunDir) -> Usage:
+    """Add up what a run has on disk; a file with several hard links counts once, and in `code` it is the snapshot's."""
+    sizes = dict.fromkeys(("checkpoints", "logs", "output", "tensorboard", "other"), 0)
+    kinds = {"checkpoints": "checkpoints", "output": "output", "tb": "tensorboard", "launcher": "logs"}
+    counted: set[tuple[int, int]] = set()
+    for folder, status in _files(run.path):
+        parts = Path(folder).relative_to(run.path).parts
+        if parts[:1] == (run.code.name,) and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+            continue
+        of_attempt = parts[:1] == ("attempts",) and parts[2:3] == ("logs",)
+        kind = "logs" if of_attempt else kinds.get(parts[0], "other") if parts else "other"
+        if (status.st_dev, status.st_ino) not in counted:
+            sizes[kind] += status.st_blocks * 512
+        if status.st_nlink > 1:
+            counted.add((status.st_dev, status.st_ino))
+    return Usage(**sizes)
+
+
+def measure(path: Path) -> int:
+    """Add up the bytes on disk below a directory."""
+    return sum(status.st_blocks * 512 for _, status in _files(path))
+
+
+def keep_of(run: RunDir) -> str | None:
+    """Return `keep` of a run's spec, such as 30d."""
+    try:
+        keep = ((read_json(run.plan) or {}).get("spec") or {}).get("keep")
+    except (ClusterddpError, OSError, AttributeError):
+        return None
+    return keep if isinstance(keep, str) else None
+
+
+def ended_at(run: RunDir) -> float | None:
+    """Return when the newest attempt of a run ended, in seconds since the epoch; None: no process recorded it."""
+    attempts = run.attempts()
+    try:
+        end = read_json(attempts[-1].end) if attempts else None
+        return float(end["ended"]) if end else None
+    except (ClusterddpError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def expires_at(run: RunDir, ended: float | None) -> float | None:
+    """Return when `keep` of a run that has ended is over; None: never."""
+    keep_s = parse_age(keep_of(run) or "")
+    return ended + keep_s if ended and keep_s else None
+
+
+def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield folder, os.lstat(os.path.join(folder, name))

@@ -1,0 +1,225 @@
+"""Arguments of a program by their names: `entry.args.lr=0.2` sets the value of `--lr` in the list `entry.args`.
+
+An option keeps the form that it has in the list (`--lr 0.1`, `--lr=0.1`, `lr=0.1`); `_` and `-` are the same in a name.
+Where the list does not have it, it is appended. A number is a position in the list.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.overrides import COMMAND_LINE, Override
+from clusterddp.spec.problems import problem_at, spec_error
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, merge, show
+
+_ARGS = ("entry", "args")
+_NUMBER = re.compile(r"-\.?[0-9].*")
+_ASSIGNMENT = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.]*=.*", re.DOTALL)
+"""An argument as Hydra's programs take it."""
+_SWITCH = {"true", "false"}
+_SWITCH_WORDS = _SWITCH | {"yes", "no", "on", "off", "0", "1"}
+_END_OF_OPTIONS = "--"
+
+
+def names_argument(path: tuple[str, ...]) -> bool:
+    """Return whether a key is that of one argument: `entry.args.lr`, `entry.args.3`."""
+    return path[:2] == _ARGS and len(path) > len(_ARGS)
+
+
+def argument_position(path: tuple[str, ...]) -> int | None:
+    """Return the position that the key of an argument has in place of a name."""
+    return int(path[2]) if len(path) == len(_ARGS) + 1 and path[2].isdecimal() else None
+
+
+def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:
+    """Return the tree with one argument set or reset; a problem with it is added to `problems`."""
+    entry = tree.entries.get("entry")
+    entries = entry.entries if isinstance(entry, Mapping) else {}
+    args = entries.get("args")
+    if args is not None and not isinstance(args, ListNode) and not (isinstance(args, Scalar) and args.null):
+        return tree  # the model reports that it is no list
+    items = list(args.items) if isinstance(args, ListNode) else []
+    try:
+        changed = _changed(items, override, of_function=_has_function(entries))
+    except SpecError as error:
+        problems += error.problems
+        return tree
+    node = ListNode(items=tuple(changed), place=override.place)
+    return merge(tree, Override(path=_ARGS, node=node, place=override.place).as_tree())
+
+
+def value_at(dumped: dict[str, Any], path: tuple[str, ...], node: Node) -> Any:
+    """Return the value of a key in a spec as JSON; of an argument by name, the words of `node` that set it."""
+    if not names_argument(path):
+        return functools.reduce(operator.getitem, path, dumped)
+    if (position := argument_position(path)) is not None:
+        return dumped["entry"]["args"][position]
+    if isinstance(node, ListNode):
+        return [item.text for item in node.items if isinstance(item, Scalar)]
+    return node.text if isinstance(node, Scalar) else None
+
+
+def words_problem(words: Sequence[str]) -> Problem:
+    """Make the problem of a program's arguments that stand on the command line as they are."""
+    place = Place(source=f"{show(words[0])[1:-1]} ({COMMAND_LINE})", origin=COMMAND_LINE)
+    keys, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if _is_option(word) and name:
+            value = value if equals else rest.pop(0) if rest and not _is_option(rest[0]) else "true"
+            keys.append(f"entry.args.{name}={value}")
+    listed = f"entry.args='[{', '.join(words)}]'"
+    hint = f"{' '.join(keys)} sets them, or {listed}" if keys else f"{listed} sets them"
+    return problem_at(place, "expected key=value, found arguments of a program", hint)
+
+
+def _has_function(entries: dict[str, Node]) -> bool:
+    function = entries.get("function")
+    return function is not None and not (isinstance(function, Scalar) and function.null)
+
+
+def _changed(items: list[Node], override: Override, *, of_function: bool) -> list[Node]:
+    """Return the items with one argument set or reset. Raises: SpecError."""
+    if (position := argument_position(override.path)) is not None:
+        return _at_position(items, position, override)
+    name = ".".join(override.path[len(_ARGS) :])
+    if of_function:
+        bare = name.lstrip("-")
+        _refuse(override, f"a function has no option --{bare}", f"entry.kwargs.{bare}=... sets its {bare}")
+    found = _find(items, name, override)
+    if override.node is None:
+        return items[: found.start] + items[found.end :] if found else items
+    value = _value_of(override, name)
+    return found.with_value(items, value) if found else _appended(items, name, value)
+
+
+def _at_position(items: list[Node], position: int, override: Override) -> list[Node]:
+    if position >= len(items):
+        last = len(items) - 1
+        has = f"it has {len(items)} items, 0 to {last}" if last > 0 else "it has 1 item, 0" if items else "it is empty"
+        _refuse(override, f"entry.args has no position {position}: {has}", "entry.args.lr=0.1 sets --lr")
+    return [*items[:position], *([] if override.node is None else [override.node]), *items[position + 1 :]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Value:
+    """The new value of an option."""
+
+    words: tuple[str, ...]
+    is_list: bool
+    switch: bool | None
+    """True and false without quotes, which may be about a flag."""
+    place: Place
+
+    def scalars(self, words: Sequence[str] | None = None) -> list[Node]:
+        chosen = self.words if words is None else words
+        return [Scalar(text=word, quoted=True, place=self.place) for word in chosen]
+
+    def after(self, option: str) -> list[Node]:
+        """Return the words of an option and this value: two words, or one if the value looks like an option."""
+        if not self.is_list and _is_option(self.words[0]):
+            return self.scalars([f"{option}={self.words[0]}"])
+        return self.scalars([option, *self.words])
+
+    def joined(self, option: str) -> list[Node]:
+        """Return the words of an option that is written with `=`."""
+        if self.is_list and option.startswith("-"):
+            return self.after(option)
+        return self.scalars([f"{option}=[{','.join(self.words)}]" if self.is_list else f"{option}={self.words[0]}"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """An option in the list: its word, and the word of its value if there is one."""
+
+    start: int
+    option: str
+    joined: bool
+    """The value is in the same word, after `=`."""
+    following: tuple[str, ...]
+    """The words up to the next option."""
+
+    @property
+    def end(self) -> int:
+        return self.start + 1 + (0 if self.joined else len(self.following[:1]))
+
+    def with_value(self, items: list[Node], value: _Value) -> list[Node]:
+        before, after_option = items[: self.start], items[self.start + 1 :]
+        if self.joined:
+            return [*before, *value.joined(self.option), *after_option]
+        if value.switch is not None and not (self.following and self.following[0].lower() in _SWITCH_WORDS):
+            return items if value.switch else [*before, *after_option]
+        replaced = len(self.following) if value.is_list else len(self.following[:1])
+        return [*before, *value.after(self.option), *after_option[replaced:]]
+
+
+def _find(items: list[Node], name: str, override: Override) -> _Found | None:
+    """Find an option by its name. Raises: SpecError: it is there several times."""
+    words = [item.text if isinstance(item, Scalar) else "" for item in items]
+    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
+    options = [at for at in range(end) if _is_option(words[at]) and _is_named(words[at], name)]
+    assigned = [at for at in range(end) if _ASSIGNMENT.fullmatch(words[at]) and _is_named(words[at], name)]
+    found = options or assigned
+    if not found:
+        return None
+    if len(found) > 1:
+        option = words[found[0]].partition("=")[0]
+        _refuse(override, f"{option} is there {len(found)} times", "entry.args='[...]' sets the whole list")
+    at = found[0]
+    option, equals, _ = words[at].partition("=")
+    following: list[str] = []
+    for word in words[at + 1 : end]:
+        if _is_option(word):
+            break
+        following.append(word)
+    return _Found(start=at, option=option, joined=bool(equals), following=tuple(following))
+
+
+def _appended(items: list[Node], name: str, value: _Value) -> list[Node]:
+    """Return the items with an option that they do not have, above a `--`."""
+    words = [item.text if isinstance(item, Scalar) else "" for item in items]
+    if value.switch is False:
+        return items
+    option = name if name.startswith("-") else f"-{name}" if len(name) == 1 else f"--{name}"
+    if words and all(_ASSIGNMENT.fullmatch(word) for word in words) and not name.startswith("-"):
+        new = value.joined(name)
+    else:
+        new = value.scalars([option]) if value.switch else value.after(option)
+    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
+    return [*items[:end], *new, *items[end:]]
+
+
+def _value_of(override: Override, name: str) -> _Value:
+    """Read the value of an override. Raises: SpecError: it is empty, or is no word."""
+    node = override.node
+    nodes = node.items if isinstance(node, ListNode) else (node,)
+    words = []
+    for each in nodes:
+        if not isinstance(each, Scalar):
+            _refuse(override, f"found {describe(each)}, expected one value, or a list of words")
+        words.append(each.text)
+    if isinstance(node, Scalar) and not node.quoted and not node.text:
+        _refuse(override, "the value is empty", f"~entry.args.{name} removes the option; {show('')!r} is an empty text")
+    unquoted = isinstance(node, Scalar) and not node.quoted and node.text.lower() in _SWITCH
+    switch = node.text.lower() == "true" if unquoted and isinstance(node, Scalar) else None
+    return _Value(words=tuple(words), is_list=isinstance(node, ListNode), switch=switch, place=override.place)
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-" and not _NUMBER.fullmatch(word)
+
+
+def _is_named(word: str, name: str) -> bool:
+    option = word.partition("=")[0]
+    return option.lstrip("-+~").replace("_", "-") == name.lstrip("-").replace("_", "-")
+
+
+def _refuse(override: Override, message: str, hint: str | None = None) -> NoReturn:
+    raise spec_error(override.place, message, hint, key=".".join(override.path))

@@ -1,0 +1,78 @@
+"""What `list` selects, counts and sorts, on runs made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.main import main
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import write_json
+from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three failed runs and two completed ones; the completed ones are of another spec."""
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path / "runs"))
+    for number in range(3):
+        fail(start_attempt(make_run(tmp_path / "runs", f"failed-{number}")))
+    for number in range(2):
+        run = make_run(tmp_path / "runs", f"done-{number}")
+        train(run, steps=50 + 50 * number)
+        complete(run, start_attempt(run))
+        write_json(run.record, json.loads(run.record.read_text()) | {"name": "mine"})
+    return tmp_path / "runs"
+
+
+def listed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], str]:
+    """Return the names of the runs that `list` shows, and what it says besides."""
+    assert main(["list", *arguments]) == 0
+    out, err = capfd.readouterr()
+    return [line.split()[0] for line in out.splitlines()[1:]], err
+
+
+def test_the_runs_that_are_not_shown_are_counted_as_selected(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert listed(capfd, "--state", "FAILED", "-n", "1") == (
+        ["failed-2"],
+        "the newest 1 of 3 FAILED runs; -n 3 shows all\n",
+    )
+    assert listed(capfd, "-n", "4")[1] == "the newest 4 of 5 runs; -n 5 shows all\n"
+    assert listed(capfd, "--state", "failed", "--state", "completed", "-n", "4")[1].startswith(
+        "the newest 4 of 5 FAILED or COMPLETED runs"
+    )
+    assert listed(capfd, "--state", "FAILED")[1] == ""
+
+
+def test_runs_of_one_spec_are_selected_by_its_name(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert listed(capfd, "--name", "mine") == (["done-1", "done-0"], "")
+    assert listed(capfd, "--name", "mine", "-n", "1")[1] == "the newest 1 of 2 runs named mine; -n 2 shows all\n"
+    assert main(["list", "--name", "mine", "-o", "json"]) == 0
+    assert [run["name"] for run in json.loads(capfd.readouterr().out)] == ["mine", "mine"]
+
+
+def test_no_run_of_a_state_is_said_with_the_state(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert listed(capfd, "--state", "LOST") == ([], f"no LOST runs in {runs_dir}\n")
+
+
+def test_a_state_that_does_not_exist_is_a_wrong_usage(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--state", "DONE"]) == 2
+    assert '"DONE" is none of PENDING, RUNNING' in capfd.readouterr().err
+
+
+def test_sorted_runs_are_chosen_from_all_of_them(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names, said = listed(capfd, "--sort", "accuracy", "-n", "1")
+    assert (names, said) == (["done-1"], "the first 1 of 5 runs; -n 5 shows all\n")
+
+
+def test_the_name_column_is_there_when_names_differ(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert capfd.readouterr().out.splitlines()[0].split()[:3] == ["RUN", "NAME", "STATE"]
+    write_json(
+        RunDir(runs_dir / "done-0").record,
+        json.loads(RunDir(runs_dir / "done-0").record.read_text()) | {"name": "a\x1b[30mb"},
+    )
+    assert main(["list", "--name", "a\x1b[30mb"]) == 0
+    assert "\x1b" not in capfd.readouterr().out

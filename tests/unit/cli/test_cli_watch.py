@@ -1,0 +1,197 @@
+"""Commands that watch: a sweep as one table until it ends, lines of `wait`, what is said at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from clusterddp.cli.main import main
+from clusterddp.cli.text import progress as progress_text
+from clusterddp.cli.text.progress import progress_lines
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
+from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import write_json
+from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def make_sweep(runs_dir: Path, size: int) -> SweepDir:
+    """Make a sweep whose runs are PENDING."""
+    sweep = SweepDir(runs_dir / "keen-heron-5")
+    for number in range(size):
+        run = make_run(sweep.path, f"{sweep.name}.{number}")
+        write_json(run.record, json.loads(run.record.read_text()) | {"variant": f"lr=0.{number}"})
+    sweep.tasks.write_text("".join(f"{sweep.name}.{number}\n" for number in range(size)))
+    record = SweepRecord(
+        sweep=sweep.name,
+        token="t0",
+        name="test",
+        launcher="local",
+        created_ns=time.time_ns(),
+        keys=("train.lr",),
+        size=size,
+    )
+    write_sweep(sweep, record)
+    return sweep
+
+
+def watching(runs_dir: Path, *arguments: str, rows: int = 30, columns: int = 80) -> pexpect.spawn:
+    return pexpect.spawn(
+        sys.executable,
+        ["-m", "clusterddp", "status", "-w", *arguments],
+        env=os.environ | {"TERM": "xterm-256color", "CLUSTERDDP_RUNS": str(runs_dir)},
+        dimensions=(rows, columns),
+        encoding="utf-8",
+        timeout=30,
+    )
+
+
+def test_a_sweep_is_watched_as_one_table_until_it_ends(runs_dir: Path) -> None:
+    sweep = make_sweep(runs_dir, 3)
+    child = watching(runs_dir, sweep.name)
+    child.expect("3 .*PENDING")
+    first, second, third = sweep.runs()
+    attempt = start_attempt(first)
+    child.expect("RUNNING.* 2 .*PENDING")
+    complete(first, attempt)
+    fail(start_attempt(second))
+    complete(third, start_attempt(third))
+    child.expect("2 .*COMPLETED.*, 1 .*FAILED")
+    child.expect(pexpect.EOF)
+    assert re.search(r"heron-5.2 +lr=0.2 .*COMPLETED", str(child.before))
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_long_sweep_shows_what_runs_and_what_failed_first(runs_dir: Path) -> None:
+    sweep = make_sweep(runs_dir, 30)
+    for run in sweep.runs():
+        complete(run, start_attempt(run))
+    child_run = sweep.runs()[27]
+    child_run.newest_attempt().end.unlink()
+    child = watching(runs_dir, sweep.name, rows=12)
+    child.expect("heron-5.27")
+    child.expect(r"\.\.\. and \d+ more: clusterddp list keen-heron-5")
+    complete(child_run, child_run.newest_attempt())
+    child.expect(pexpect.EOF)
+    assert "heron-5.29" in str(child.before)
+
+
+def test_a_watched_sweep_as_json_is_a_line_per_change(runs_dir: Path) -> None:
+    sweep = make_sweep(runs_dir, 2)
+    argv = [sys.executable, "-m", "clusterddp", "status", "-w", sweep.name, "-o", "json"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["states"] == {"PENDING": 2}
+        for run in sweep.runs():
+            complete(run, start_attempt(run))
+        lines = [json.loads(line) for line in process.stdout]
+    assert lines[-1]["states"] == {"COMPLETED": 2}
+
+
+def test_a_run_that_does_not_change_is_one_line_of_json(runs_dir: Path) -> None:
+    run = make_run(runs_dir)
+    attempt = start_attempt(run)
+    argv = [sys.executable, "-m", "clusterddp", "status", "-w", "-o", "json"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        time.sleep(2.5)  # two more reads
+        complete(run, attempt)
+        states = [json.loads(line)["state"] for line in (first, *process.stdout)]
+    assert states == ["RUNNING", "COMPLETED"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(progress_text.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_of_wait_that_repeats_has_its_time(
+    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    view = RunView(state=RunState.RUNNING, attempt=0, end=None, reason="")
+    with progress_lines(RunDir(tmp_path / "mild-owl-1")) as show:
+        for _ in range(1200):
+            show(view, None)
+            clock[0] += 0.5
+    assert capfd.readouterr().err == "mild-owl-1 RUNNING\nmild-owl-1 RUNNING  (5m 00s)\n"
+
+
+def test_the_status_of_a_completed_run_names_its_checkpoint_and_what_comes_next(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(runs_dir)
+    write_json(run.plan, json.loads(run.plan.read_text()) | {"spec": {"train": {"epochs": 4}}})
+    complete(run, start_attempt(run))
+    for name in ("step-000090-a0", "step-000100-a0", "step-000110-a0"):
+        (run.checkpoints / f"{name}.json").write_text("{}")
+        (run.checkpoints / f"{name}.pt").write_bytes(b"x")
+    (run.checkpoints / "step-000110-a0.pt").unlink()  # it was not finished
+    assert main(["status", run.name]) == 0
+    out = capfd.readouterr().out
+    assert f"checkpoint: {run.checkpoints / 'step-000100-a0.pt'}, step 100\n" in out
+    assert out.endswith(f"  go further clusterddp resume {run.name} train.epochs=N\n")
+    assert main(["status", run.name, "-o", "json"]) == 0
+    shown = json.loads(capfd.readouterr().out)["checkpoint"]
+    assert (shown["step"], shown["host"]) == (100, None)
+
+
+def test_a_run_under_way_names_no_checkpoint(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(runs_dir)
+    start_attempt(run)
+    (run.checkpoints / "step-1-a0.json").write_text("{}")
+    (run.checkpoints / "step-1-a0.pt").write_bytes(b"x")
+    assert main(["status", run.name]) == 0
+    assert "checkpoint" not in capfd.readouterr().out
+
+
+def test_a_program_without_checkpoints_is_repeated(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(runs_dir)
+    train(run, steps=100)
+    complete(run, start_attempt(run))
+    assert main(["status"]) == 0
+    assert capfd.readouterr().out.endswith(f"  repeat     clusterddp rerun {run.name}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"), [(["--save"], "was asked to stop"), ([], "was asked to end")], ids=["save", "plain"]
+)
+def test_an_interrupted_cancel_says_what_goes_on(runs_dir: Path, arguments: list[str], asked: str) -> None:
+    run, other = make_run(runs_dir, "one-1"), make_run(runs_dir, "two-2")
+    attempt = start_attempt(run)
+    argv = [sys.executable, "-m", "clusterddp", "cancel", *arguments, run.name, other.name]
+    with subprocess.Popen(["sleep", "60"]) as supervisor:
+        # A cancel that is not interrupted kills the supervisor; that must not be this test.
+        identity = {"supervisor": dataclasses.asdict(ProcessIdentity.of(supervisor.pid))}
+        write_json(attempt.start, json.loads(attempt.start.read_text()) | identity)
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        request = attempt.stop_file if arguments else run.cancel_file
+        while not request.exists():
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        supervisor.kill()
+    assert process.returncode == 130
+    last = err.splitlines()[-1]
+    assert last == f"one-1 {asked}, and does so without this command; clusterddp status shows it; not cancelled: two-2"
