@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.code import CodeCopy, plan_copy, replace_link
+from clusterddp.run.directory import RunDir
 from clusterddp.run.snapshot import plan_snapshot, write_snapshot
+from clusterddp.run.usage import measure_run
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git
 
@@ -74,6 +76,21 @@ def test_a_link_that_leads_out_of_the_repository_still_leads_there(project: Path
     assert (code / "src" / "shared" / "words.txt").read_text() == "words"
     assert (code / "src" / "up").readlink() == Path("../ckpt")
     assert (stored / "src" / "shared").readlink() == Path("../../shared")
+
+
+def test_a_run_with_a_copy_has_a_link_that_names_its_snapshot(project: Path) -> None:
+    code, stored = copy_of(project)
+    assert RunDir(code.parent).snapshot.readlink() == Path("../.code") / stored.name
+
+
+def test_the_disk_usage_of_a_run_is_without_its_hard_links_to_the_snapshot(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.code.mkdir(parents=True)
+    (tmp_path / "stored.py").write_text("x" * 5000)
+    os.link(tmp_path / "stored.py", run.code / "stored.py")
+    assert measure_run(run).total == 0
+    (run.code / "out.pt").write_text("x" * 5000)
+    assert measure_run(run).total >= 5000
 
 
 def test_copies_of_one_snapshot_are_apart(project: Path) -> None:

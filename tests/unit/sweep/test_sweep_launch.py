@@ -110,6 +110,7 @@ def test_each_run_has_a_copy_of_the_code_of_its_own(tmp_path: Path) -> None:
     assert (first.code / "entry.py").read_text() == "print('hello')\n"
     (first.code / "out.pt").write_text("")
     assert not (second.code / "out.pt").exists()
+    assert first.snapshot.resolve() == second.snapshot.resolve() == next((tmp_path / "runs" / ".code").iterdir())
 
 
 def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None
     assert plan.notes[-1] == "the 4 runs share one copy of the code, and what they write beside their script"
     first, second = sweep.runs()[:2]
     assert first.code.resolve() == second.code.resolve() == sweep.path.resolve() / "code"
+    assert first.snapshot.resolve() == second.snapshot.resolve() == next((tmp_path / "runs" / ".code").iterdir())
     assert (first.code / "entry.py").is_file()
 
 
