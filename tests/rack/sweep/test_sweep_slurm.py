@@ -199,7 +199,7 @@ def test_a_plan_that_is_only_shown_lists_the_variants_and_asks_the_scheduler(clu
     lines = place.clusterddp("submit", "job.yaml", "env.SEED=7,8", "--sweep", "-n").stdout.splitlines()
     assert lines[0].endswith(": 2 runs, one Slurm job array")
     assert [line.split()[1] for line in lines[2:5]] == ["env.SEED", "7", "8"]
-    assert lines[-1].startswith("scheduler accepts it: ")
+    assert any(line.startswith("scheduler accepts it: ") for line in lines)
     assert not (place.path / "runs").exists()
 
 
