@@ -16,6 +16,7 @@ from clusterddp.agent import data
 from clusterddp.agent.storage import find_existing, find_place, refusing_disk, staging
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.code import link_or_copy
 from clusterddp.run.sent import FOLDER, RECORD, TREE
 from clusterddp.run.stored import keep_package
 from clusterddp.system.file_set import has_digest, list_files, show
@@ -173,7 +174,7 @@ def _copy(code: Path, target: Path) -> None:
     """Copy a snapshot, its files as hard links where possible."""
     if not code.is_dir():
         raise ClusterddpError(f"{code}: the snapshot of the code is gone from this host", hint="submit again")
-    shutil.copytree(code, target, symlinks=True, copy_function=_link_or_copy, dirs_exist_ok=True)
+    shutil.copytree(code, target, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
 
 
 def _below(text: str) -> Path:
@@ -203,13 +204,3 @@ def _rename_new(tree: Path, target: Path) -> None:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise FileExistsError(error.errno, error.strerror, show(os.fsencode(target))) from error
         raise
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Make a hard link, or a copy where no link is possible."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP):
-            raise
-        shutil.copy2(source, target)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.terminal import Terminal, say, writing_stdout
+from clusterddp.cli.watch import say_note
 from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.login.node import (
     AT_LOGIN,
@@ -89,6 +90,8 @@ def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path,
         environ=terminal.environ,
         discard=discard,
     )
+    for note in login_command.code.notes if login_command.code else ():
+        say_note(note)
     return _run(node, login_command, context)
 
 

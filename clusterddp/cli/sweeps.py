@@ -49,7 +49,7 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
     if options.dry_run:
         return _show_plan(plan, terminal, options)
-    for note in plan.base.notes:
+    for note in plan.notes:
         say_note(note)
     return _stay_with(submit_sweep(plan), terminal, options, verb="submitted")
 

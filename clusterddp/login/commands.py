@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.login.node import AT_LOGIN
-from clusterddp.planning.program import plan_program
+from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_code
 from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
@@ -50,6 +50,8 @@ class Code:
     within: str
     """The working directory of the command, in that tree."""
     working_dir: Path
+    notes: tuple[str, ...] = ()
+    """What is not uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +110,21 @@ def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mappi
     _refuse_local_paths(job, here)
     if not job.snapshot and job.entry is not None:
         return Code(snapshot=None, at=".", within=".", working_dir=here)
-    snapshot = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ).snapshot
-    if snapshot is None or here == snapshot.root:
-        return Code(snapshot=snapshot, at=".", within=".", working_dir=here)
+    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=environ, uploads=True)
+    snapshot = program.snapshot
+    if snapshot is None:
+        return Code(snapshot=None, at=".", within=".", working_dir=here)
+    notes = (*snapshot.notes, *absent_notes(snapshot, uploads=True)) if job.entry else ()
     if here.is_relative_to(snapshot.root):
         within = str(here.relative_to(snapshot.root))
-        return Code(snapshot=snapshot, at=".", within=within, working_dir=here)
+        return Code(snapshot=snapshot, at=".", within=within, working_dir=here, notes=notes)
     if not snapshot.root.is_relative_to(here):
         raise UsageError(
             f"entry.script lies in {snapshot.root}, outside of the directory that you submit from",
             hint="submit from the directory of the script, or from one above it",
         )
-    return Code(snapshot=snapshot, at=str(snapshot.root.relative_to(here)), within=".", working_dir=here)
+    at = str(snapshot.root.relative_to(here))
+    return Code(snapshot=snapshot, at=at, within=".", working_dir=here, notes=notes)
 
 
 def run_at_login(

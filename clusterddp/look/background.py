@@ -119,9 +119,9 @@ def _places(record: RunRecord, gang: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_code(run: RunDir) -> Path | None:
-    """Find the snapshot of the code; None where the link leads elsewhere than into a store: another user made it."""
-    place = Path(os.path.realpath(run.code))
-    return place if place.parent.name.startswith(STORE_NAME) and place.is_dir() else None
+    """Find the snapshot of the code; None where no link leads into a store: there is none, or another user made it."""
+    places = [Path(os.path.realpath(link)) for link in (run.snapshot, run.code)]
+    return next((path for path in places if path.parent.name.startswith(STORE_NAME) and path.is_dir()), None)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -38,7 +38,16 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
             hint=f"clusterddp rerun {plan.run} {' '.join(overrides)} starts another run",
         )
     _refuse_other_first_host(plan, other)
-    gang = dataclasses.replace(other.gang, token=plan.token)
+    # The place of the code stays, even where today a submit would run it in its own place.
+    first = plan.gang.entry
+    entry = dataclasses.replace(
+        other.gang.entry,
+        target=first.target,
+        working_dir=first.working_dir,
+        import_paths=first.import_paths,
+        code_dir=first.code_dir,
+    )
+    gang = dataclasses.replace(other.gang, token=plan.token, entry=entry)
     return move_plan(dataclasses.replace(other, token=plan.token, gang=gang, snapshot=plan.snapshot), plan.run_dir)
 
 

@@ -15,6 +15,7 @@ from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.owned_ranks import with_one_process_each
 from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
@@ -61,7 +62,9 @@ class Plan:
     notes: tuple[str, ...]
     """Notes for the user before the submit."""
     snapshot: dict[str, Any] | None
-    """The copied code: {source, root, files, bytes}; `source` is `git`, or the path of a script outside git."""
+    """The copied code: {source, root, files, bytes, ignored, left_out}; `source` is `git`, or the path of a script.
+
+    `ignored`: what git ignores, to which the run gets links. `left_out`: files beside a script that are too many."""
     secrets: tuple[str, ...]
     """Names of variables that must be set when the run starts; the plan holds no values of them."""
     parent: str | None
@@ -91,6 +94,17 @@ class Plan:
     def elsewhere(self) -> bool:
         """Whether this machine cannot check the ranks' environment: they run on hosts over SSH or in a container."""
         return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the run's directory has a copy of the code, in which ranks that see this file system execute it."""
+        return self.snapshot is not None and self.ssh is None and bool(self.spec.get("entry"))
+
+    @property
+    def linked_places(self) -> tuple[str, ...]:
+        """The directories that links in the run's copy of the code lead to, which a container has to mount."""
+        snapshot = self.snapshot if self.has_own_code else None
+        return (snapshot["root"],) if snapshot and snapshot["ignored"] else ()
 
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -123,6 +137,8 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
     run = request.run or choose_run_name(request.runs_dir)
     gang, spec, notes = _plan_ranks(job, request, placed, program, run)
+    in_copies = placed.ssh is not None and job.snapshot
+    overwritten = notes_on_outputs(gang.entry, request.working_dir, request.runs_dir, in_copies=in_copies)
     plan = Plan(
         run=run,
         token=gang.token,
@@ -135,7 +151,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         gang=gang,
         rank0={},
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-        notes=(*notes, *program.notes, *secret_notes(resolved)),
+        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=tuple(job.secrets),
         parent=request.parent,
@@ -144,6 +160,9 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         slurm=placed.slurm,
         ssh=placed.ssh,
     )
+    if plan.slurm:
+        slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
+        plan = dataclasses.replace(plan, slurm=slurm)
     return move_plan(plan, request.runs_dir / run)
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.snapshot import SnapshotPlan, plan_script_snapshot, plan_snapshot
+from clusterddp.run.snapshot import (
+    MAX_SCRIPT_BYTES,
+    MAX_SCRIPT_FILES,
+    SnapshotPlan,
+    plan_script_snapshot,
+    plan_snapshot,
+)
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
     from clusterddp.spec.model import JobSpec
 
 TRAINER = "clusterddp.train.main"
+_SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
+_SHOWN = 5
+"""How many names a note lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +50,17 @@ class Program:
             "root": str(self.snapshot.root),
             "files": len(self.snapshot.files),
             "bytes": self.snapshot.total_bytes,
+            "ignored": list(self.snapshot.ignored),
+            "left_out": str(self.snapshot.left_out) if self.snapshot.left_out else None,
         }
 
 
-def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]) -> Program:
+def plan_program(
+    job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str], uploads: bool = False
+) -> Program:
     """Find what the ranks execute, and choose the files of its snapshot.
 
+    `uploads`: the code goes to another machine before the job is planned there.
     Raises: UsageError: the script does not exist. ClusterddpError: the code has no snapshot.
     """
     if job.entry is None:
@@ -57,7 +71,8 @@ def plan_program(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Ma
         return _program_on_hosts(kind, target, words, working_dir)
     file = _find_file(kind, target, working_dir)
     home = file.parent if file and kind != "command" else working_dir.resolve()
-    snapshot, notes = _code_snapshot(job, home, file, runs_dir=runs_dir, environ=environ)
+    uploads = uploads or job.launcher == "ssh"
+    snapshot, notes = _code_snapshot(job, home, file, runs_dir=runs_dir, environ=environ, uploads=uploads)
     if job.launcher == "ssh" and snapshot is None:
         raise UsageError(
             f"{home} is in no git repository, so clusterddp cannot choose the code for the hosts",
@@ -103,11 +118,17 @@ def choose_snapshot(summary: dict[str, Any], *, runs_dir: Path, environ: Mapping
     Raises: ClusterddpError: the code is gone or too large.
     """
     if summary["source"] != "git":
-        return plan_script_snapshot(Path(summary["source"]), runs_dir=runs_dir)
-    snapshot = plan_snapshot(Path(summary["root"]), runs_dir=runs_dir, environ=environ)
-    if snapshot is None:
+        snapshot = plan_script_snapshot(Path(summary["source"]), runs_dir=runs_dir)
+        if snapshot.left_out and not summary["left_out"]:
+            raise ClusterddpError(
+                f"{snapshot.root}: holds more than a snapshot takes since the run was planned: {snapshot.left_out}",
+                hint="submit again",
+            )
+        return snapshot
+    repository = plan_snapshot(Path(summary["root"]), runs_dir=runs_dir, environ=environ)
+    if repository is None:
         raise ClusterddpError(f"{summary['root']}: was a git repository when the run was planned, and is none now")
-    return snapshot
+    return repository
 
 
 def _holds(snapshot: SnapshotPlan, file: Path) -> bool:
@@ -179,7 +200,7 @@ def _command_notes(entry: EntrySpec, snapshot: SnapshotPlan | None, working_dir:
 
 
 def _code_snapshot(
-    job: JobSpec, home: Path, file: Path | None, *, runs_dir: Path, environ: Mapping[str, str]
+    job: JobSpec, home: Path, file: Path | None, *, runs_dir: Path, environ: Mapping[str, str], uploads: bool
 ) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
     if not job.snapshot:
         return None, ("snapshot is false: the code runs in place, and ranks that start after an edit run the new code",)
@@ -187,14 +208,46 @@ def _code_snapshot(
     if file and (snapshot is None or not (_holds(snapshot, file) or job.entry is None or job.entry.command)):
         # The file is in no repository, or git ignores it.
         snapshot = plan_script_snapshot(file, runs_dir=runs_dir)
+        if snapshot.left_out and not uploads:
+            return None, (_in_place_note(snapshot),)
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
-    notes = snapshot.notes
-    if job.launcher == "ssh" and snapshot.source != "git":
-        note = f"{snapshot.root} is in no git repository: the hosts get only its *.py files; after git init all files"
-        notes = (note, *notes)
-    return snapshot, notes
+    return snapshot, (*snapshot.notes, *absent_notes(snapshot, uploads=uploads))
+
+
+def _in_place_note(snapshot: SnapshotPlan) -> str:
+    assert snapshot.left_out is not None
+    num_files = snapshot.left_out.files + len(snapshot.files)
+    found = replace(snapshot.left_out, files=num_files, bytes=snapshot.left_out.bytes + snapshot.total_bytes)
+    return (
+        f"{snapshot.root} is in no git repository and holds {found}, where a snapshot takes {_SCRIPT_LIMITS}: the "
+        "script runs where it lies, and ranks that start after an edit run the new code; for a snapshot run git init "
+        "there with the data in .gitignore, or move the script to a directory of its own"
+    )
+
+
+def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:
+    """Write what the snapshot does not contain, and what the ranks find in its place."""
+    if snapshot.left_out:
+        yield (
+            f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}: {snapshot.left_out} "
+            "not uploaded; put data where the ranks find it (entry.data_dir, ssh.send)"
+        )
+    if uploads and (snapshot.ignored or snapshot.unlinked):
+        names = _few((*snapshot.ignored, *snapshot.unlinked))
+        yield f"git ignores {names}: not uploaded; put data where the ranks find it (entry.data_dir, ssh.send)"
+    elif snapshot.ignored:
+        yield f"git ignores {_few(snapshot.ignored)}: linked, not copied"
+    if snapshot.unlinked and not uploads:
+        yield (
+            f"git ignores {_few(snapshot.unlinked)}: too many for a link to each, so the copy of the code does not "
+            "have them; name the directory itself in .gitignore"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _trainer_snapshot(

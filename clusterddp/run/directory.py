@@ -136,8 +136,13 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """A link to the snapshot of the code; runs with the same code share one snapshot."""
+        """The copy of the code in which the ranks work; of the trainer, and over SSH, a link to the snapshot."""
         return self.path / "code"
+
+    @property
+    def snapshot(self) -> Path:
+        """A link to the snapshot of the code, where `code` is a copy of it; runs with the same code share one."""
+        return self.path / "snapshot"
 
     @property
     def events(self) -> Path:

@@ -32,6 +32,17 @@ def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
     return sorted({os.fsdecode(name) for name in listing.split(b"\0") if name})
 
 
+def list_ignored(root: Path, environ: Mapping[str, str]) -> list[str]:
+    """List what git ignores; sorted, relative to `root`. A directory without a tracked file is one name, with `/`."""
+    arguments = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    names = sorted({os.fsdecode(name) for name in run_git(arguments, root, environ).split(b"\0") if name})
+    kept: list[str] = []
+    for name in names:  # git lists the files of some directories beside the directory
+        if not (kept and kept[-1].endswith("/") and name.startswith(kept[-1])):
+            kept.append(name)
+    return kept
+
+
 def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
     """Return the commit of the work tree around `start`, and whether files were changed since; None: no repository.
 

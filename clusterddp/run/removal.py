@@ -183,13 +183,13 @@ def _linked(runs_dir: Path, without: frozenset[Path]) -> Iterator[str]:
         except FileNotFoundError:
             continue
         for place in (path, *inner):
-            if place not in without and (name := _link_of(place)):
-                yield name
+            if place not in without:
+                yield from filter(None, map(_name_of, (RunDir(place).snapshot, RunDir(place).code)))
 
 
-def _link_of(place: Path) -> str | None:
+def _name_of(link: Path) -> str | None:
     try:
-        return RunDir(place).code.readlink().name
+        return link.readlink().name
     except OSError as error:
         if error.errno in _NO_LINK:
             return None

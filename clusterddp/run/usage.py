@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,14 @@ def parse_age(text: str) -> float | None:
 
 
 def measure_run(run: RunDir) -> Usage:
-    """Add up what a run has on disk; a file with several hard links counts once."""
+    """Add up what a run has on disk; a file with several hard links counts once, and in `code` it is the snapshot's."""
     sizes = dict.fromkeys(("checkpoints", "logs", "output", "tensorboard", "other"), 0)
     kinds = {"checkpoints": "checkpoints", "output": "output", "tb": "tensorboard", "launcher": "logs"}
     counted: set[tuple[int, int]] = set()
     for folder, status in _files(run.path):
         parts = Path(folder).relative_to(run.path).parts
+        if parts[:1] == (run.code.name,) and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+            continue
         of_attempt = parts[:1] == ("attempts",) and parts[2:3] == ("logs",)
         kind = "logs" if of_attempt else kinds.get(parts[0], "other") if parts else "other"
         if (status.st_dev, status.st_ino) not in counted:

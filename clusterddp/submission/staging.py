@@ -16,6 +16,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.planning.plan import Plan, plan_json, rename_plan
 from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.attempts import make_attempt
+from clusterddp.run.code import replace_link
 from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.snapshot import store_of, write_snapshot
@@ -94,6 +95,8 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)
         digest = write_snapshot(chosen, store_of(plan.runs_dir), run.code)
+        if plan.has_own_code:
+            replace_link(run.code, chosen)
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(run.environment, surroundings)
     sync_directory(staging)

@@ -16,6 +16,7 @@ from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
+from clusterddp.run.code import is_too_much
 from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.cluster import check_array_size
 from clusterddp.slurm.identity import job_name, job_tag
@@ -50,6 +51,22 @@ class SweepPlan:
     def base(self) -> Plan:
         """The first run's plan, for everything that the runs share."""
         return self.runs[0]
+
+    @property
+    def shares_code(self) -> bool:
+        """Whether the runs work in one copy of the code, since a copy for each would be too many files."""
+        snapshot = self.base.snapshot if self.base.has_own_code else None
+        return snapshot is not None and is_too_much(len(self.runs) * snapshot["files"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user before the submit."""
+        many, notes = len(self.runs), list(self.base.notes)
+        if self.shares_code:
+            notes.append(f"the {many} runs share one copy of the code, and what they write beside their script")
+        if (self.base.spec.get("entry") or {}).get("output_dir"):
+            notes.append(f"entry.output_dir: the {many} runs share {{output_dir}}; without this key each has its own")
+        return tuple(notes)
 
     @property
     def width(self) -> int | None:
@@ -168,7 +185,8 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: st
         entry = dataclasses.replace(entry, args=tuple(job.entry.args), kwargs=dict(job.entry.kwargs))
     filled = filled_in(job)
     gang = dataclasses.replace(plan.gang, token=token, entry=entry, env=dict(job.env))
-    slurm = plan.slurm and dataclasses.replace(plan.slurm, mounts=directories_used(filled, plan.working_dir))
+    mounts = (*directories_used(filled, plan.working_dir), *plan.linked_places)
+    slurm = plan.slurm and dataclasses.replace(plan.slurm, mounts=mounts)
     other = dataclasses.replace(
         plan,
         token=token,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.planning.program import choose_snapshot
+from clusterddp.run.code import CodeCopy, plan_copy, replace_link
 from clusterddp.run.directory import STAGING_PREFIX, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
@@ -24,6 +25,7 @@ from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
+    from clusterddp.run.snapshot import SnapshotPlan
     from clusterddp.sweep.plan import SweepPlan
 
 
@@ -82,9 +84,11 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
     write_sweep(sweep, record)  # first: other submits read from it whether this process lives
     sweep.launcher_dir.mkdir(mode=0o700)
     surroundings = capture_surroundings(plan.base.working_dir, environ)
+    copy = None
     if plan.base.snapshot is not None:
         chosen = choose_snapshot(plan.base.snapshot, runs_dir=plan.path.parent, environ=environ)
         digest = write_snapshot(chosen, store_of(plan.path.parent), sweep.code)
+        copy = _plan_copies(sweep, plan, chosen)
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(sweep.environment, surroundings)
     hidden: dict[str, str] = {}
@@ -92,11 +96,21 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
         write_json(sweep.job_environment, dict(variables))
         hidden = {name: environ[name] for name in plan.base.secrets}
     for index, run in enumerate(plan.runs):
-        _fill_run(sweep, run, _run_record(plan, record, index), hidden)
+        _fill_run(sweep, run, _run_record(plan, record, index), hidden, copy)
     _write(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
 
 
-def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str]) -> None:
+def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> CodeCopy | None:
+    """Plan the copy of the code that each run gets; None: the runs share the sweep's code."""
+    if not plan.base.has_own_code:
+        return None
+    if plan.shares_code:
+        replace_link(sweep.code, snapshot)
+        return None
+    return plan_copy(sweep.code.resolve(), snapshot)
+
+
+def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str], copy: CodeCopy | None) -> None:
     """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
     from clusterddp.planning.plan import plan_json
 
@@ -114,7 +128,17 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
     if plan.slurm:
         run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
-    if plan.snapshot is not None:
+    _give_code(sweep, run, plan, copy)
+
+
+def _give_code(sweep: SweepDir, run: RunDir, plan: Plan, copy: CodeCopy | None) -> None:
+    if copy is not None:
+        copy.write(run.code)
+        run.snapshot.symlink_to(Path("..", sweep.code.readlink()))
+    elif plan.has_own_code:
+        run.code.symlink_to(Path("..", sweep.code.name))
+        run.snapshot.symlink_to(Path("..", RunDir(sweep.path).snapshot.readlink()))
+    elif plan.snapshot is not None:
         run.code.symlink_to(Path("..", sweep.code.readlink()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +146,17 @@ def _code(plan: Plan) -> str:
     if not snapshot:
         return "no snapshot: it runs from its own place" if plan.spec.get("entry") else "the trainer of clusterddp"
     size, files = format_bytes(snapshot["bytes"]), format_count(snapshot["files"], "file")
-    in_git = snapshot["source"] == "git"
-    chosen = "left out: what git ignores" if in_git else "left out: all but *.py, as git does not know the directory"
-    return f"snapshot of {_near(snapshot['root'], plan)}: {files}, {size}; {chosen}"
+    return f"snapshot of {_near(snapshot['root'], plan)}: {files}, {size}{_beside(plan, snapshot)}"
+
+
+def _beside(plan: Plan, snapshot: Mapping[str, Any]) -> str:
+    """Write what the snapshot does not contain of what lies beside the code."""
+    ignored = snapshot.get("ignored", ())  # a plan of an older version does not have it
+    if snapshot.get("left_out"):
+        return f"; left out: {snapshot['left_out']}"
+    if not ignored or not plan.spec.get("entry"):
+        return ""
+    return f"; {'links to' if plan.has_own_code else 'without'} {few(ignored)}"
 
 
 def _time_facts(plan: Plan) -> list[tuple[str, str]]:

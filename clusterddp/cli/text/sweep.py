@@ -64,7 +64,7 @@ def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[s
         lines += [f"  queue      {printable(shlex.join(plan.command))}"]
     lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]
     commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
-    first = dataclasses.replace(plan.base, commands=commands)
+    first = dataclasses.replace(plan.base, commands=commands, notes=plan.notes)
     return lines + plan_text.plan_lines(first, verbose=verbose, columns=columns)
 
 

@@ -26,6 +26,7 @@ from clusterddp.run.record import read_run
 from clusterddp.run.view import RunState
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import start_attempt, submit, wait
+from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git, plan_script, plan_text, read_plan
 from tests.support.waiting import wait_until
 
@@ -106,7 +107,8 @@ def test_a_new_runs_directory_is_ignored_by_git(tmp_path: Path) -> None:
 def test_the_sum_of_the_code_is_in_the_surroundings(tmp_path: Path) -> None:
     run = RunDir(make_run(plan_script(tmp_path), os.environ).run_dir)
     code = json.loads(run.environment.read_text())["code"]
-    assert run.code.readlink() == Path("../.code") / code["sha256"]
+    assert has_digest(run.code, code["sha256"])
+    assert has_digest(tmp_path / "runs" / ".code" / code["sha256"], code["sha256"])
     assert code["files"] == 1
 
 
@@ -205,7 +207,7 @@ def test_a_secret_must_still_be_set_when_the_plan_is_carried_out(
 
 def test_a_secrets_value_is_nowhere_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "hunter2hunter2")
-    code = "import os\nassert os.environ['API_KEY'] == 'hunter2hunter2'\n"
+    code = "import os\nassert len(os.environ['API_KEY']) == 14\n"
     submitted = submit(plan_script(tmp_path, code, more="secrets: [API_KEY]", environ=os.environ, resources="{}"))
     assert wait(RunDir(submitted.run_dir), 30).state is RunState.COMPLETED
     found = subprocess.run(["grep", "-r", "hunter2hunter2", str(submitted.run_dir)], check=False, capture_output=True)
@@ -281,4 +283,4 @@ def test_twenty_submits_at_once_are_twenty_runs(tmp_path: Path) -> None:
     assert len(runs) == NUM_SUBMITS
     assert [wait(run, 60).state for run in runs] == [RunState.COMPLETED] * NUM_SUBMITS
     assert len({read_run(run).token for run in runs}) == NUM_SUBMITS
-    wait_until(lambda: len({run.code.resolve() for run in runs}) == 1)
+    wait_until(lambda: len(os.listdir(tmp_path / "runs" / ".code")) == 1)

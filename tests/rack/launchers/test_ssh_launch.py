@@ -63,8 +63,11 @@ def test_the_trainer_runs_to_its_end_on_hosts_with_nothing_of_ours(place: SshPla
     assert (summary["world_size"], summary["eval_samples"]) == (4, 51)
 
 
-def test_a_script_runs_from_the_snapshot_of_the_code(place: SshPlace) -> None:
-    (place.path / "helper.py").write_text("WORD = 'from the snapshot'\n")
+def test_a_script_runs_from_the_snapshot_of_the_code_with_the_data_beside_it(place: SshPlace) -> None:
+    (place.path / "helper.py").write_text(
+        "import pathlib\nWORD = pathlib.Path(__file__).with_name('word.txt').read_text()\n"
+    )
+    (place.path / "word.txt").write_text("from the snapshot")
     (place.path / "job.py").write_text(
         "import os, helper\nprint(helper.WORD, os.environ['RANK'], os.getcwd(), os.path.isfile('helper.py'))\n"
     )

@@ -59,7 +59,7 @@ def test_the_plan_of_a_script_fits_a_screen(place: Path, capfd: pytest.CaptureFi
     assert fact(lines, "where") == "local: this machine"
     assert fact(lines, "ranks").startswith("2 nodes x 1 = 2 ranks, on the CPU")
     assert fact(lines, "network") == "gloo over lo; master 127.0.0.1, a free port"
-    assert fact(lines, "code").startswith(f"snapshot of {place}: 1 file, 0 KiB; left out: ")
+    assert fact(lines, "code") == f"snapshot of {place}: 2 files, 0.1 KiB"
     assert fact(lines, "output") == "runs/RUN: logs, the program's files in runs/RUN/output"
     assert fact(lines, "changed") == "resources.nodes=2, env.SEED=7"
 

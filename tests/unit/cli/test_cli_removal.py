@@ -252,11 +252,14 @@ def test_a_run_behind_a_link_is_refused_and_not_selected(
     assert left(runs) == ["brisk-otter-1"]
 
 
-def test_code_goes_with_the_last_run_that_links_to_it(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("link", ["code", "snapshot"])
+def test_code_goes_with_the_last_run_that_links_to_it(runs: Path, link: str, capfd: pytest.CaptureFixture[str]) -> None:
     run = ended(runs, "brisk-otter-1")
     snapshot = runs / ".code" / ("a" * 64)
     snapshot.mkdir(parents=True)
-    run.code.symlink_to(f"../.code/{snapshot.name}")
+    (run.path / link).symlink_to(f"../.code/{snapshot.name}")
+    if link == "snapshot":
+        run.code.mkdir()
     then = time.time() - DAY_S
     os.utime(snapshot, (then, then))
     _, out, _ = command(capfd, "rm", "-n", "brisk-otter-1")

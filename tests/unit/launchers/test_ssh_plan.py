@@ -169,10 +169,31 @@ def test_a_module_outside_of_a_repository_is_refused(tmp_path: Path) -> None:
     assert "snapshot: false" in str(refusal.value.hint)
 
 
-def test_of_a_script_outside_of_a_repository_it_is_said_what_travels(tmp_path: Path) -> None:
+CORES = "resources: {cpus_per_task: 2}\n"
+
+
+def test_of_too_much_beside_a_script_it_is_said_what_is_not_uploaded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    notes = plan("entry: {script: train.py}\n", tmp_path).notes
-    assert [note for note in notes if "the hosts get only its *.py files" in note]
+    assert plan(f"{CORES}entry: {{script: train.py}}\n", tmp_path).notes == ()
+    with open(tmp_path / "train.npz", "wb") as file:
+        file.truncate(60_000_000)
+    planned = plan(f"{CORES}entry: {{script: train.py}}\n", tmp_path)
+    assert planned.snapshot is not None
+    assert planned.snapshot["files"] == 1
+    (note,) = planned.notes
+    assert "1 file, 60.0 MB (largest: train.npz (60.0 MB)) not uploaded" in note
+
+
+def test_what_git_ignores_is_said_not_to_be_uploaded(repository: Path) -> None:
+    (repository / ".gitignore").write_text("data/\n")
+    (repository / "data").mkdir()
+    (note,) = plan(CORES + ENTRY, repository).notes
+    assert note.startswith("git ignores data: not uploaded; ")
+
+
+def test_a_relative_output_is_said_to_stay_on_the_hosts(repository: Path) -> None:
+    (note,) = plan(f"{CORES}entry: {{script: src/train.py, args: [--out, ckpt]}}\n", repository).notes
+    assert note == "ckpt is relative: it lies in each host's copy of the code; {output_dir} is copied back"
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,16 @@ def test_paths_below_the_directory_of_the_submit_are_relative(tmp_path: Path) ->
     assert read_background(run, read_run(run)).config == {"entry.script": "train.py", "entry.data": "/data"}
 
 
+@pytest.mark.parametrize("link", ["code", "snapshot"])
+def test_the_code_of_a_run_is_its_snapshot_without_what_the_run_wrote(tmp_path: Path, link: str) -> None:
+    run = make_run(tmp_path / "runs")
+    stored = tmp_path / "runs" / ".code" / "abc"
+    stored.mkdir(parents=True)
+    (run.path / link).symlink_to("../.code/abc")
+    run.code.mkdir(exist_ok=True)
+    assert read_background(run, read_run(run)).code == stored
+
+
 def test_a_link_out_of_the_store_is_no_code_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     (tmp_path / "private").mkdir()

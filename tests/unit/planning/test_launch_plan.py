@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -285,6 +286,9 @@ def test_a_script_that_is_not_there_is_refused_with_the_place_it_was_looked_for(
         plan_text("name: a\nentry: {script: gone.py}\n", tmp_path)
 
 
+NOTHING_ELSE: dict[str, Any] = {"ignored": [], "left_out": None}
+
+
 def test_a_script_in_a_repository_runs_from_the_snapshot(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "src").mkdir()
@@ -294,7 +298,7 @@ def test_a_script_in_a_repository_runs_from_the_snapshot(tmp_path: Path) -> None
     assert entry.target == str(plan.run_dir / "code/src/train.py")
     assert entry.import_paths == (str(plan.run_dir / "code/src"),)
     assert (entry.args, entry.working_dir, entry.stop_aware) == (("--lr", "0.1"), str(tmp_path), False)
-    assert plan.snapshot == {"source": "git", "root": str(tmp_path), "files": 1, "bytes": 0}
+    assert plan.snapshot == {"source": "git", "root": str(tmp_path), "files": 1, "bytes": 0} | NOTHING_ELSE
 
 
 def test_a_script_that_git_ignores_is_kept_with_the_code_beside_it(tmp_path: Path) -> None:
@@ -318,6 +322,29 @@ def test_a_module_without_a_repository_runs_in_place(tmp_path: Path) -> None:
     assert (plan.gang.entry.target, plan.gang.entry.import_paths) == ("package.train", (str(tmp_path),))
     assert plan.snapshot is None
     assert "in no git repository" in plan.notes[-1]
+
+
+def test_a_script_beside_too_much_data_runs_where_it_lies_and_the_note_says_why(tmp_path: Path) -> None:
+    with open(tmp_path / "train.npz", "wb") as file:
+        file.truncate(60_000_000)
+    (tmp_path / "entry.py").write_text("")
+    plan = plan_script(tmp_path)
+    assert (plan.gang.entry.target, plan.snapshot) == (str(tmp_path / "entry.py"), None)
+    (note,) = plan.notes
+    assert "2 files, 60.0 MB (largest: train.npz (60.0 MB))" in note
+    assert "runs where it lies" in note
+    assert "git init" in note
+
+
+def test_what_git_ignores_is_linked_and_the_plan_says_so(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("data/\n*.so\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "ext.so").write_text("")
+    plan = plan_script(tmp_path)
+    assert plan.snapshot is not None
+    assert plan.snapshot["ignored"] == ["data", "ext.so"]
+    assert plan.notes == ("git ignores data, ext.so: linked, not copied",)
 
 
 def test_snapshot_false_runs_the_code_in_place(tmp_path: Path) -> None:

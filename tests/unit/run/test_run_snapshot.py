@@ -138,15 +138,13 @@ def test_a_repository_below_the_runs_directory_is_kept(repository: Path, environ
     assert len(plan.files) == 5
 
 
-def test_repositories_within_the_repository_are_left_out_with_a_note(
-    repository: Path, environ: Mapping[str, str]
-) -> None:
+def test_repositories_within_the_repository_count_as_ignored(repository: Path, environ: Mapping[str, str]) -> None:
     (repository / "vendored").mkdir()
     git(repository / "vendored", "init")
     (repository / "vendored" / "x.py").write_text("")
     plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
     assert plan is not None
-    assert plan.notes == ("vendored: a repository of its own, not in the snapshot of the code",)
+    assert (plan.ignored, plan.notes) == (("vendored", "noise.log"), ())
 
 
 def test_a_fifo_is_left_out_with_a_note(repository: Path, environ: Mapping[str, str], tmp_path: Path) -> None:
@@ -213,23 +211,85 @@ def test_a_repository_that_git_distrusts_is_refused_with_gits_words(
         plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
 
 
-def test_the_python_files_around_a_script_are_its_snapshot_where_there_is_no_repository(tmp_path: Path) -> None:
-    for name in ("entry", "other.py", "package/inner.py", ".venv/lib.py", "env/pyvenv.cfg", "env/lib.py", "data.csv"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+def test_the_files_around_a_script_are_its_snapshot_where_there_is_no_repository(tmp_path: Path) -> None:
+    code = ["conf.yaml", "data/train.csv", "entry", "other.py", "package/inner.py"]
+    others = [".hidden", ".venv/lib.py", "env/pyvenv.cfg", "env/lib.py", "__pycache__/other.pyc", "runs/one/run.json"]
+    for name in (*code, *others, "old/two/run.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
+    (tmp_path / "elsewhere").symlink_to("data")
     plan = plan_script_snapshot(tmp_path / "entry", runs_dir=tmp_path / "runs")
-    assert plan.files == ("entry", "other.py", "package/inner.py")
+    assert sorted(plan.files) == sorted([*code, "elsewhere"])
+    assert (plan.left_out, plan.notes) == (None, ())
 
 
-def test_a_script_in_a_vast_directory_takes_only_what_lies_beside_it(tmp_path: Path) -> None:
+def test_more_bytes_beside_a_script_than_fit_are_left_out_largest_first(tmp_path: Path) -> None:
+    for name, size in (("entry.py", 10), ("big.py", 100), ("a.bin", 51_000_000), ("b.bin", 30_000_000), ("c.csv", 5)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)
+    plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
+    assert sorted(plan.files) == ["b.bin", "big.py", "c.csv", "entry.py"]
+    assert plan.total_bytes == 30_000_115
+    assert str(plan.left_out) == "1 file, 51.0 MB (largest: a.bin (51.0 MB))"
+
+
+def test_more_files_beside_a_script_than_fit_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "entry.py").write_text("")
+    for number in range(2_001):
+        os.mknod(tmp_path / f"{number:04}.txt")
+    plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
+    assert len(plan.files) == 2_000
+    assert plan.left_out is not None
+    assert plan.left_out.files == 2
+
+
+def test_a_script_in_a_vast_directory_takes_only_the_python_files_beside_it(tmp_path: Path) -> None:
+    for name in ("entry.py", "other.py", "data.csv"):
+        (tmp_path / name).write_text("")
     (tmp_path / "many").mkdir()
-    (tmp_path / "many" / "x.py").write_text("")
     for number in range(10_001):
         os.mknod(tmp_path / "many" / str(number))
     plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
-    assert plan.files == ("entry.py",)
-    assert "more than 10,000 files lie below it" in plan.notes[0]
+    assert plan.files == ("entry.py", "other.py")
+    assert str(plan.left_out).startswith("more than 10,002 files, 0.0 kB (largest: ")
+
+
+def ignoring(repository: Path, environ: Mapping[str, str], pattern: str, *names: str) -> SnapshotPlan:
+    """Plan a snapshot of the repository with further ignored files."""
+    (repository / ".gitignore").write_text(f"{pattern}\n")
+    (repository / "noise.log").unlink()
+    for name in names:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(name)
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    return plan
+
+
+def test_ignored_directories_and_files_are_named_without_caches_and_environments(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    names = ["data/x/1", "assets/data/2", "package/ext.so", "all/a.so", "all/b.so"]
+    caches = [".venv/lib/x", ".cache.so", "package/__pycache__/a.pyc", "env/pyvenv.cfg", "runs/a/run.json"]
+    patterns = "data/\n*.so\n__pycache__/\n.venv\nenv\nruns\nold"
+    plan = ignoring(repository, environ, patterns, *names, *caches, "old/b/run.json")
+    assert (plan.ignored, plan.unlinked) == (("all", "assets", "data", "package/ext.so"), ())
+
+
+def test_a_directory_that_is_kept_by_a_hidden_file_alone_counts_as_ignored(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    names = [f"data/{number}.npz" for number in range(300)]
+    plan = ignoring(repository, environ, "data/*\n!data/.gitkeep", "data/.gitkeep", *names)
+    assert (plan.ignored, plan.unlinked) == (("data",), ())
+
+
+def test_of_too_many_ignored_files_in_one_directory_none_is_linked(
+    repository: Path, environ: Mapping[str, str]
+) -> None:
+    names = [f"mixed/{number}.npz" for number in range(201)]
+    plan = ignoring(repository, environ, "*.npz\n*.so", "mixed/read.me", "top.so", *names)
+    assert (plan.ignored, plan.unlinked) == (("top.so",), ("mixed/ (201 files)",))
 
 
 def test_a_file_deleted_after_the_plan_is_left_out(

@@ -27,6 +27,7 @@ from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
 from clusterddp.sweep.staging import make_sweep, take_back
+from tests.support.launch_runs import git
 from tests.support.paths import ROOT
 from tests.support.sweep_runs import CONFIG, SPEC, fake_scontrol, plan_one
 
@@ -101,9 +102,44 @@ def test_what_the_runs_share_is_written_once(tmp_path: Path) -> None:
     run = sweep.runs()[0]
     assert run.environment.resolve() == sweep.environment.resolve()
     assert run.job_environment.resolve() == sweep.job_environment.resolve()
-    assert run.code.resolve() == sweep.code.resolve()
-    assert (run.code / "entry.py").read_text() == "print('hello')\n"
     assert len(os.listdir(tmp_path / "runs" / ".code")) == 1
+
+
+def test_each_run_has_a_copy_of_the_code_of_its_own(tmp_path: Path) -> None:
+    first, second = make(tmp_path).runs()[:2]
+    assert (first.code / "entry.py").read_text() == "print('hello')\n"
+    (first.code / "out.pt").write_text("")
+    assert not (second.code / "out.pt").exists()
+    assert first.snapshot.resolve() == second.snapshot.resolve() == next((tmp_path / "runs" / ".code").iterdir())
+
+
+def test_runs_whose_copies_were_too_many_files_share_one(tmp_path: Path) -> None:
+    plan = plan_one(tmp_path, *TWO_BY_TWO)
+    many = [dataclasses.replace(run, snapshot=(run.snapshot or {}) | {"files": 12_501}) for run in plan.runs]
+    plan = dataclasses.replace(plan, runs=tuple(many))
+    make_sweep(plan, fake_scontrol(tmp_path), {})
+    sweep = SweepDir(plan.path)
+    assert plan.notes[-1] == "the 4 runs share one copy of the code, and what they write beside their script"
+    first, second = sweep.runs()[:2]
+    assert first.code.resolve() == second.code.resolve() == sweep.path.resolve() / "code"
+    assert first.snapshot.resolve() == second.snapshot.resolve() == next((tmp_path / "runs" / ".code").iterdir())
+    assert (first.code / "entry.py").is_file()
+
+
+def test_each_run_has_an_output_directory_of_its_own_unless_the_spec_names_one(tmp_path: Path) -> None:
+    plan = plan_one(tmp_path, *TWO_BY_TWO)
+    assert [run.gang.entry.output_dir for run in plan.runs] == [str(run.run_dir / "output") for run in plan.runs]
+    note = plan_one(tmp_path, *TWO_BY_TWO, "entry.output_dir=results").notes[-1]
+    assert note.startswith("entry.output_dir: the 4 runs share {output_dir}")
+
+
+def test_a_container_of_each_run_has_what_git_ignores(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("data/\nruns/\nsub/runs/\n")
+    for name in ("data", "sub"):
+        (tmp_path / name).mkdir()
+    plan = plan_one(tmp_path / "sub", *TWO_BY_TWO)
+    assert {run.slurm.mounts for run in plan.runs if run.slurm} == {(str(tmp_path / "sub"), str(tmp_path))}
 
 
 def test_secrets_lie_in_each_run_which_removes_its_own(tmp_path: Path) -> None:
