@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir, sweep_of
 
 if TYPE_CHECKING:
+    from clusterddp.login.commands import Argument
     from clusterddp.spec.overrides import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -245,3 +246,25 @@ def _set_on_terminal(ctx: click.Context, param: click.Parameter, value: bool) ->
     elif value:
         ctx.obj.no_color = True
         ctx.color = False
+
+
+def given_arguments(context: click.Context, changed: Mapping[str, Any], more: list[str]) -> list[Argument]:
+    """Return the current command's arguments, with some values changed, without those that are for this machine."""
+    options: list[Argument] = []
+    positional: list[Argument] = []
+    for param in context.command.params:
+        name = param.name or ""
+        usual = context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
+        value = changed.get(name, context.params.get(name))
+        if name in ("profile", "runs_dir") or not param.expose_value or value is None:
+            continue
+        if usual and name not in changed:
+            continue
+        values = list(value) if isinstance(value, tuple | list) else [value]
+        if isinstance(param, click.Argument):
+            positional += values
+        elif isinstance(param, click.Option) and param.is_flag:
+            options += [param.opts[-1]] if value else []
+        else:
+            options += [text for each in values for text in (param.opts[-1], str(each))]
+    return [context.info_name or "", *options, *more, "--", *positional]

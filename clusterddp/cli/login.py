@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from clusterddp.cli.arguments import given_arguments
 from clusterddp.cli.terminal import Terminal, say, writing_stdout
 from clusterddp.cli.watch import say_note
 from clusterddp.errors import RunNotFoundError, UsageError
@@ -84,7 +85,7 @@ def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path,
     node = Node(profile=node.profile, login=node.login, secrets=resolved.job.secrets)
     login_command = plan_command(
         resolved,
-        _arguments(context, {"spec": SentFile(SPEC)}, ["--profile", node.profile]),
+        given_arguments(context, {"spec": SentFile(SPEC)}, ["--profile", node.profile]),
         _variables(terminal, node),
         runs_dir=runs_dir,
         environ=terminal.environ,
@@ -129,19 +130,13 @@ def node_of_all(
         return None
     if profile is not None:
         return Together(demand_node(profile, environ), tuple(names))
-    sent_runs = [find_sent_run(runs_dir, name) for name in names]
-    places: dict[str, Node | None] = {}
-    for name, sent in zip(names, sent_runs, strict=True):
-        node = node_of_run(sent, environ) if sent else None
-        if node is None and not _is_here(runs_dir, name):
-            node = find_node(None, environ)
-        places[f"{node.login.host} {node.login.runs_dir}" if node else ""] = node
+    found = [_locate(runs_dir, name, environ) for name in names]
+    places = {_login_of(node): node for node, _ in found}
     if len(places) > 1:
         where = [f"on {node.login.host}" if node else "here" for node in places.values()]
         raise UsageError(f"these runs are in several places: {', '.join(where)}", hint="name runs of one place")
     node = next(iter(places.values()))
-    there = [sent.name_there(name) if sent else name for name, sent in zip(names, sent_runs, strict=True)]
-    return Together(node, tuple(there)) if node else None
+    return Together(node, tuple(name for _, name in found)) if node else None
 
 
 class _Output:
@@ -194,7 +189,9 @@ def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) ->
     """Run the current command on the login node, with some values changed."""
     from clusterddp.login.commands import LoginCommand
 
-    login_command = LoginCommand(arguments=_arguments(context, changed, []), variables=_variables(context.obj, node))
+    login_command = LoginCommand(
+        arguments=given_arguments(context, changed, []), variables=_variables(context.obj, node)
+    )
     return _run(node, login_command, context)
 
 
@@ -245,16 +242,11 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
     here: list[str] = []
     there: dict[str, tuple[Node, list[str]]] = {}
     for name in values["names"]:
-        sent = find_sent_run(runs_dir, name)
-        node = node_of_run(sent, terminal.environ) if sent else None
-        if node is None and not _is_here(runs_dir, name):
-            node = find_node(None, terminal.environ)
+        node, name_there = _locate(runs_dir, name, terminal.environ)
         if node is None:
             here.append(name)
         else:
-            there.setdefault(f"{node.login.host} {node.login.runs_dir}", (node, []))[1].append(
-                sent.name_there(name) if sent else name
-            )
+            there.setdefault(_login_of(node), (node, []))[1].append(name_there)
     codes = [_run_same(node, context, {"names": tuple(names)}) for node, names in there.values()]
     if context.info_name == "rm" and not values["dry_run"] and not any(codes):
         for name in (name for _, names in there.values() for name in names):
@@ -262,6 +254,17 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
     if here:
         codes.append(function(**values | {"names": tuple(here)}))
     return max(codes)
+
+
+def _locate(runs_dir: Path, name: str, environ: Mapping[str, str]) -> tuple[Node | None, str]:
+    """Find the login node that has a run, and its name there; None: the run is here."""
+    if sent := find_sent_run(runs_dir, name):
+        return node_of_run(sent, environ), sent.name_there(name)
+    return None if _is_here(runs_dir, name) else find_node(None, environ), name
+
+
+def _login_of(node: Node | None) -> str:
+    return f"{node.login.host} {node.login.runs_dir}" if node else ""
 
 
 def _is_here(runs_dir: Path, name: str) -> bool:
@@ -277,28 +280,6 @@ def _say_runs_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
         own = [sent for sent in sent_runs if sent.profile == profile]
         count = "1 run is" if len(own) == 1 else f"{len(own)} runs are"
         say(f"{count} on {own[-1].login['host']}: clusterddp list --profile {profile}")
-
-
-def _arguments(context: click.Context, changed: Mapping[str, Any], more: list[str]) -> list[Argument]:
-    """Return the current command's arguments, with some values changed, without those that are for this machine."""
-    options: list[Argument] = []
-    positional: list[Argument] = []
-    for param in context.command.params:
-        name = param.name or ""
-        usual = context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
-        value = changed.get(name, context.params.get(name))
-        if name in ("profile", "runs_dir") or not param.expose_value or value is None:
-            continue
-        if usual and name not in changed:
-            continue
-        values = list(value) if isinstance(value, tuple | list) else [value]
-        if isinstance(param, click.Argument):
-            positional += values
-        elif isinstance(param, click.Option) and param.is_flag:
-            options += [param.opts[-1]] if value else []
-        else:
-            options += [text for each in values for text in (param.opts[-1], str(each))]
-    return [context.info_name or "", *options, *more, "--", *positional]
 
 
 def _variables(terminal: Terminal, node: Node) -> dict[str, Argument]:

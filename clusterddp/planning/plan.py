@@ -24,7 +24,7 @@ from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
 from clusterddp.planning.ssh import place as ssh_place
-from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh
+from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh, spec_at_home
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang
 from clusterddp.system.files import read_json
@@ -273,7 +273,7 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
     gang = dataclasses.replace(plan.gang, run=run, entry=entry)
     slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)
     ssh = plan.ssh and place_ssh(plan.ssh, home)
-    spec = plan.spec if home is None else _spec_at_home(plan.spec, home)
+    spec = plan.spec if home is None else spec_at_home(plan.spec, home)
     there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
     return dataclasses.replace(
         there,
@@ -287,11 +287,6 @@ def plan_on_hosts(plan: Plan) -> Plan:
     """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
-
-
-def _spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
-    train = spec.get("train")
-    return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
 
 
 def _refuse_unplannable(job: JobSpec, request: Request) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,10 @@ MAX_SCRIPT_FILES = 2_000
 """The most files that the snapshot of a script outside git contains."""
 MAX_SCRIPT_BYTES = 50 * 1000 * 1000
 _MAX_WALKED = 10_000
+_KEY = re.compile(
+    r"(\.(pem|key|p12|pfx|jks|kdbx|ppk)|(^|/)(id_(rsa|dsa|ecdsa|ed25519)|credentials\.json|kaggle\.json))$"
+)
+"""Names of private keys and of credentials, which a snapshot of a directory that git does not know leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,14 +109,15 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
         if walked > _MAX_WALKED:
             # The script may lie in a home directory, which must not be copied.
             return _only_beside(script, root, names)
-    measured = _measure(root, sorted(names), needs_reading=True)
+    keys = {name for name in names if _KEY.search(name.lower())} - {script.name}
+    measured = _measure(root, sorted(names - keys), needs_reading=True)
     chosen = _those_that_fit(script.name, measured.sizes)
     return SnapshotPlan(
         source=str(script),
         root=root,
         files=tuple(name for name in measured.sizes if name in chosen),
         total_bytes=sum(measured.sizes[name] for name in chosen),
-        notes=measured.notes,
+        notes=(*measured.notes, *_key_notes(sorted(keys))),
         left_out=_sum_up({name: size for name, size in measured.sizes.items() if name not in chosen}),
     )
 
@@ -241,6 +247,12 @@ def _those_that_fit(script: str, sizes: Mapping[str, int]) -> set[str]:
         chosen.add(name)
         total += sizes[name]
     return chosen
+
+
+def _key_notes(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{more}: a key by its name, not in the snapshot of the code"
 
 
 def _sum_up(sizes: Mapping[str, int]) -> LeftOut | None:

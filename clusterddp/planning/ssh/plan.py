@@ -118,6 +118,12 @@ def at_home(path: str, home: str) -> str:
     return f"{home}{path[1:]}" if path == "~" or path.startswith("~/") else path
 
 
+def spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
+    """Return the spec of a run with the place of its data as a path on a host."""
+    train = spec.get("train")
+    return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
+
+
 def directory_name(run: str, token: str) -> str:
     """Name a run's directory on hosts; the token keeps runs of several submitting machines apart."""
     return f"{run}.{token[:8]}"

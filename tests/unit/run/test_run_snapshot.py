@@ -243,6 +243,17 @@ def test_more_files_beside_a_script_than_fit_are_left_out(tmp_path: Path) -> Non
     assert plan.left_out.files == 2
 
 
+def test_a_key_beside_a_script_is_named_and_left_out(tmp_path: Path) -> None:
+    for name in ("entry.py", "conf.yaml", "keys.py", "aws.pem", "deep/id_rsa"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+
+    plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
+
+    assert sorted(plan.files) == ["conf.yaml", "entry.py", "keys.py"]
+    assert plan.notes == ("aws.pem and 1 more: a key by its name, not in the snapshot of the code",)
+
+
 def test_a_script_in_a_vast_directory_takes_only_the_python_files_beside_it(tmp_path: Path) -> None:
     for name in ("entry.py", "other.py", "data.csv"):
         (tmp_path / name).write_text("")
