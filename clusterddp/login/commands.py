@@ -14,8 +14,8 @@ from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_code
 from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
+from clusterddp.run.code_files import SnapshotPlan
 from clusterddp.run.git import describe_commit
-from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.ssh.command import Write, open_command
 from clusterddp.ssh.session import HostAccess, Session
 from clusterddp.ssh.sessions import open_sessions

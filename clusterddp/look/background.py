@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import STORE_NAME, RunDir
 from clusterddp.run.record import RunRecord
-from clusterddp.run.snapshot import STORE_NAME
 from clusterddp.system.files import read_json
 
 _SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)")

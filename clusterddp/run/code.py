@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp.run.code_files import SnapshotPlan
 from clusterddp.run.directory import RunDir
-from clusterddp.run.snapshot import SnapshotPlan
 from clusterddp.system.file_set import leads_out, list_files
 from clusterddp.system.files import sync_directory
 

@@ -15,6 +15,8 @@ MAX_ATTEMPTS = 1_000_000
 ASKED = "ASKED"
 """The file that a rank makes beside STOP when its program first asks whether to stop."""
 STAGING_PREFIX = ".staging-"
+STORE_NAME = ".code"
+"""The directory of snapshots of the code, in a runs directory."""
 SWEEP_RECORD = "sweep.json"
 """A directory with this file is a sweep, which contains its runs (run/sweep.py)."""
 

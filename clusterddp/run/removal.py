@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.directory import SWEEP_RECORD, RunDir
-from clusterddp.run.snapshot import STORE_NAME, store_of
+from clusterddp.run.directory import STORE_NAME, SWEEP_RECORD, RunDir
+from clusterddp.run.snapshot import store_of
 from clusterddp.run.usage import measure
 from clusterddp.system.files import is_file, sync_directory
 

@@ -25,7 +25,7 @@ from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.run.snapshot import SnapshotPlan
+    from clusterddp.run.code_files import SnapshotPlan
     from clusterddp.sweep.plan import SweepPlan
 
 

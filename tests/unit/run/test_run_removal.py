@@ -12,6 +12,7 @@ import pytest
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run import removal
+from clusterddp.run.code_files import SnapshotPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.removal import (
@@ -22,7 +23,7 @@ from clusterddp.run.removal import (
     hide_place,
     remove_snapshots,
 )
-from clusterddp.run.snapshot import SnapshotPlan, write_snapshot
+from clusterddp.run.snapshot import write_snapshot
 from clusterddp.run.usage import measure_run, parse_age
 from tests.support.handmade_runs import complete, make_run, start_attempt
 
