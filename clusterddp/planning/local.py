@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 ENDING_S = 3.0
 """How long the last process of an ended run may take to exit, and so to free its GPUs."""
+_CROWD = 4
+"""More ranks than this per core are worth a note."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
 
 
@@ -210,12 +212,12 @@ def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     world_size = job.resources.world_size
     share = max(1, machine.num_cores // world_size)
     asked = job.resources.cpus_per_task
+    ranks, cores = _count(world_size, "rank"), _count(machine.num_cores, "core")
     if asked is None or asked <= share:
-        return asked or share, []
-    cores = _count(machine.num_cores, "core")
+        crowded = world_size > _CROWD * machine.num_cores
+        return asked or share, [f"{ranks} share {cores} here: each step waits for all of them"] if crowded else []
     return share, [
-        f"resources.cpus_per_task is {asked}, and {_count(world_size, 'rank')} share {cores} here: "
-        f"{_count(share, 'thread')} each"
+        f"resources.cpus_per_task is {asked}, and {ranks} share {cores} here: {_count(share, 'thread')} each"
     ]
 
 

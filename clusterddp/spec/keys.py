@@ -20,6 +20,9 @@ MAX_SUGGESTIONS = 50
 _SYNONYMS = {
     "learning_rate": "train.lr",
     "batch": "train.batch_size",
+    "amp": "train.precision",
+    "fp16": "train.precision",
+    "bf16": "train.precision",
     "gpus": "resources.gpus_per_node",
     "mem": "resources.memory_gb",
     "memory": "resources.memory_gb",

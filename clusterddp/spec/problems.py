@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.tree import Place, escape
 
-MAX_PROBLEMS_SHOWN = 40
+MAX_PROBLEMS_SHOWN = 10
 LINE_WINDOW = 100
 """How many characters of a source line are shown; of a longer line, those around the problem."""
 

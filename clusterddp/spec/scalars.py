@@ -100,7 +100,7 @@ def read_bool(value: object) -> bool:
 def read_text(value: object) -> str:
     """Read text byte for byte; a plain `123` is the text 123."""
     if not isinstance(value, Scalar | str):
-        refuse(value, "text", 'write "" for an empty text' if value is None else None)
+        refuse(value, "text", "write the value after the colon" if value is None else None)
     text = value.text if isinstance(value, Scalar) else value
     if "\0" in text:
         refuse(value, "text without NUL characters", "no argument, path or variable of a process can hold one")

@@ -35,6 +35,8 @@ def parse(text: str, source: str, *, origin: str = "", may_be_empty: bool = Fals
     if not isinstance(root, Mapping):
         found = "a list" if isinstance(root, ListNode) else f"the text {show(root.text)}"
         message = f"found {found}, expected keys and values such as `name: my-run`"
+        if isinstance(root, Scalar) and not root.quoted and _GLUED.match(root.text):
+            message = _NO_SPACE
         raise spec_error(root.place, message)
     return root
 
@@ -140,6 +142,13 @@ class _Reader:
         mark, opened = error.problem_mark or error.context_mark, error.context_mark
         message, hint = _syntax_words(str(error.problem or error.context or "unreadable"))
         place = self._place_at(mark)
+        nodelist = _nodelist_at(place) if "never closed" in message else None
+        if nodelist:
+            self._problems.append(nodelist)
+            return
+        if message in (_MISFIT, _SECOND_COLON, _ONE_DOCUMENT) and (glued := self._find_glued(mark)):
+            self._problems.append(problem_at(glued, _NO_SPACE))
+            return
         if message is _UNCLOSED_QUOTE:
             mark = opened or mark
         elif "never closed" in message and opened is not None and not self._fixed:
@@ -147,6 +156,16 @@ class _Reader:
         elif message is _SECOND_COLON and ": " not in (place.source_line or "")[: (place.column or 1) - 1]:
             message, hint = _MISFIT, "is a colon missing above, or a space too many before the key?"
         self._refuse(mark, message, hint)
+
+    def _find_glued(self, mark: Any) -> Place | None:
+        """Find a line shortly before an error that has a key and a value without a space between them."""
+        if self._fixed or mark is None:
+            return None
+        first = max(0, mark.line - _LINES_BEFORE)
+        for number, line in enumerate(self._lines[first : mark.line + 1], start=first + 1):
+            if found := _GLUED.match(line):
+                return replace(self._place, line=number, column=found.start("key") + 1, source_line=line)
+        return None
 
     def _give_up(self, event: yaml.Event, message: str, hint: str | None) -> NoReturn:
         self._refuse(event.start_mark, message, hint)
@@ -166,7 +185,26 @@ class _UnreadableError(Exception):
     """The rest of the document is not read; the problems have the reason."""
 
 
+def _nodelist_at(place: Place) -> Problem | None:
+    """Return the problem of a nodelist without quotes, where the bracket of one is at this place."""
+    column = (place.column or 1) - 1
+    for found in _NODELIST.finditer(place.source_line or ""):
+        if found.start() <= column <= found.end():
+            closed = found["close"] == "]"
+            message = f"a nodelist needs quotes{'' if closed else ', and a ]'}{_IN_FLOW}"
+            hint = f'write "{found.group()}{"" if closed else "]"}"'
+            return problem_at(replace(place, column=found.start() + 1), message, hint)
+    return None
+
+
 _COPY = "write the values out where they belong"
+_GLUED = re.compile(r"\s*(?P<key>[A-Za-z_][\w.-]*):[^\s:/]")
+"""A key and its value without a space between them, which YAML reads as one text."""
+_LINES_BEFORE = 5
+_NO_SPACE = "a space is missing after the colon"
+_NODELIST = re.compile(r"[\w.-]*\w\[\d[\d,-]*(?P<close>\]?)")
+_IN_FLOW = " in a list or a mapping in one line"
+_ONE_DOCUMENT = "expected keys and values of one document"
 _UNCLOSED_QUOTE = "a quote is opened and never closed"
 _SECOND_COLON = "a second `: ` in one value"
 _MISFIT = "the line does not fit the lines above"
@@ -184,7 +222,7 @@ _SYNTAX = (
     (r"expected <block end>|(sequence entries|mapping keys) are not allowed", _MISFIT, "is the indentation wrong?"),
     (r"expected the node content", "expected a value here", None),
     (r"found character '[@`%]'", "a text that begins with @, ` or % needs quotes", None),
-    (r"expected '<document start>'", "expected keys and values of one document", "each line is `key: value`"),
+    (r"expected '<document start>'", _ONE_DOCUMENT, "each line is `key: value`"),
 )
 
 

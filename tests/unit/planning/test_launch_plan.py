@@ -145,6 +145,11 @@ def test_more_cores_per_rank_than_there_are_become_the_share_and_a_note() -> Non
     assert placement.notes == ("resources.cpus_per_task is 8, and 4 ranks share 8 cores here: 2 threads each",)
 
 
+def test_a_crowd_of_ranks_is_a_note() -> None:
+    placement = place("name: a\nresources: {procs_per_node: 500}\n", num_cores=2)
+    assert placement.notes == ("500 ranks share 2 cores here: each step waits for all of them",)
+
+
 def test_fewer_cores_per_rank_than_there_are_stay_as_asked() -> None:
     assert place("name: a\nresources: {cpus_per_task: 3}\n", num_cores=8).threads_per_rank == 3
 

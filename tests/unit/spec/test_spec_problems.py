@@ -54,6 +54,7 @@ def test_every_problem_is_shown_with_its_line_a_caret_and_a_hint(
         ("train: {launcher: local}", "train.launcher: unknown key here. It belongs at the top level", None),
         ("lancher: local", 'lancher: unknown key. Did you mean "launcher"?', None),
         ("train: {learning_rate: 1}", 'train.learning_rate: unknown key. Did you mean "lr"?', None),
+        ("train: {amp: on}", 'train.amp: unknown key. Did you mean "precision"?', None),
         ("learning_rate: 1", 'learning_rate: unknown key. Did you mean "train.lr"?', None),
         ("train: {batch: 1}", 'train.batch: unknown key. Did you mean "batch_size"?', None),
         ("train: {Batch-Size: 1}", 'train.Batch-Size: unknown key. Did you mean "batch_size"?', None),
@@ -130,7 +131,7 @@ def test_a_long_line_is_cut_around_the_problem() -> None:
 
 def test_a_hundred_problems_are_cut_and_counted() -> None:
     rendered = format_spec_error(error_of("name: x\n" + "".join(f"key_{index}: 1\n" for index in range(100))))
-    assert rendered.splitlines()[-1] == "  ... and 60 more"
+    assert rendered.splitlines()[-1] == "  ... and 90 more"
     assert "100 problems" in rendered.splitlines()[0]
 
 
