@@ -1,9 +1,9 @@
 """Hang runs on purpose and see whether the culprit is named, and how soon; see that work is not taken for a hang.
 
-    python benchmarks/hangs.py [KIND ...] [--launcher local|ssh|slurm] [--ranks N] [--at-once N]
+    python benchmarks/hangs.py [KIND ...] [--launcher local|ssh|slurm] [--ranks N] [--rounds N] [--at-once N]
 
-Each kind is a run of two nodes (ssh and slurm: hosts of a rack, as root), in which one rank, drawn by the kind's name,
-stops taking part in the 30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters another loop than
+Each kind is a run of two nodes (ssh and slurm: hosts of a rack, as root), in which one rank, drawn by the kind's name and
+the round, stops taking part in the 30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters another loop than
 the others (one collective less), waits for a DataLoader, or holds two locks crosswise. In wrong_size all ranks wait in
 their own init_process_group.
 evaluates (90 s), saves (a checkpoint of 2 minutes) and compiles (90 s before the first step) are no hangs, and nothing
@@ -41,12 +41,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("kinds", nargs="*", default=[*HANGS, START_KIND, *NO_HANGS])
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--launcher", choices=list(HEADS), default="local")
     options = parser.parse_args()
     head = f"launcher: {options.launcher}\n{HEADS[options.launcher] % (options.ranks // 2)}"
     with at_place(options.launcher) as new_person, ThreadPoolExecutor(options.at_once) as pool:
-        lines = list(pool.map(lambda kind: play(kind, options.ranks, head, new_person(kind)), options.kinds))
+        turns = [(kind, number) for number in range(options.rounds) for kind in options.kinds]
+        lines = list(pool.map(lambda turn: play(*turn, options.ranks, head, new_person), turns))
     late = [line["after_s"] for line in lines if line["after_s"] is not None]
     summary = {"right": sum(line["right"] for line in lines), "of": len(lines), "after_s_max": max(late, default=None)}
     print(json.dumps(summary))
@@ -55,18 +57,18 @@ def main() -> int:
 
 @contextmanager
 def at_place(launcher: str) -> Iterator[Callable[[str], Person]]:
-    """Start what a launcher needs; what it yields makes a directory for a kind, and a person who works there."""
+    """Start what a launcher needs; what it yields makes a directory of this name, and a person who works there."""
     with tempfile.TemporaryDirectory() as directory:
         if launcher == "local":
-            yield lambda kind: Person(path=made(Path(directory) / kind))
+            yield lambda name: Person(path=made(Path(directory) / name))
             return
         nodes = ["node1", "node2"]
         if launcher == "ssh":
             with running_rack(RackPlan(nodes=nodes, private_hosts=True, slurm=False)) as rack:
-                yield lambda kind: SshPlace(rack=rack, path=made(rack.dir / "home/root" / kind))
+                yield lambda name: SshPlace(rack=rack, path=made(rack.dir / "home/root" / name))
         else:
             with running_rack(RackPlan(nodes=nodes, gpus_per_host=0)) as rack:
-                yield lambda kind: SlurmPerson.at(rack, kind)
+                yield lambda name: SlurmPerson.at(rack, name)
 
 
 def made(path: Path) -> Path:
@@ -74,9 +76,10 @@ def made(path: Path) -> Path:
     return path
 
 
-def play(kind: str, num_ranks: int, head: str, person: Person) -> dict[str, object]:
+def play(kind: str, number: int, num_ranks: int, head: str, new_person: Callable[[str], Person]) -> dict[str, object]:
     """Run one kind, print and return what was seen."""
-    culprit = zlib.crc32(kind.encode()) % num_ranks
+    person = new_person(f"{kind}-{number}")
+    culprit = (zlib.crc32(kind.encode()) + number) % num_ranks
     run = submit_hang(person, kind, culprit, head=head)
     seen = await_seen(person, run, _NO_HANG_S if kind in NO_HANGS else AFTER_S + _START_S)
     person.clusterddp("cancel", run.name, check=False)
