@@ -2,10 +2,10 @@
 
     python benchmarks/hangs.py [KIND ...] [--launcher local|ssh|slurm] [--ranks N] [--rounds N] [--at-once N]
 
-Each kind is a run of two nodes (ssh and slurm: hosts of a rack, as root), in which one rank, drawn by the kind's name and
-the round, stops taking part in the 30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters another loop than
-the others (one collective less), waits for a DataLoader, or holds two locks crosswise. In wrong_size all ranks wait in
-their own init_process_group.
+Each kind is a run of two nodes (ssh and slurm: hosts of a rack, as root), in which one rank, drawn by the kind's name
+and the round, stops taking part in the 30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters
+another loop than the others (one collective less), waits for a DataLoader, or holds two locks crosswise. In wrong_size
+all ranks wait in their own init_process_group.
 evaluates (90 s), saves (a checkpoint of 2 minutes) and compiles (90 s before the first step) are no hangs, and nothing
 may be reported. One line of JSON for each run, a summary at the end. tests/support/hang_kinds.py has the script.
 """
