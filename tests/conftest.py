@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from tests.support.ssh_person import SshPerson, own_ssh_dir
 from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, find_obstacle, running_rack
+
+# A shell's background job ignores SIGINT, and so would all that tests start and end with Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = (
     "sim_cuda",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.look.background import HIDDEN, flatten, read_background
+from clusterddp.look.background import HIDDEN, config_texts, read_background
 from clusterddp.look.code import compare_folders, read_uncommitted
 from clusterddp.look.compare import compare
 from clusterddp.look.curves import Curve, read_curves
@@ -169,7 +169,12 @@ def test_damaged_files_leave_their_parts_empty(tmp_path: Path) -> None:
 
 def test_secret_variables_of_the_spec_are_not_shown() -> None:
     spec = {"env": {"WANDB_API_KEY": "abc", "HF_TOKEN": "abc", "OMP": "1"}, "train": {"lr": 0.1, "ema": None}}
-    assert flatten(spec) == {"env.WANDB_API_KEY": HIDDEN, "env.HF_TOKEN": HIDDEN, "env.OMP": "1", "train.lr": "0.1"}
+    assert config_texts(spec) == {
+        "env.WANDB_API_KEY": HIDDEN,
+        "env.HF_TOKEN": HIDDEN,
+        "env.OMP": "1",
+        "train.lr": "0.1",
+    }
 
 
 def test_paths_below_the_directory_of_the_submit_are_relative(tmp_path: Path) -> None:
