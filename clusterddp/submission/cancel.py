@@ -72,11 +72,12 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
     gang = read_gang(run)
+    grace_s = gang.stop_grace_s
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
-    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, environ, sync)
-    slurm, grace_s = launcher.observer(environ), gang.stop_grace_s
     with _detaching(f"{run.name} was asked to stop, and does so without this command"):
+        log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
+        slurm = launcher.observer(environ)
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
             asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
@@ -117,13 +118,13 @@ def _spell_not_asking(run: str, grace_s: float) -> str:
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
     environ = inherited_environment()
     launcher = launcher_named(record.launcher)
-    asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
-    if asked:
-        log_event(run, "cancel_requested")
     deadline = time.monotonic() + timeout_s
+    asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
     will_answer = launcher.request_end(run, record, environ, sync)
-    slurm = launcher.observer(environ)
     with _detaching(f"{run.name} was asked to end, and does so without this command"):
+        if asked:
+            log_event(run, "cancel_requested")
+        slurm = launcher.observer(environ)
         view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
     # No supervisor answers: the launcher ends the run.
     if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
