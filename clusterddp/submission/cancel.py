@@ -74,9 +74,9 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     gang = read_gang(run)
     grace_s = gang.stop_grace_s
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
+    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, environ, sync)
     with _detaching(f"{run.name} was asked to stop, and does so without this command"):
-        log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
         slurm = launcher.observer(environ)
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
@@ -120,10 +120,10 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
     launcher = launcher_named(record.launcher)
     deadline = time.monotonic() + timeout_s
     asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
+    if asked:
+        log_event(run, "cancel_requested")
     will_answer = launcher.request_end(run, record, environ, sync)
     with _detaching(f"{run.name} was asked to end, and does so without this command"):
-        if asked:
-            log_event(run, "cancel_requested")
         slurm = launcher.observer(environ)
         view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
     # No supervisor answers: the launcher ends the run.

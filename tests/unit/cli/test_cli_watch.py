@@ -185,10 +185,9 @@ def test_an_interrupted_cancel_says_what_goes_on(runs_dir: Path, arguments: list
         identity = {"supervisor": dataclasses.asdict(ProcessIdentity.of(supervisor.pid))}
         write_json(attempt.start, json.loads(attempt.start.read_text()) | identity)
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        request = attempt.stop_file if arguments else run.cancel_file
-        while not request.exists():
+        while not (run.events.exists() and "_requested" in run.events.read_text()):
             time.sleep(0.02)
-        time.sleep(0.3)
+        time.sleep(0.5)  # until it waits
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         supervisor.kill()
