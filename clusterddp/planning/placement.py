@@ -46,6 +46,14 @@ class Placement:
         )
 
 
+def with_one_process_each(job: JobSpec, placement: Placement) -> tuple[Placement, tuple[int, ...]]:
+    """Return the placement of the started processes, and how many ranks each starts; empty if they are the ranks."""
+    if job.entry is None or not job.entry.owns_ranks:
+        return placement, ()
+    nodes = tuple(dataclasses.replace(node, ranks=(node.node_rank,)) for node in placement.nodes)
+    return dataclasses.replace(placement, nodes=nodes), tuple(len(node.ranks) for node in placement.nodes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """Where and how a run is submitted."""

@@ -16,8 +16,7 @@ from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, wi
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.outputs import notes_on_outputs
-from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.placement import Placed, Placement, Request
+from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_sealed, seal

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clusterddp.planning.owned_ranks import cores_per_task, tasks_per_node
 from clusterddp.spec.slurm_options import (
     BIND_OPTIONS,
     FLAGS,
@@ -95,9 +94,9 @@ def _required(job: JobSpec) -> Options:
     resources = job.resources
     options: Options = {
         "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * tasks_per_node(job)),
-        "ntasks_per_node": str(tasks_per_node(job)),
-        "cpus_per_task": str(cores_per_task(job)),
+        "ntasks": str(resources.nodes * _tasks_per_node(job)),
+        "ntasks_per_node": str(_tasks_per_node(job)),
+        "cpus_per_task": str(_cores_per_task(job)),
     }
     return options | ({"time": str(resources.time)} if resources.time else {})
 
@@ -165,3 +164,14 @@ def _argument(name: str, value: str | bool) -> str:
     if value is True:
         return "--kill-on-invalid-dep=yes" if name == "kill_on_invalid_dep" else option
     return f"{option}={value}"
+
+
+def _tasks_per_node(job: JobSpec) -> int:
+    """Return how many processes clusterddp or Slurm starts on each node."""
+    once = job.start == "torchrun" or (job.entry is not None and job.entry.owns_ranks)
+    return 1 if once else job.resources.ranks_per_node
+
+
+def _cores_per_task(job: JobSpec) -> int:
+    """Return how many cores each started process needs: a program that starts ranks needs those of all."""
+    return (job.resources.cpus_per_task or 1) * (job.resources.ranks_per_node // _tasks_per_node(job))
