@@ -202,4 +202,7 @@ def _function_spec(
 
 
 def _runs_dir(named: Path | str | None) -> Path:
-    return Path(named or os.environ.get("CLUSTERDDP_RUNS") or DEFAULT_RUNS_DIR)
+    from clusterddp.spec.shared import read_shared_files
+
+    chosen = named or os.environ.get("CLUSTERDDP_RUNS")
+    return Path(chosen or read_shared_files(os.environ, Path.cwd()).runs_dir or DEFAULT_RUNS_DIR)

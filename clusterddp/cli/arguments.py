@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
+from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir, sweep_of
 
@@ -34,10 +35,10 @@ class RunName(click.types.StringParamType):
     name = "run"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        runs_dir = ctx.params.get("runs_dir") or default_runs_dir(ctx.obj)
         try:
+            runs_dir = ctx.params.get("runs_dir") or default_runs_dir(ctx.obj)
             names = sorted(entry.name for entry in os.scandir(runs_dir) if not entry.name.startswith("."))
-        except OSError:
+        except (OSError, ClusterddpError):
             return []
         names += [path.stem for path in Path(runs_dir, ".login").glob("*.json")]  # those on clusters
         sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
@@ -152,9 +153,9 @@ def runs_option(function: _F) -> _F:
         metavar="DIR",
         type=click.Path(path_type=Path, file_okay=False),
         envvar="CLUSTERDDP_RUNS",
-        default=_DEFAULT_RUNS,
+        default=_usual_runs_dir,
         is_eager=True,
-        help="Where the runs lie (CLUSTERDDP_RUNS; ./runs).",
+        help="Where the runs lie (CLUSTERDDP_RUNS; runs_dir of clusterddp.yaml; ./runs).",
     )(function)
 
 
@@ -220,8 +221,20 @@ def collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
 
 
 def default_runs_dir(terminal: Terminal | None) -> Path:
-    """Return where runs lie without --runs."""
-    return Path((terminal.environ.get("CLUSTERDDP_RUNS") if terminal else None) or _DEFAULT_RUNS)
+    """Return where runs lie without --runs.
+
+    Raises: SpecError: the project file or the site file cannot be used.
+    """
+    from clusterddp.spec.shared import read_shared_files
+
+    environ = terminal.environ if terminal else {}
+    named = environ.get("CLUSTERDDP_RUNS")
+    return Path(named) if named else read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+
+
+def _usual_runs_dir() -> Path | None:
+    ctx = click.get_current_context()
+    return None if ctx.resilient_parsing else default_runs_dir(ctx.obj)
 
 
 def address(run: RunDir, terminal: Terminal) -> str:

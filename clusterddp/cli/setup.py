@@ -41,7 +41,7 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
     from clusterddp.submission.cancel import cancel
     from clusterddp.submission.submit import submit
 
-    resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ)
+    resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ, whole=True)
     plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))
     submitted = submit(plan)
     run = RunDir(Path(submitted.run_dir))
@@ -109,7 +109,8 @@ def init(
 
 
 @command("schema")
-def schema() -> None:
+@click.option("--shared", is_flag=True, help="That of the project file clusterddp.yaml, and of a site file.")
+def schema(*, shared: bool) -> None:
     """Print the JSON Schema of a spec.
 
     Editors complete and check with it:
@@ -120,7 +121,7 @@ def schema() -> None:
     """
     from clusterddp.spec.model import json_schema
 
-    put_json(json_schema(), indent=2)
+    put_json(json_schema(shared=shared), indent=2)
 
 
 @command("completion")

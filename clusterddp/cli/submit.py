@@ -111,7 +111,8 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
     from clusterddp.spec.load import load_spec
 
     parent = find_run(options.runs_dir, name)
-    resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=place.flags, hosts=place.read_hosts())
+    flags, hosts = place.flags, place.read_hosts()
+    resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     working_dir = working_dir if working_dir.is_dir() else Path.cwd()
     with _starting():

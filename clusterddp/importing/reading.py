@@ -161,7 +161,7 @@ def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSp
     """Load the spec as a submit would; remove and list the values that it refuses, until it loads."""
     while True:
         try:
-            return load_spec(spec_yaml(values), environ={})
+            return load_spec(spec_yaml(values), environ={}, whole=True)
         except SpecError as error:
             refused = {problem.key: problem for problem in error.problems}
             taken = [(key, _take(values, key.split("."))) for key in sorted(refused, key=_place_in_list, reverse=True)]

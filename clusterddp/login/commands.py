@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
     from clusterddp.spec.ssh_section import Login
 
-SPEC, _CONFIG = "spec.yaml", "config.yaml"
+SPEC, _CONFIG, _PROJECT, _SITE = "spec.yaml", "config.yaml", "project.yaml", "site.yaml"
 """Names of the files that are uploaded with a command."""
 NEEDS = (
     "click>=8.1.7,<9",
@@ -85,18 +85,25 @@ def plan_command(
     environ: Mapping[str, str],
     discard: bool,
 ) -> LoginCommand:
-    """Plan a command that has read a spec here: the spec, the configuration and the code are uploaded with it.
+    """Plan a command that has read a spec here: the spec, what it is laid over and the code are uploaded with it.
 
     Raises: UsageError: the spec names paths that are not valid there.
     """
-    from clusterddp.spec.profiles import config_path
+    from clusterddp.spec.profiles import CONFIG_VARIABLE, config_path
+    from clusterddp.spec.shared import PROJECT_VARIABLE, SITE_VARIABLE
 
-    config = config_path(environ)
+    config, shared = config_path(environ), resolved.shared
+    files = {SPEC: resolved.text, _CONFIG: config.read_text() if config else ""}
+    named: dict[str, Argument] = {CONFIG_VARIABLE: SentFile(_CONFIG)}
+    for file, variable, name in ((shared.project, PROJECT_VARIABLE, _PROJECT), (shared.site, SITE_VARIABLE, _SITE)):
+        if file is not None:  # without a site file here, that of the login node holds there
+            files[name] = file.text
+            named[variable] = SentFile(name)
     return LoginCommand(
         arguments=arguments,
-        variables={**variables, "CLUSTERDDP_CONFIG": SentFile(_CONFIG)},
+        variables={**variables, **named},
         code=plan_code(resolved.job, working_dir=Path.cwd(), runs_dir=runs_dir.absolute(), environ=environ),
-        files={SPEC: resolved.text, _CONFIG: config.read_text() if config else ""},
+        files=files,
         discard=discard,
     )
 

@@ -75,7 +75,7 @@ def choose_variables(
     """Choose the variables that go to the login node: values of the spec, the run's secrets, how text is shown."""
     chosen = {name: environ[name] for name in secrets if name in environ}
     chosen |= {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP__")}
-    chosen["CLUSTERDDP_CONFIG"] = ""
+    chosen |= {"CLUSTERDDP_CONFIG": "", "CLUSTERDDP_PROJECT": ""}
     if debug:
         chosen["CLUSTERDDP_DEBUG"] = "1"
     if color is not None:

@@ -27,7 +27,7 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     Raises: SpecError: an override is wrong. UsageError: the run cannot go on with it. PreflightError: the machines do
     not fit.
     """
-    resolved = load_spec(spec, overrides, environ=environ)
+    resolved = load_spec(spec, overrides, environ=environ, whole=True)
     request = Request(runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent)
     other = plan_run(resolved, request)
     now, then = flatten(other.spec), flatten(plan.spec)

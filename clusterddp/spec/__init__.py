@@ -2,6 +2,7 @@
 
 textfile, yamlfile                   text -> a tree of nodes with their places (tree.py); nothing is typed yet
 overrides, profiles, hosts, hostfile what arguments, variables, profiles and hostfiles merge into that tree
+shared, base                         the project file and the site file; what a spec is laid over
 keys                                 one spelling for each key; suggestions for unknown keys
 model, *_section, fields, scalars    each key: its type, range, default and description
 rules                                values that conflict; the rules within a section are below its keys

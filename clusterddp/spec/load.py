@@ -1,6 +1,7 @@
 """Loads a spec: merges the file and everything that overrides it into one JobSpec, with the origin of every value.
 
-Precedence: options and arguments of the command line > CLUSTERDDP__* > the spec > the profile > defaults.
+Precedence: options and arguments of the command line > CLUSTERDDP__* > the spec > --profile > the project file > the
+default profile > the site file > defaults. What the command names overrides what is found.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.base import Base, read_base
 from clusterddp.spec.check import check
 from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.overrides import Override, from_options, parse_argument, parse_environment
 from clusterddp.spec.problems import format_spec_error, in_order
-from clusterddp.spec.profiles import read_profile
 from clusterddp.spec.program_arguments import names_argument, set_argument, words_problem
+from clusterddp.spec.shared import SharedFiles
 from clusterddp.spec.textfile import decode, read_bytes, read_stdin
 from clusterddp.spec.train_section import TrainSpec
 from clusterddp.spec.tree import Mapping, merge, without
@@ -53,6 +55,8 @@ class Change:
     value: Any
     default: Any
     origin: str
+    file: str | None = None
+    """The site file or project file that the value is from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +69,20 @@ class ResolvedSpec:
     path: Path | None
     text: str
     """The spec as written, without overrides."""
+    shared: SharedFiles
+    """The site file and the project file that were read."""
 
     def changes(self) -> tuple[Change, ...]:
         """List the values that are no defaults, in the order of the model."""
         defaults = default_values()
         return tuple(
-            Change(key=key, value=value, default=defaults.get(key), origin=self.origins.get(key, ""))
+            Change(
+                key=key,
+                value=value,
+                default=defaults.get(key),
+                origin=(origin := self.origins.get(key, "")),
+                file=next((file.name for file in self.shared if origin.startswith(f"{file.name}:")), None),
+            )
             for key, value in _changed_values(self.job).items()
         )
 
@@ -88,6 +100,7 @@ class Written:
     text: str
     arguments: tuple[tuple[str, ...], ...]
     """The keys that arguments of the command line set or reset."""
+    shared: SharedFiles
 
 
 def load_spec(
@@ -98,15 +111,17 @@ def load_spec(
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
+    whole: bool = False,
 ) -> ResolvedSpec:
     """Read a spec and everything that overrides it.
 
     `source` is a path, `-` for the standard input, or, when it has a line break, the YAML itself. `flags` are the
-    command's own options, `{"launcher": "local"}`; `hosts`: those of --hosts or --hostfile.
+    command's own options, `{"launcher": "local"}`; `hosts`: those of --hosts or --hostfile. `whole`: the spec has all
+    of its values, as a run's own has; no profile, project file or site file is read.
 
     Raises: SpecError: with every problem that was found.
     """
-    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags, hosts=hosts)
+    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags, hosts=hosts, whole=whole)
     resolved, found = resolve(written, written.tree)
     if written.problems or resolved is None:
         raise SpecError(in_order([*written.problems, *found], written.name))
@@ -121,6 +136,7 @@ def read_layers(
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
+    whole: bool = False,
 ) -> Written:
     """Read a spec and merge everything that overrides it into it; see `load_spec`.
 
@@ -128,15 +144,18 @@ def read_layers(
     """
     path, name, text = _read(source)
     spec = parse(text, name)
-    problems: list[Problem] = []
-    base = read_profile(environ, profile)
-    tree = _known(base, problems) if base is not None else Mapping(place=spec.place)
-    tree = merge(tree, _known(spec, problems))
-    of_hosts = [hosts] if hosts else []
+    base = Base(tree=Mapping(place=spec.place)) if whole else read_base(environ, profile, path)
+    problems = list(base.problems)
+    known = _known(spec, problems)
     from_environment, found = parse_environment(environ)
     problems += found
     arguments = _arguments(overrides, problems)
-    for override in [*from_environment, *arguments, *from_options(flags or {}), *of_hosts]:
+    laid_over = [*from_environment, *arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
+    below = base.tree
+    if "train" not in known.entries and ("entry" in known.entries or any(one.path[0] == "entry" for one in laid_over)):
+        below = without(below, ("train",))  # for the specs without an entry
+    tree = merge(below, known)
+    for override in laid_over:
         tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
     return Written(
@@ -146,6 +165,7 @@ def read_layers(
         name=name,
         text=text,
         arguments=tuple(override.path for override in arguments),
+        shared=base.shared,
     )
 
 
@@ -154,7 +174,8 @@ def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[
     job, problems = check(tree)
     if job is None:
         return None, problems
-    return ResolvedSpec(job=job, origins=_origins(tree, job), path=written.path, text=written.text), []
+    origins = _origins(tree, job)
+    return ResolvedSpec(job=job, origins=origins, path=written.path, text=written.text, shared=written.shared), []
 
 
 def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:

@@ -13,6 +13,7 @@ from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
 from clusterddp.spec.section import Section, section_of, spellings
+from clusterddp.spec.shared import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.ssh_section import Ssh, SshHost
 from clusterddp.spec.train_section import TrainSpec
 
@@ -233,8 +234,11 @@ class JobSpec(Section):
         return data
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec, for editors, as draft 2020-12: every key with its description and range."""
+def json_schema(*, shared: bool = False) -> dict[str, Any]:
+    """Return the JSON Schema of a spec, for editors, as draft 2020-12: every key with its description and range.
+
+    `shared`: of a project file or site file.
+    """
     schema = JobSpec.model_json_schema(mode="validation")
     definitions: dict[str, Any] = schema["$defs"]
     sections: list[type[BaseModel] | None] = [SshHost, *map(section_of, JobSpec.model_fields.values())]
@@ -249,7 +253,12 @@ def json_schema() -> dict[str, Any]:
     hosts["items"] = {"anyOf": [{"type": "string", "pattern": name["pattern"]}, hosts["items"]]}
     schema["not"] = {"required": ["train", "entry"]}
     _drop_titles(schema)
-    return {"$schema": DIALECT, "title": "clusterddp spec"} | schema
+    if shared:
+        allowed = {key: value for key, value in schema["properties"].items() if key in ALLOWED}
+        schema["properties"] = allowed | {RUNS_DIR: {"type": "string", "description": RUNS_DIR_DESCRIPTION}}
+        del schema["required"], schema["not"]
+    title = "clusterddp project file or site file" if shared else "clusterddp spec"
+    return {"$schema": DIALECT, "title": title} | schema
 
 
 def _drop_titles(schema: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from clusterddp.spec.problems import spec_error
@@ -18,9 +19,12 @@ _REFUSED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\uf
 LINE_BREAK = re.compile("\r\n|\r|\n")
 
 
-def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
+def read_bytes(
+    path: Path, *, expected: str = "a YAML file", check: Callable[[os.stat_result], None] | None = None
+) -> bytes:
     """Read a spec's file of at most 1 MB; refuse a device, a FIFO or a directory.
 
+    `check`: raises an error when the owner or the mode of the open file is wrong.
     Raises: SpecError: it is no regular file, cannot be read, or is too large.
     """
     try:
@@ -30,11 +34,14 @@ def read_bytes(path: Path, *, expected: str = "a YAML file") -> bytes:
         reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"
         raise spec_error(Place(source=str(path)), f"cannot be read: {reason}") from error
     try:
-        mode = os.fstat(descriptor).st_mode
+        found = os.fstat(descriptor)
+        mode = found.st_mode
         if not stat.S_ISREG(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
             hint = None if stat.S_ISDIR(mode) else "- reads it from the standard input"
             raise spec_error(Place(source=str(path)), f"is {kind}, expected {expected}", hint)
+        if check is not None:
+            check(found)
         with open(descriptor, "rb", closefd=False) as file:
             return _limited(file.read(MAX_BYTES + 1), str(path), expected)
     except OSError as error:

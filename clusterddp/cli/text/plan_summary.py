@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("secrets", ", ".join(plan.secrets)))
     if plan.parent:
         facts.append(("repeats", plan.parent))
+    files = Counter(change["file"] for change in plan.changes if change.get("file"))
+    if files:
+        facts.append(("values", ", ".join(f"{number} from {file}" for file, number in files.items())))
     return facts + (_ssh_facts(plan.ssh, with_code=plan.snapshot is not None) if plan.ssh else [])
 
 

@@ -120,3 +120,16 @@ def test_the_plan_as_json_is_complete(place: Path, capfd: pytest.CaptureFixture[
     assert plan["rank0"]["WORLD_SIZE"]["value"] == "1"
     assert plan["files"]
     assert plan["commands"]
+
+
+def test_the_plan_names_the_files_that_gave_values(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shared = place / "clusterddp.yaml"
+    shared.write_text("env: {A: b}\nresources: {nodes: 2}\nruns_dir: ../kept\n")
+    shared.chmod(0o644)
+    assert "values" not in [line[2:8] for line in dry_run(capfd, "job.yaml", "env.A=c", "resources.nodes=3")]
+    lines = dry_run(capfd, "job.yaml")
+    assert fact(lines, "values") == "2 from clusterddp.yaml"
+    assert str(place.parent / "kept" / "RUN") in fact(lines, "output")
+    assert any(line.split() == ["env.A", "b", "null", "clusterddp.yaml:1"] for line in dry_run(capfd, "job.yaml", "-v"))
+    changes = json.loads("\n".join(dry_run(capfd, "job.yaml", "-o", "json")))["changes"]
+    assert {change["key"] for change in changes if change["file"]} == {"env.A", "resources.nodes"}

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.login.commands import SentFile, plan_command
+from clusterddp.login.node import choose_variables
 from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
+from clusterddp.spec.load import load_spec
 from clusterddp.spec.profiles import read_profile, read_profile_login
 from clusterddp.system.files import write_json
 
@@ -118,3 +121,21 @@ def test_git_does_not_see_what_is_noted(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     note(tmp_path / "runs", "brisk-otter-3")
     assert subprocess.check_output(["git", "-C", str(tmp_path), "status", "--porcelain"]) == b""
+
+
+def test_the_files_that_a_spec_is_laid_over_go_to_the_login_node_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("clusterddp.yaml", "restarts: 2\n"), ("site.yaml", "hang: fail\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o644)
+    (tmp_path / "job.yaml").write_text("name: a\n")
+    environ = {"CLUSTERDDP_CONFIG": "", "CLUSTERDDP_SITE": str(tmp_path / "site.yaml")}
+    resolved = load_spec(tmp_path / "job.yaml", environ=environ)
+    sent = plan_command(resolved, [], {}, runs_dir=tmp_path / "runs", environ=environ, discard=True)
+    files = {"spec.yaml": "name: a\n", "config.yaml": "", "project.yaml": "restarts: 2\n", "site.yaml": "hang: fail\n"}
+    assert sent.files == files
+    assert sent.variables["CLUSTERDDP_PROJECT"] == SentFile("project.yaml")
+    assert sent.variables["CLUSTERDDP_SITE"] == SentFile("site.yaml")
+    assert choose_variables({}, [], debug=False, color=None)["CLUSTERDDP_PROJECT"] == ""
