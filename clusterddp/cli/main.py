@@ -17,7 +17,7 @@ from clusterddp.errors import ClusterddpError, SpecError
 
 _COMMANDS = {
     "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
-    "init": ("setup", "Run", "write a commented spec to start from"),
+    "init": ("init", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),

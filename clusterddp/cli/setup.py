@@ -1,21 +1,18 @@
-"""Commands to begin with: demo, init, schema, completion."""
+"""Commands to begin with: demo, schema, completion."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
 import click
 
 from clusterddp.cli.arguments import address, command, runs_option
-from clusterddp.cli.login import ask_login, profile_option
 from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
-from clusterddp.cli.watch import say_ending, say_note, watch_until_ended
+from clusterddp.cli.watch import say_ending, watch_until_ended
 from clusterddp.errors import RunFailedError, UsageError
-from clusterddp.login.node import find_node
 from clusterddp.run.directory import RunDir
-from clusterddp.system.files import read_json, write_text
+from clusterddp.system.files import read_json
 from clusterddp.system.templates import read_template
 
 _ACCURACY = 0.95
@@ -57,57 +54,6 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
     return 0
 
 
-@command("init")
-@click.argument("path", default="job.yaml", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--launcher",
-    type=click.Choice(["local", "ssh", "slurm"]),
-    default="local",
-    show_default=True,
-    help="What starts the ranks.",
-)
-@click.option("--partition", metavar="NAME", help="With launcher slurm: for this partition, not the usual one.")
-@profile_option
-@click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
-@click.pass_obj
-def init(
-    terminal: Terminal, *, path: Path, launcher: str, partition: str | None, profile: str | None, force: bool
-) -> None:
-    """Write a commented spec to PATH (job.yaml) to start from.
-
-    With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
-    cluster's: partition, GPUs, cores, memory, time limit, account; notes explain what the cluster's settings mean for
-    runs. A PATH of - is standard output.
-    """
-    if partition is not None and launcher != "slurm":
-        raise UsageError("--partition is for --launcher slurm")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}")
-    text, notes = read_template(f"init_{launcher}.yaml"), list[str]()
-    if launcher == "slurm" and (node := find_node(profile, terminal.environ)):
-        more = ["--partition", partition] if partition else []
-        text = ask_login(node, ["init", "--launcher", "slurm", *more, "-"]).decode()
-    elif launcher == "slurm":
-        from clusterddp.slurm.first_spec import slurm_spec
-
-        text, notes = slurm_spec(text, terminal.environ, partition)
-    if str(path) == "-":
-        put(text.rstrip("\n"))
-        for note in notes:
-            say_note(note)
-        return
-    if force:
-        write_text(path, text)
-    elif not write_text(path, text, exclusive=True):
-        raise UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
-    name = shlex.quote(str(path))
-    say(f"wrote {path}")
-    for note in notes:
-        say_note(note)
-    say(f"  check it  clusterddp submit {name} --dry-run")
-    say(f"  run it    clusterddp submit {name} --follow")
-
-
 @command("schema")
 @click.option("--shared", is_flag=True, help="That of the project file clusterddp.yaml, and of a site file.")
 def schema(*, shared: bool) -> None:
@@ -146,7 +92,7 @@ def completion(ctx: click.Context, *, shell: str) -> None:
         say(f"# {_ACTIVATION[shell]}")
 
 
-COMMANDS = {"demo": demo, "init": init, "schema": schema, "completion": completion}
+COMMANDS = {"demo": demo, "schema": schema, "completion": completion}
 
 
 def say_result(run: RunDir, terminal: Terminal) -> None:

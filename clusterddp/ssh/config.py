@@ -6,7 +6,7 @@ import os
 import pwd
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,22 +79,41 @@ def resolve(host: str, environ: Mapping[str, str]) -> Destination:
     return _resolve(host, [], environ, depth=0)
 
 
-def config_names(config: Path, *, depth: int = 0) -> list[str]:
+def config_names(config: Path) -> list[str]:
     """List the hosts that an ssh_config and the files it includes name without a wildcard, for completion."""
-    names: list[str] = []
-    for line in _read_lines(config) if depth < _MAX_INCLUDES else ():
-        keyword, *words = re.split(r"[\s=]+", line.strip())
-        if keyword.lower() == "host":
-            names += [word for word in words if not set(word) & set('*?!"')]
-        elif keyword.lower() == "include":
-            for path in (path for word in words for path in _matches(config.parent / _tilde(word))):
-                names += config_names(path, depth=depth + 1)
-    return list(dict.fromkeys(names))
+    hosts = (words for keyword, words in _config_lines(config) if keyword == "host")
+    return list(dict.fromkeys(word for words in hosts for word in words if not set(word) & set('*?!"')))
+
+
+def machine_names(config: Path) -> list[str]:
+    """List the hosts that an ssh_config names for more than a hop or git: no ProxyJump of others, no `User git`."""
+    names, left_out, block = list[str](), set[str](), list[str]()
+    for keyword, words in _config_lines(config):
+        if keyword == "host":
+            block = [word for word in words if not set(word) & set('*?!"')]
+            names += block
+        elif keyword == "user" and words == ["git"]:
+            left_out.update(block)
+        elif keyword == "proxyjump":
+            hops = [_JUMP.fullmatch(hop) for word in words for hop in word.split(",")]
+            left_out.update(hop["bracketed"] or hop["plain"] for hop in hops if hop)
+    return [name for name in dict.fromkeys(names) if name not in left_out]
 
 
 def home() -> Path:
     """Return the home directory that OpenSSH uses: the user database's, not HOME."""
     return Path(pwd.getpwuid(os.getuid()).pw_dir)
+
+
+def _config_lines(config: Path, depth: int = 0) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keyword and the words of each line of an ssh_config and of the files that it includes."""
+    for line in _read_lines(config) if depth < _MAX_INCLUDES else ():
+        keyword, *words = re.split(r"[\s=]+", line.strip())
+        if keyword.lower() == "include":
+            for path in (path for word in words for path in _matches(config.parent / _tilde(word))):
+                yield from _config_lines(path, depth + 1)
+        else:
+            yield keyword.lower(), words
 
 
 def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth: int) -> Destination:
