@@ -57,11 +57,12 @@ class SpecError(ClusterddpError):
 
     exit_code = 2
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, problems: tuple[Problem, ...], result: str = "nothing was submitted") -> None:
         sources = ", ".join(dict.fromkeys(problem.source for problem in problems))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{sources} has {count}, nothing was submitted")
+        super().__init__(f"{sources} has {count}, {result}")
         self.problems = problems
+        self.result = result
 
 
 class PreflightError(ClusterddpError):

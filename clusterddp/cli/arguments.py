@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir, sweep_of
 
@@ -228,8 +228,12 @@ def default_runs_dir(terminal: Terminal | None) -> Path:
     from clusterddp.spec.shared import read_shared_files
 
     environ = terminal.environ if terminal else {}
-    named = environ.get("CLUSTERDDP_RUNS")
-    return Path(named) if named else read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+    if named := environ.get("CLUSTERDDP_RUNS"):
+        return Path(named)
+    try:
+        return read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+    except SpecError as error:
+        raise SpecError(error.problems, "so the runs directory is not known: --runs DIR names it") from error
 
 
 def _usual_runs_dir() -> Path | None:

@@ -24,7 +24,7 @@ def format_spec_error(error: SpecError) -> str:
     lines = [
         f"error: {escape(error.message)}"
         if one_source
-        else f"error: the spec has {len(error.problems)} problems, nothing was submitted"
+        else f"error: the spec has {len(error.problems)} problems, {error.result}"
     ]
     for problem in shown:
         lines += _format_problem(problem)

@@ -133,3 +133,16 @@ def test_the_plan_names_the_files_that_gave_values(place: Path, capfd: pytest.Ca
     assert any(line.split() == ["env.A", "b", "null", "clusterddp.yaml:1"] for line in dry_run(capfd, "job.yaml", "-v"))
     changes = json.loads("\n".join(dry_run(capfd, "job.yaml", "-o", "json")))["changes"]
     assert {change["key"] for change in changes if change["file"]} == {"env.A", "resources.nodes"}
+
+
+def test_a_project_file_that_cannot_be_used_leaves_the_runs_directory_unknown(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "clusterddp.yaml").touch()
+    (place / "clusterddp.yaml").chmod(0o666)
+    assert main(["list"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "error: clusterddp.yaml has 1 problem, so the runs directory is not known: --runs DIR names it"
+    )
+    assert main(["list", "--runs", str(place / "runs")]) == 0
