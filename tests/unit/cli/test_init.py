@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -63,6 +64,7 @@ class OnTerminal:
 
     def interrupt(self, question: str) -> None:
         self._read_until(lambda: question in self.shown)
+        time.sleep(0.5)  # until it reads: a signal just before that is seen after the next key only
         self._process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
@@ -74,6 +76,8 @@ class OnTerminal:
     def _read_until(self, is_there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30 * PATIENCE
         while not is_there() and time.monotonic() < deadline:
+            if not select.select([self._master], [], [], 1.0)[0]:
+                continue
             try:
                 data = os.read(self._master, 4096)
             except OSError:  # the other end is closed
