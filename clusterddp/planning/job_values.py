@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from clusterddp.run.gang import Notify
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 
@@ -26,6 +27,9 @@ _STOP_LEAD_S = 60.0
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
     """Make local paths absolute, because ranks and `rerun` read the spec in other directories; paths on hosts stay."""
+    if job.notify and job.notify.command and not job.notify.shell:
+        command = job.notify.argv(working_dir)
+        job = job.model_copy(update={"notify": job.notify.model_copy(update={"command": command})})
     if job.ssh.send:
         send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
         job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})
@@ -58,6 +62,17 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
         here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
         data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
     return data
+
+
+def notify_of(job: JobSpec) -> Notify | None:
+    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
+    spec = job.notify
+    if spec is None:
+        return None
+    mail = None if job.launcher == "slurm" else spec.mail
+    # The paths of the command are absolute already.
+    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
+    return notify if notify.channels else None
 
 
 def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:

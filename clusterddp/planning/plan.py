@@ -12,7 +12,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
-from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.job_values import filled_in, notify_of, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.outputs import notes_on_outputs
@@ -153,7 +153,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
         notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
-        secrets=tuple(job.secrets),
+        secrets=job.all_secrets,
         parent=request.parent,
         files=(),
         commands=(),
@@ -204,6 +204,7 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         start=job.start,
         hang=job.hang,
         hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
+        notify=notify_of(job),
         time_limit_s=time_limit_s,
         **timeouts_of(job, len(placement.nodes)),
     )
@@ -297,4 +298,4 @@ def _refuse_unplannable(job: JobSpec, request: Request) -> None:
             f"--attach is for launcher ssh, and this spec has {job.launcher}",
             hint="--follow stays with any run",
         )
-    check_secrets(tuple(job.secrets), request.environ)
+    check_secrets(job.all_secrets, request.environ)
