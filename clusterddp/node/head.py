@@ -202,7 +202,9 @@ class Head:
     def _record_start(self, now: float) -> None:
         error = self._start.write(now, last_try=self._ending is not None)
         if error is None and self._start.written:
-            self._helpers.on_event("start", self._attempt.number, f"{self._gang.world_size} ranks run")
+            self._helpers.on_event(
+                "start", self._attempt.number, f"{sum(self._gang.entry.spawns) or self._gang.world_size} ranks run"
+            )
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)

@@ -25,6 +25,7 @@ from clusterddp.run.notices import (
     message,
     message_of_end,
     message_of_sweep,
+    read_views,
     start_sending,
 )
 from clusterddp.run.sweep import SweepDir
@@ -128,7 +129,8 @@ def order_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -> 
     """Return what is sent about the end of an attempt; a sweep has one message, when its last run has ended."""
     if is_in_sweep(run):
         sweep = SweepDir(run.path.parent)
-        about, place = message_of_sweep(notify, sweep), RunDir(sweep.path)
+        views = read_views(sweep)
+        about, place = message_of_sweep(notify, sweep, views) if views else None, RunDir(sweep.path)
     else:
         about, place = message_of_end(notify, run, attempt, end), run
     return order_of(notify, about, place) if about is not None else None

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from clusterddp.run.gang import Notify
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 
@@ -62,17 +61,6 @@ def filled_in(job: JobSpec) -> dict[str, Any]:
         here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
         data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
     return data
-
-
-def notify_of(job: JobSpec) -> Notify | None:
-    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
-    spec = job.notify
-    if spec is None:
-        return None
-    mail = None if job.launcher == "slurm" else spec.mail
-    # The paths of the command are absolute already.
-    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
-    return notify if notify.channels else None
 
 
 def timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:

@@ -12,9 +12,10 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
-from clusterddp.planning.job_values import filled_in, notify_of, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.notify import notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.owned_ranks import with_one_process_each
 from clusterddp.planning.placement import Placed, Placement, Request
@@ -219,8 +220,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a plan; if it names hosts, seal the part that makes clusterddp connect to them."""
-    return data | {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else data
+    """Return the JSON of a plan with a seal of the hosts that it connects to, and of the messages that it sends."""
+    hosts = {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else {}
+    return data | hosts | notify_seal(data)
 
 
 def read_plan(run: RunDir) -> Plan:

@@ -98,33 +98,36 @@ def message_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -
     return message_of_view(notify, run, final_view(run.attempt(attempt), end))
 
 
-def message_of_view(notify: Notify, run: RunDir, view: RunView) -> Message | None:
-    """Return the message about the end of a run that has ended; None: the spec asks for none."""
+def message_of_view(notify: Notify, run: RunDir, view: RunView, *, at: float | None = None) -> Message | None:
+    """Return the message about the end of a run that has ended; None: the spec asks for none.
+
+    `at`: when it ended, where no end is recorded.
+    """
     failed = view.state in _FAILED
     if "end" not in notify.on and not (failed and "fail" in notify.on):
         return None
     event: Event = "fail" if failed and "fail" in notify.on else "end"
     cause = view.end.root_cause if view.end else None
-    at = view.end.ended or None if view.end else None
+    at = (view.end.ended if view.end else None) or at
     return message(event, run, view.attempt or 0, view.state, cause.error if cause else view.reason, at=at)
 
 
-def message_of_sweep(notify: Notify, sweep: SweepDir, views: Sequence[RunView] | None = None) -> Message | None:
-    """Return the message about the end of a sweep; None: a run goes on, or the spec asks for none.
+def read_views(sweep: SweepDir) -> list[RunView] | None:
+    """Read the recorded ends of a sweep's runs; None: one has none."""
+    views = []
+    for run in reversed(sweep.runs()):  # the last ones usually end last
+        newest = run.newest_attempt()
+        end = read_end(newest)
+        if end is None or end.will_restart:
+            return None
+        views.append(final_view(newest, end))
+    return views
 
-    `views`: the states of its runs; None: as their recorded ends have them.
-    """
-    if views is None:
-        found = []
-        for run in reversed(sweep.runs()):  # the last ones usually end last
-            newest = run.newest_attempt()
-            end = read_end(newest)
-            if end is None or end.will_restart:
-                return None
-            found.append(final_view(newest, end))
-        views = found
-    if not all(view.finished for view in views):
-        return None
+
+def message_of_sweep(
+    notify: Notify, sweep: SweepDir, views: Sequence[RunView], *, at: float | None = None
+) -> Message | None:
+    """Return the message about the end of a sweep, all of whose runs have ended; None: the spec asks for none."""
     states = {view.state for view in views}
     failed = bool(states & _FAILED)
     if "end" not in notify.on and not (failed and "fail" in notify.on):
@@ -132,7 +135,7 @@ def message_of_sweep(notify: Notify, sweep: SweepDir, views: Sequence[RunView] |
     event: Event = "fail" if failed and "fail" in notify.on else "end"
     state = RunState.FAILED if failed else RunState.COMPLETED if states == {RunState.COMPLETED} else RunState.CANCELLED
     attempts = sum(view.attempt or 0 for view in views)
-    return message(event, RunDir(sweep.path), attempts, state, spell_states(views))
+    return message(event, RunDir(sweep.path), attempts, state, spell_states(views), at=at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,15 +199,26 @@ def claim(order: SendOrder, channel: str) -> Path | None:
 
     Raises: ClusterddpError, OSError: the run's storage refuses.
     """
+    path = next_try(order, channel)
+    if path is None:
+        return None
+    order.folder.mkdir(mode=0o700, exist_ok=True)
+    mine = Try(time=time.time(), host=socket.gethostname(), pid=os.getpid())
+    return path if write_json(path, dataclasses.asdict(mine), exclusive=True) else None
+
+
+def next_try(order: SendOrder, channel: str) -> Path | None:
+    """Return the file of the try that may begin now; None: none may.
+
+    Raises: ClusterddpError: a file of an earlier try is damaged.
+    """
     now = time.time()
     for number, path in enumerate(_paths(order.folder, order.message, channel)):
         earlier = read_record(Try, path)
         if earlier is None:
             if number == 0 and not order.is_first and abs(now - order.message.time) < SEND_S:
                 return None  # the head is about to try
-            order.folder.mkdir(mode=0o700, exist_ok=True)
-            mine = Try(time=now, host=socket.gethostname(), pid=os.getpid())
-            return path if write_json(path, dataclasses.asdict(mine), exclusive=True) else None
+            return path
         if not _is_over(earlier, now) or earlier.sent:
             return None
         if earlier.sent is False and number < len(_PAUSES_S) and now < earlier.time + _PAUSES_S[number]:
@@ -223,20 +237,11 @@ def settle(order: SendOrder, channel: str, path: Path, error: str | None) -> Non
         log_event(run, "notified" if error is None else "notify_failed", **facts, **({"error": error} if error else {}))
 
 
-def is_settled(folder: Path, notify: Notify, wanted: Message) -> bool:
+def is_settled(folder: Path, wanted: Message, channel: str) -> bool:
     """Return whether no process is about to send the message: it is sent, or its newest try has failed."""
-    now = time.time()
-    for channel in notify.channels:
-        tries = read_tries(folder, wanted, channel)
-        if not tries or not _is_over(tries[-1], now):
-            return False
-    return True
-
-
-def read_tries(folder: Path, wanted: Message, channel: str) -> list[Try]:
-    """Read the tries of a message by a channel, oldest first."""
     found = [read_record(Try, path) for path in _paths(folder, wanted, channel)]
-    return [each for each in found if each is not None]
+    tries = [each for each in found if each is not None]
+    return bool(tries) and _is_over(tries[-1], time.time())
 
 
 def _is_over(earlier: Try, now: float) -> bool:
