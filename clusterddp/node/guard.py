@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.helpers import helper_environment, notify_here, send_end
+from clusterddp.node.helpers import notify_here, send_end
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, node_cookies
@@ -224,8 +224,8 @@ def clean_up(facts: Facts, what_happened: str) -> None:
     goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
     record = record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
     if facts.notify is not None and record.is_first:
-        environ = helper_environment(inherited_environment(), facts.token, facts.node_rank)
-        send_end(build(Notify, facts.notify), RunDir(Path(facts.run_dir)), facts.attempt, record.end, environ)
+        notify, run = build(Notify, facts.notify), RunDir(Path(facts.run_dir))
+        send_end(notify, run, facts.attempt, record.end, inherited_environment())
 
 
 def _write(pipe: int, line: bytes) -> None:

@@ -1,7 +1,7 @@
 """The head's helpers: processes that send messages of `notify` and write the report, on which the run does not depend.
 
-A helper ends by itself within seconds. Elsewhere than on Slurm it may outlive the supervisor: the end of a run, and the
-release of its GPUs, wait for none.
+A helper ends by itself within seconds and has no cookie: no cleanup ends it, and no process of the run is left for it.
+Elsewhere than on Slurm it may outlive the supervisor: the end of a run, and the release of its GPUs, wait for none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from clusterddp.node.log import log_line
-from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.notices import (
     Event,
@@ -51,7 +50,7 @@ class Helpers:
         self._notify = notify_here(order)
         # Over SSH the host has no package to draw it with; the copy of the run where it was submitted gets one.
         self._writes_report = not (order.over_ssh or is_in_sweep(order.run))
-        self._environ = helper_environment(environment, order.gang.token, order.node.node_rank)
+        self._environ = dict(environment)
 
     def on_event(self, event: Event, attempt: int, reason: str) -> None:
         """Send the message about an event while the run goes on, if the spec asks for it."""
@@ -139,11 +138,6 @@ def order_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -> 
 def order_of(notify: Notify, about: Message, run: RunDir) -> SendOrder:
     """Return the order that sends a message from here, before any other process tries."""
     return SendOrder(folder=run.notices, notify=notify, message=about, channels=notify.channels, is_first=True)
-
-
-def helper_environment(environment: Mapping[str, str], token: str, node_rank: int) -> dict[str, str]:
-    """Return the environment of a helper."""
-    return dict(environment) | {COOKIE: cookie(token, f"h{node_rank}")}
 
 
 def is_in_sweep(run: RunDir) -> bool:

@@ -25,7 +25,6 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.gang import Notify
 from clusterddp.run.notices import SEND_S, Message, SendOrder, claim, settle
 from clusterddp.wire import read_object
@@ -134,8 +133,7 @@ def start_command(notify: Notify, message: Message, environ: Mapping[str, str]) 
 
     Raises: NotSentError: it cannot be started, fails, or takes too long; then it is killed.
     """
-    # Without the cookie: what the command starts on purpose, such as another run, is no process of this run.
-    own = {name: value for name, value in environ.items() if name != COOKIE} | message.variables()
+    own = dict(environ) | message.variables()
     _run(notify.command, json.dumps(message.to_json()).encode(), own, cwd=message.run_dir)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from clusterddp.planning.seal import is_sealed, seal
 from clusterddp.run.directory import RunDir
@@ -26,6 +27,28 @@ def notify_of(job: JobSpec) -> Notify | None:
     # The paths of the command are absolute already.
     notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
     return notify if notify.channels else None
+
+
+def masked(webhook: str) -> str:
+    """Return the address of a webhook as it may be shown: without its path, which is often a secret."""
+    url = urlsplit(webhook)
+    return webhook if webhook.startswith("${") else f"{url.scheme}://{url.hostname}/..."
+
+
+def notify_notes(job: JobSpec) -> tuple[str, ...]:
+    """Warn of an address in the spec, and of a mail that Slurm does not send."""
+    spec = job.notify
+    if spec is None:
+        return ()
+    notes = []
+    if spec.webhook and not spec.secret:
+        notes.append(
+            "notify.webhook: the run's files keep the address; if it is a secret, ${NAME} takes it from a variable of "
+            "your environment"
+        )
+    if spec.mail and job.launcher == "slurm" and "hang" in spec.on:
+        notes.append("notify.mail: Slurm sends the mail, and knows no hang")
+    return tuple(notes)
 
 
 def notify_seal(data: dict[str, Any]) -> dict[str, str]:

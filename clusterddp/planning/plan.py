@@ -15,7 +15,7 @@ from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
-from clusterddp.planning.notify import notify_of, notify_seal
+from clusterddp.planning.notify import masked, notify_notes, notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.owned_ranks import with_one_process_each
 from clusterddp.planning.placement import Placed, Placement, Request
@@ -151,8 +151,8 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         spec_text=spec_text(job),
         gang=gang,
         rank0={},
-        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
+        changes=changes_of(resolved),
+        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved), *notify_notes(job)),
         snapshot=program.snapshot_summary,
         secrets=job.all_secrets,
         parent=request.parent,
@@ -165,6 +165,15 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
         plan = dataclasses.replace(plan, slurm=slurm)
     return move_plan(plan, request.runs_dir / run)
+
+
+def changes_of(resolved: ResolvedSpec) -> tuple[dict[str, Any], ...]:
+    """Return the values that differ from their defaults, as they may be shown."""
+    changes = [dataclasses.asdict(change) for change in resolved.changes()]
+    return tuple(
+        change | {"value": masked(change["value"])} if change["key"] == "notify.webhook" else change
+        for change in changes
+    )
 
 
 def _plan_ranks(

@@ -17,7 +17,7 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.notify import read_notify
-from clusterddp.ranks.environment import cookie
+from clusterddp.ranks.environment import COOKIE
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify
@@ -144,7 +144,8 @@ def _send(due: _Due, environ: Mapping[str, str], patience_s: float, sync: Synchr
     tried: set[str] = set()
     while True:
         orders = [order for order in due.orders() if not tried.intersection(order.channels)]
-        environment = process_environment(cookie(due.record.token, "h0"), environ)
+        environment = process_environment("", environ)
+        environment.pop(COOKIE)
         processes = [start_sending(order, environment) for order in orders]
         tried.update(*(order.channels for order in orders))
         for process in processes:

@@ -16,7 +16,7 @@ from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_p
 from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.owned_ranks import with_one_process_each
-from clusterddp.planning.plan import Plan, move_plan, plan_gang
+from clusterddp.planning.plan import Plan, changes_of, move_plan, plan_gang
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.program import plan_program
 from clusterddp.planning.ssh.place import plan_ssh_placement
@@ -61,7 +61,7 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
         spec_text=spec_text(here.model_copy(update={"launcher": resolved.job.launcher})),
         gang=plan_gang(resolved.job.model_copy(update={"notify": here.notify}), placement, entry, run=run, token=token),
         rank0={},
-        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        changes=changes_of(resolved),
         notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=resolved.job.all_secrets,

@@ -68,7 +68,7 @@ def test_the_mail_is_slurms_where_slurm_runs_the_job(tmp_path: Path):
 
 def test_a_sweep_has_one_section_for_all_its_runs():
     with pytest.raises(SpecError) as refused:
-        load_sweep(f"{ENTRY}sweep: {{values: {{notify.mail: [a, b]}}}}\n", environ={})
+        load_sweep(f"{ENTRY}sweep: {{values: {{notify.mail: [a, b]}}}}\n", sweep=[], environ={})
     assert "one for the whole sweep" in str(refused.value.problems)
 
 
