@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.notices import (
@@ -127,8 +128,9 @@ def send_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd, environ
 def order_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -> SendOrder | None:
     """Return what is sent about the end of an attempt; a sweep has one message, when its last run has ended."""
     if is_in_sweep(run):
-        sweep = SweepDir(run.path.parent)
-        views = read_views(sweep)
+        sweep, views = SweepDir(run.path.parent), None
+        with contextlib.suppress(ClusterddpError, OSError):  # a run whose record is damaged has not ended
+            views = read_views(sweep)
         about, place = message_of_sweep(notify, sweep, views) if views else None, RunDir(sweep.path)
     else:
         about, place = message_of_end(notify, run, attempt, end), run
