@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.text.plan import masked_plan
 from clusterddp.errors import SpecError, UsageError
+from clusterddp.look.background import HIDDEN, config_texts
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.notify_section import NotifySpec
 from clusterddp.spec.sweep import load_sweep
@@ -95,3 +98,16 @@ def test_a_shell_reads_a_command_only_where_the_spec_asks_for_it(tmp_path: Path)
     assert plain.command == ("echo", "$HOME")
     assert shell is not None
     assert shell.command == ("/bin/sh", "-c", "echo $HOME")
+
+
+def test_the_path_of_an_address_is_in_no_plan_that_is_shown(tmp_path: Path):
+    plan = plan_text(f"{ENTRY}notify: {{webhook: 'https://example.org/hunter2'}}\n", tmp_path)
+    assert "hunter2" not in json.dumps(masked_plan(plan))
+    assert "hunter2" not in repr(plan.changes)
+    assert any("notify.webhook" in note for note in plan.notes)
+
+
+def test_the_path_of_an_address_is_in_no_report():
+    shown = config_texts({"notify": {"webhook": "https://example.org/hunter2"}})
+    assert shown == {"notify.webhook": HIDDEN}
+    assert config_texts({"notify": {"webhook": "${HOOK}"}}) == {"notify.webhook": "${HOOK}"}
