@@ -200,7 +200,7 @@ def read_status(run: RunDir) -> RunStatus:
         ),
         stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
         lost_rows=count_lost_rows(events),
-        report=str(run.report) if run.report.exists() else None,
+        report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(attempt) if is_running and record.launcher != "ssh" else None,
     )

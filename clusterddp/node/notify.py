@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.gang import Notify
-from clusterddp.run.notices import SEND_S, Message, SendOrder, claim, settle
+from clusterddp.run.notices import SEND_S, Message, SendOrder, claim, settle, webhook_address
 from clusterddp.wire import read_object
 
 _SENDMAIL_PATH = f"{os.defpath}:/usr/sbin:/usr/lib"
@@ -76,7 +76,7 @@ def _try(
     worker.start()
     worker.join(SEND_S + 1.0)
     error = result[0] if result else f"no answer within {SEND_S:g} s"
-    secret = _value_of(order.notify.webhook or "", environ)
+    secret = webhook_address(order.notify.webhook or "", environ)
     return error.replace(secret, "...") if error and secret else error
 
 
@@ -114,18 +114,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _address(webhook: str, environ: Mapping[str, str]) -> str:
-    url = _value_of(webhook, environ)
+    url = webhook_address(webhook, environ)
     if not url:
         raise NotSentError(f"{webhook} is not set here")
     if not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
         raise NotSentError("the address of the webhook is none: expected https://...")
     return url
-
-
-def _value_of(webhook: str, environ: Mapping[str, str]) -> str:
-    """Return the address in the spec, or in the variable that the spec names."""
-    named = re.fullmatch(r"\$\{(\w+)\}", webhook)
-    return environ.get(named[1], "").strip() if named else webhook
 
 
 def start_command(notify: Notify, message: Message, environ: Mapping[str, str]) -> None:

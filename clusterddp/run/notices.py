@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -35,8 +36,8 @@ SEND_S = 10.0
 """How long one try may take."""
 STALE_S = 60.0
 """After so long without a result the process of a try has been killed."""
-_PAUSES_S = (0.0, 60.0, 600.0, 3600.0)
-"""How long after each failed try the next one may begin; there is one try more."""
+_PAUSES_S = (60.0, 60.0, 600.0, 3600.0)
+"""How long after each failed try the next may begin; the second begins at once on another host. There is one try more."""
 _MAX_REASON = 1000
 _FAILED = frozenset({RunState.FAILED, RunState.LOST})
 _COMMAND = (sys.executable, "-m", "clusterddp.node.notify")
@@ -162,6 +163,12 @@ class SendOrder:
         return build(cls, data, "order")
 
 
+def webhook_address(webhook: str, environ: Mapping[str, str]) -> str:
+    """Return the address in the spec, or in the variable that the spec names; empty: that is not set here."""
+    named = re.fullmatch(r"\$\{(\w+)\}", webhook)
+    return environ.get(named[1], "").strip() if named else webhook
+
+
 def start_sending(order: SendOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that sends a message by each channel; it ends by itself soon after `SEND_S`.
 
@@ -221,7 +228,8 @@ def next_try(order: SendOrder, channel: str) -> Path | None:
             return path
         if not _is_over(earlier, now) or earlier.sent:
             return None
-        if earlier.sent is False and number < len(_PAUSES_S) and now < earlier.time + _PAUSES_S[number]:
+        elsewhere = number == 0 and earlier.host != socket.gethostname()
+        if earlier.sent is False and not elsewhere and now < earlier.time + (*_PAUSES_S, 0.0)[number]:
             return None
     return None
 

@@ -30,6 +30,7 @@ from clusterddp.run.notices import (
     message_of_view,
     next_try,
     start_sending,
+    webhook_address,
 )
 from clusterddp.run.record import FOREIGN, RunRecord, read_run
 from clusterddp.run.sweep import SweepDir
@@ -53,10 +54,12 @@ class _Due:
     notify: Notify
     message: Message
 
-    def orders(self) -> list[SendOrder]:
+    def orders(self, environ: Mapping[str, str]) -> list[SendOrder]:
         """Return what can be sent from here now."""
         found = []
         for channel in self.notify.channels:
+            if channel == "webhook" and not webhook_address(self.notify.webhook or "", environ):
+                continue  # another shell of the user's may have the variable
             order = SendOrder(
                 folder=self.folder,
                 notify=self.notify,
@@ -100,7 +103,7 @@ def send_left(
     is left to do; False: another process is about to send it.
     """
     with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError):
-        due = _find_due(run, view)
+        due = _find_due(RunDir(run.path.absolute()), view)
         if due is not None:
             return _send(due, environ, patience_s, sync)
     return True
@@ -114,6 +117,7 @@ def send_left_of_sweep(
     `views`: the states of its runs, all of which have ended; `ended`: when the last one did.
     """
     with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError, IndexError):
+        sweep = SweepDir(sweep.path.absolute())
         run = sweep.runs()[0]
         notify = read_notify(run)
         message = message_of_sweep(notify, sweep, views, at=ended) if notify is not None else None
@@ -143,7 +147,7 @@ def _send(due: _Due, environ: Mapping[str, str], patience_s: float, sync: Synchr
     deadline = time.monotonic() + patience_s
     tried: set[str] = set()
     while True:
-        orders = [order for order in due.orders() if not tried.intersection(order.channels)]
+        orders = [order for order in due.orders(environ) if not tried.intersection(order.channels)]
         environment = process_environment("", environ)
         environment.pop(COOKIE)
         processes = [start_sending(order, environment) for order in orders]

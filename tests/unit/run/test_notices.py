@@ -76,6 +76,8 @@ def test_another_process_takes_over_when_the_head_cannot_send(run: RunDir):
     path = claim(first, "webhook")
     assert path is not None
     settle(first, "webhook", path, "example.org cannot be reached")
+    assert claim(order(run, is_first=False), "webhook") is None, "the same host cannot, either"
+    write_json(path, dataclasses.asdict(Try(time=time.time(), host="node07", pid=1, sent=False, error="no")))
     second = claim(order(run, is_first=False), "webhook")
     assert second is not None
     settle(first, "webhook", second, None)
@@ -83,11 +85,11 @@ def test_another_process_takes_over_when_the_head_cannot_send(run: RunDir):
     assert [row["event"] for row in read_jsonl(run.events)] == ["notify_failed", "notified"]
 
 
-def test_a_later_failure_is_followed_by_a_pause(run: RunDir):
-    for _ in range(2):
-        path = claim(order(run), "webhook")
-        assert path is not None
-        settle(order(run), "webhook", path, "no")
+def test_a_later_failure_is_followed_by_a_pause_wherever_it_was(run: RunDir):
+    run.notices.mkdir()
+    for number in range(2):
+        failed_try = Try(time=time.time(), host="node07", pid=1, sent=False, error="no")
+        write_json(run.notices / f"end-0-webhook.{number}.json", dataclasses.asdict(failed_try))
     assert next_try(order(run), "webhook") is None
 
 

@@ -55,12 +55,19 @@ def test_a_command_sends_what_the_head_could_not(tmp_path: Path, webhook: Webhoo
     assert not any("hunter2" in path.read_text() for path in run.path.rglob("*.*") if path.is_file())
 
 
-def test_a_command_that_lacks_the_address_says_so(tmp_path: Path, webhook: Webhook):
+def test_a_command_that_lacks_the_address_leaves_it_to_another(tmp_path: Path, webhook: Webhook):
     run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
-    send(run)
-    assert warn_of_unsent(read_events(run)) == "notify.webhook was not sent (end): ${HOOK} is not set here"
+    send_left(run, read_state(run), os.environ)
+    assert not run.notices.exists()
     send(run, HOOK=webhook.url)
     assert len(webhook.received) == 1
+
+
+def test_a_warning_goes_when_a_later_try_succeeds(tmp_path: Path, webhook: Webhook):
+    run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
+    log_event(run, "notify_failed", attempt=0, what="end", by="webhook", error="127.0.0.1 cannot be reached")
+    assert warn_of_unsent(read_events(run)) == "notify.webhook was not sent (end): 127.0.0.1 cannot be reached"
+    send(run)
     assert warn_of_unsent(read_events(run)) == ""
 
 
