@@ -37,7 +37,7 @@ SEND_S = 10.0
 STALE_S = 60.0
 """After so long without a result the process of a try has been killed."""
 _PAUSES_S = (60.0, 60.0, 600.0, 3600.0)
-"""How long after each failed try the next may begin; the second begins at once on another host. There is one try more."""
+"""How long after a failed try the next may begin; the second begins at once on another host. There is one try more."""
 _MAX_REASON = 1000
 _FAILED = frozenset({RunState.FAILED, RunState.LOST})
 _COMMAND = (sys.executable, "-m", "clusterddp.node.notify")
