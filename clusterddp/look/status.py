@@ -117,9 +117,9 @@ class RunStatus:
             "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
-            "report": self.report,
             "hang": self.hang and dataclasses.asdict(self.hang),
             "last_output": self.last_output,
+            "report": self.report,
             **job,
         }
 
