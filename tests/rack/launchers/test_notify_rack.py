@@ -1,4 +1,4 @@
-"""Messages and the report of a run on Slurm, whose job ends every process that it leaves behind."""
+"""Messages and the report of a run on Slurm, whose job ends every process, and on hosts that share nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from clusterddp.submission.notices import send_left
 from clusterddp.system.files import read_json, read_jsonl, write_json
 from tests.support.launch_runs import HELLO
 from tests.support.slurm_runs import await_final_end, environment, make_slurm_run, start_run
+from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until
 from tests.support.webhook import Webhook
 from tests.testbed.plan import RackPlan
@@ -40,3 +41,20 @@ def test_a_job_that_fails_waits_for_its_message_and_its_report_and_a_later_comma
         write_json(run.notices / "end-0-webhook.0.json", dataclasses.asdict(elsewhere))
         send_left(run, read_state(run), environment(), patience_s=15.0)
         assert [message["state"] for message in webhook.received] == ["FAILED"]
+
+
+def test_over_ssh_the_host_posts_and_the_laptop_runs_the_command_and_writes_the_report(ssh_place: SshPlace):
+    hosts = "launcher: ssh\nssh: {hosts: [node1, node2], python: /opt/bare/bin/python}\nsnapshot: false\n"
+    keys = "webhook: 'http://127.0.0.1:9/hunter2', shell: true, command: 'cat >> said'"
+    entry = "entry: {command: [sh, -c, 'test $RANK = 0 || exit 3; sleep 60']}\n"
+    run = ssh_place.submit(f"name: a\ndevice: cpu\n{hosts}{entry}notify: {{{keys}}}\n")
+    assert ssh_place.clusterddp("wait", run.name, check=False).returncode == 5
+    assert json.loads((run.path / "said").read_text())["state"] == "FAILED"
+    results = [(row["event"], row["by"]) for row in read_jsonl(run.events) if row["event"].startswith("notif")]
+    assert ("notify_failed", "webhook") in results
+    assert ("notified", "command") in results
+    status = ssh_place.status(run)
+    assert status["report"] == str(run.report)
+    assert "notify.webhook was not sent (end): 127.0.0.1 cannot be reached" in status["warning"]
+    for kept in (run, ssh_place.host_run_dir("node1", run)):
+        assert "hunter2" not in kept.events.read_text()
