@@ -42,12 +42,14 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended, at most `timeout_s`; return its state then."""
+        from clusterddp.submission.notices import PATIENCE_S, send_left
         from clusterddp.submission.submit import wait
 
         with self._sync() as sync:
             view = wait(RunDir(self.path), timeout_s, sync=sync)
             if view.finished:
                 sync.download()
+                send_left(RunDir(self.path), view, dict(os.environ), patience_s=PATIENCE_S, sync=sync)
         return view.state.value
 
     def status(self) -> dict[str, Any]:

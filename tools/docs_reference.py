@@ -54,6 +54,16 @@ GIVEN = {
     "CLUSTERDDP_GPU": "Which of the GPUs that the rank sees is its own, where that is not LOCAL_RANK.",
 }
 """What a rank gets besides torchrun's variables."""
+NOTIFIED = {
+    "CLUSTERDDP_RUN": "Name of the run, or of the sweep that has ended.",
+    "CLUSTERDDP_RUN_DIR": "Its directory, in which the command works.",
+    "CLUSTERDDP_EVENT": "`start`, `end`, `fail`, `requeue` or `hang`.",
+    "CLUSTERDDP_STATE": "State of the run, such as `COMPLETED`.",
+    "CLUSTERDDP_REASON": "Why it is in this state, in one line.",
+    "CLUSTERDDP_ATTEMPT": "Number of the attempt; of a sweep the sum of its runs' attempts.",
+    "CLUSTERDDP_TIME": "When it happened, in seconds since the epoch.",
+}
+"""What a command of `notify` gets."""
 INTERNAL = {
     "CLUSTERDDP_COOKIE": "Names the run and the role of a process; cleanup finds the processes of a run by it.",
     "CLUSTERDDP_ALONE": "A rank under `worker` records its own end.",
@@ -115,6 +125,7 @@ def environment_page() -> str:
     lines += ["## Read by the command", "", *_variables(READ)]
     lines += ["## Given to each rank", "", *filled("Besides torchrun's variables, which are below."), ""]
     lines += _variables(GIVEN)
+    lines += ["## Given to a command of notify", "", *_variables(NOTIFIED)]
     lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
     lines += [
         "## Where each value comes from",

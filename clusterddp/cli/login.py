@@ -82,7 +82,7 @@ def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path,
     terminal: Terminal = context.obj
     if resolved is None:
         return _run_same(node, context, {})
-    node = Node(profile=node.profile, login=node.login, secrets=resolved.job.secrets)
+    node = Node(profile=node.profile, login=node.login, secrets=resolved.job.all_secrets)
     login_command = plan_command(
         resolved,
         given_arguments(context, {"spec": SentFile(SPEC)}, ["--profile", node.profile]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import is_on_hosts
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run
+from clusterddp.run.record import log_event
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import write_text
 
@@ -86,6 +87,24 @@ def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], 
     else:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         put("\n".join(compare_lines(compared, columns=columns)))
+
+
+def write_fetched_report(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Write the report of a run over SSH that has ended, once its files are here; a failure is an event of the run.
+
+    The head writes it where the run's directory is; a host over SSH has no packages for it.
+    """
+    from clusterddp.cli.page.report_page import draw_report
+    from clusterddp.look.report import read_reports
+
+    try:
+        if not is_on_hosts(run) or is_of_another_user(run.path) or not read_state(run).finished:
+            return
+        newest = run.newest_attempt()
+        if not run.report.exists() or run.report.stat().st_mtime < newest.path.stat().st_mtime:
+            write_text(run.report, draw_report(read_reports([run], environ)))
+    except (ClusterddpError, OSError) as error:
+        log_event(run, "report_failed", error=str(error)[:300])
 
 
 COMMANDS = {"report": report, "compare": compare}

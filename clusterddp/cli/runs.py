@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
 
     # The text names the hosts that do not answer.
     with Synchroniser([run], terminal.environ, report=say_note, names_hosts=output == "json") as sync:
-        read = partial(_fetched_status, run, sync)
+        read = partial(_fetched_status, run, sync, terminal.environ)
         draws = watch and output == "text" and terminal.can_redraw(sys.stdout)
         states = states_until(_has_ended, read, key=None if draws else _without_times) if watch else iter([read()])
         if draws:
@@ -198,9 +199,11 @@ def _say_of(run: str, text: str) -> None:
 COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel}
 
 
-def _fetched_status(run: RunDir, sync: Synchroniser) -> RunStatus:
+def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str]) -> RunStatus:
     """Read the run's status; of a run that has ended, after its results are copied back."""
+    from clusterddp.cli.report import write_fetched_report
     from clusterddp.look.status import read_status
+    from clusterddp.submission.notices import send_left
 
     sync.update()
     state = read_status(run)
@@ -208,6 +211,8 @@ def _fetched_status(run: RunDir, sync: Synchroniser) -> RunStatus:
         return state
     if not sync.download():
         say_unfetched(run)
+    write_fetched_report(run, environ)
+    send_left(run, read_state(run), environ)
     return read_status(run)
 
 

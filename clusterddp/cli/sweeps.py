@@ -22,6 +22,8 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.sweep import SweepDir
+from clusterddp.run.view import RunView
+from clusterddp.submission.notices import PATIENCE_S, send_left_of_sweep
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool)
         key = None if draws else _without_times
         states = states_until(_has_ended, read, key=key, pauses=_PAUSE_PER_POLL) if watch else iter([read()])
         if draws:
-            draw(states, _text_on_screen, terminal)
+            _send_left(sweep, draw(states, _text_on_screen, terminal), terminal)
             return
         for status in states:
             if output == "json":
@@ -78,6 +80,8 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool)
                 sys.stdout.flush()
             else:
                 put("\n".join(text.status_lines(status, columns=columns_of(sys.stdout))) + ("\n" if watch else ""))
+        if status.finished:
+            _send_left(sweep, status, terminal)
 
 
 def _read_status(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
@@ -119,6 +123,7 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
         raise
     if not status.finished:
         raise ClusterddpError(f"{sweep.name} has not ended after {timeout_s:g} s: {text.plain_counts(status.states)}")
+    _send_left(sweep, status, terminal, patience_s=PATIENCE_S)
     say(f"{sweep.name}  {text.counts_text(status)}  after {duration(time.time() - status.created)}")
     failed = [run for run in status.runs if run.state.value in {"FAILED", "LOST"}]
     for run in failed[:8]:
@@ -128,6 +133,13 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
     if status.queue and any(run.state.value == "LOST" for run in status.runs):
         say(f"  go on   clusterddp resume {sweep.name}")
     return 5 if failed else 6 if "CANCELLED" in status.states else 0
+
+
+def _send_left(sweep: SweepDir, status: SweepStatus, terminal: Terminal, *, patience_s: float = 0.0) -> None:
+    """Send the message about the end of a sweep that has ended, where no process has sent it."""
+    views = [RunView(state=run.state, attempt=run.attempt, end=None, reason="") for run in status.runs]
+    ended = max((run.ended for run in status.runs if run.ended), default=status.created)
+    send_left_of_sweep(sweep, views, ended, terminal.environ, patience_s=patience_s)
 
 
 def _refuse_follow(options: StartOptions) -> None:

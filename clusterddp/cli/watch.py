@@ -201,9 +201,12 @@ def write_logs(
 
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return its exit code."""
+    from clusterddp.cli.report import write_fetched_report
     from clusterddp.look.status import find_job_log
+    from clusterddp.submission.notices import PATIENCE_S, send_left
 
     fetched = sync.download()
+    write_fetched_report(run, terminal.environ)
     end = view.end
     cause = end.root_cause if end else None
     text = f"{run.name} {state_text(view.state.value)}"
@@ -227,6 +230,7 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
             say(line)
     if not fetched:
         say_unfetched(run)
+    send_left(run, view, terminal.environ, patience_s=PATIENCE_S, sync=sync)
     return exit_code_of(view) or (0 if fetched else ClusterddpError.exit_code)
 
 

@@ -63,7 +63,7 @@ def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: 
 def _env(job: JobSpec) -> str:
     """Write the secrets by name: a Secret of the cluster has their values. The spec's env is in the spec."""
     lines = []
-    for name in job.secrets:
+    for name in job.all_secrets:
         key = f"{{name: {_object_name(job.name)}, key: {name}}}"
         lines.append(f"                - {{name: {name}, valueFrom: {{secretKeyRef: {key}}}}}")
     return "\n".join(["              env:", *lines]) if lines else ""

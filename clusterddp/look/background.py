@@ -66,7 +66,8 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict) and value and name.count(".") < 16:
             flat |= config_texts(value, f"{name}.")
         elif value not in (None, {}, []):
-            is_secret = prefix == "env." and _SECRET.search(str(key))
+            is_secret = bool(prefix == "env." and _SECRET.search(str(key)))
+            is_secret |= name == "notify.webhook" and not str(value).startswith("${")
             flat[name] = HIDDEN if is_secret else value_text(value)
     return flat
 

@@ -79,6 +79,26 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
     )
 
 
+class _NoticeEvent(TypedDict):
+    """The result of a try to send a message of `notify`."""
+
+    attempt: int
+    what: str
+    by: str
+
+
+def warn_of_unsent(events: Sequence[Row]) -> str:
+    """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
+    failed: dict[tuple[int, str, str], str] = {}
+    for row in events:
+        if row.get("event") in {"notified", "notify_failed"}:
+            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
+                event = build(_NoticeEvent, row)
+                failed[event["attempt"], event["what"], event["by"]] = str(row.get("error") or "")
+    newest = {by: (what, error) for (_, what, by), error in failed.items()}
+    return "; ".join(f"notify.{by} was not sent ({what}): {error}" for by, (what, error) in newest.items() if error)
+
+
 def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 

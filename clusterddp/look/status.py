@@ -22,6 +22,7 @@ from clusterddp.look.events import (
     find_transports,
     read_events,
     warn_of_sockets,
+    warn_of_unsent,
 )
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
@@ -85,6 +86,8 @@ class RunStatus:
     """While it runs: since when no rank makes progress."""
     last_output: float | None = None
     """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
+    report: str | None = None
+    """The path of its report, once it is written: at the end of each attempt."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
 
@@ -116,6 +119,7 @@ class RunStatus:
             "lost_rows": self.lost_rows,
             "hang": self.hang and dataclasses.asdict(self.hang),
             "last_output": self.last_output,
+            "report": self.report,
             **job,
         }
 
@@ -191,9 +195,12 @@ def read_status(run: RunDir) -> RunStatus:
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
         transports=transports,
-        warning="; ".join(filter(None, (end.warning if end else "", warn_of_sockets(transports)))),
+        warning="; ".join(
+            filter(None, (end.warning if end else "", warn_of_sockets(transports), warn_of_unsent(events)))
+        ),
         stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
         lost_rows=count_lost_rows(events),
+        report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(attempt) if is_running and record.launcher != "ssh" else None,
     )

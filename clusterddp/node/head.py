@@ -11,6 +11,7 @@ from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes, reported
 from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
+from clusterddp.node.helpers import Helpers
 from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
@@ -38,6 +39,7 @@ class Head:
         rendezvous_seed: str,
         job: JobWatch | None = None,
         guard: Guard,
+        helpers: Helpers,
         send: Callable[[int, Message], None],
         now: float,
     ) -> None:
@@ -49,6 +51,7 @@ class Head:
         self._run = run
         self._gang = gang
         self._guard = guard
+        self._helpers = helpers
         self._send = send
         self._job = job
         self._restarts = Restarts(
@@ -165,6 +168,8 @@ class Head:
     def _look_for_hang(self, attempt: Attempt, now: float) -> None:
         """Do what the spec asks for where ranks show no progress; their stacks are written by then."""
         hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
+        if hang is not None:
+            self._helpers.on_event("hang", attempt.number, hang.text)
         if hang is not None and self._gang.hang != "report":
             self._restarts.final |= self._gang.hang == "fail"
             attempt.fail(failure_of_hang(hang, self._gang), now)
@@ -196,6 +201,10 @@ class Head:
 
     def _record_start(self, now: float) -> None:
         error = self._start.write(now, last_try=self._ending is not None)
+        if error is None and self._start.written:
+            self._helpers.on_event(
+                "start", self._attempt.number, f"{sum(self._gang.entry.spawns) or self._gang.world_size} ranks run"
+            )
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
@@ -285,6 +294,7 @@ class Head:
         if record.error is not None:
             self._send_all({"kind": "record", "attempt": number, "end": dataclasses.asdict(end)})
         log_end(self._run, number, end)
+        self._helpers.on_end(number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
             self._set_attempt(number + 1)

@@ -47,14 +47,15 @@ class LocalRanks:
         first_attempt: int,
         starter: RankStarter,
         report: Callable[[Message], None],
-        guard_pid: Callable[[], int],
+        spared: Callable[[], frozenset[int]],
     ) -> None:
+        """`spared`: descendants of this process that the cleanup leaves alone."""
         self._run = run
         self._gang = gang
         self._node = node
         self._starter = starter
         self._report = report
-        self._guard_pid = guard_pid
+        self._spared = spared
         self.attempt_number = first_attempt
         """Of the attempt that runs now, or ran last."""
         self.interface = node.interface or gang.interface
@@ -114,7 +115,7 @@ class LocalRanks:
                 attempt.dir.path.joinpath(ENDING).touch()
         for rank in attempt.running:
             self._starter.signal(rank, signal.SIGTERM)
-        descendants_but = self._guard_pid() if self._starter.owns_descendants else None
+        descendants_but = self._spared() if self._starter.owns_descendants else None
         attempt.ending = LocalEnding(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,

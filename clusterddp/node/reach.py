@@ -16,6 +16,7 @@ from clusterddp.node.allocation import Allocation
 from clusterddp.node.guard import Guard
 from clusterddp.node.head import Head
 from clusterddp.node.head_server import HeadHere
+from clusterddp.node.helpers import Helpers
 from clusterddp.node.job_watch import JobWatch
 from clusterddp.node.link import SUPERVISORS, listen, listen_on_walk
 from clusterddp.node.log import log_line
@@ -44,6 +45,7 @@ def reach_head(
     selector: selectors.BaseSelector,
     *,
     guard: Guard,
+    helpers: Helpers,
     missing: tuple[int, ...],
     allocation: Allocation | None,
     now: float,
@@ -60,7 +62,7 @@ def reach_head(
     )
     if order.is_head:
         here = HeadHere(order.gang, selector, limits, listener=_listen_as_head(order), join=join)
-        here.head = _make_head(order, guard, here, allocation, now)
+        here.head = _make_head(order, here, guard=guard, helpers=helpers, allocation=allocation, now=now)
         if order.slurm is None:
             host, port = here.address
             print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
@@ -120,7 +122,9 @@ def _listen_as_head(order: SupervisorOrder) -> socket.socket:
     return listen_on_walk(_link_ports(order.slurm.job_id))
 
 
-def _make_head(order: SupervisorOrder, guard: Guard, here: HeadHere, allocation: Allocation | None, now: float) -> Head:
+def _make_head(
+    order: SupervisorOrder, here: HeadHere, *, guard: Guard, helpers: Helpers, allocation: Allocation | None, now: float
+) -> Head:
     slurm = order.slurm
     return Head(
         order.run,
@@ -130,6 +134,7 @@ def _make_head(order: SupervisorOrder, guard: Guard, here: HeadHere, allocation:
         rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
         job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
         guard=guard,
+        helpers=helpers,
         send=here.send,
         now=now,
     )

@@ -38,6 +38,7 @@ from clusterddp.node.clock import Clock
 from clusterddp.node.failover import HeadFailover, LossOfHead, LossRecorder, TakeoverWatch
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.guard import Facts, Guard, clean_up
+from clusterddp.node.helpers import Helpers
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
@@ -110,10 +111,12 @@ class Supervisor:
         self._allocation: Allocation | None = None
         if order.slurm is not None:
             self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
+        self._helpers = Helpers(order, environment)
         self.uplink: Uplink = reach_head(
             order,
             self._selector,
             guard=guard,
+            helpers=self._helpers,
             missing=self._missing,
             allocation=self._allocation,
             now=self._clock.now,
@@ -127,7 +130,7 @@ class Supervisor:
             first_attempt=order.attempt,
             starter=rank_starter,
             report=self.uplink.report,
-            guard_pid=lambda: guard.pid,
+            spared=lambda: frozenset([guard.pid, *self._helpers.pids]),
         )
 
     def _make_rank_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
@@ -155,6 +158,7 @@ class Supervisor:
             exits = reap()
             if self._guard.on_exits(exits):
                 log_line("the guard was killed; another one was started")
+            self._helpers.on_exits(exits)
             if self._children is not None:
                 self._children.on_exits(exits)
             if self._allocation is not None:
@@ -196,8 +200,9 @@ class Supervisor:
             self._children.end(exit_code)
 
     def dismiss_tasks(self, exit_code: int) -> None:
-        """Let Slurm's tasks exit; from then on Slurm may end this process at any moment."""
+        """Let Slurm's tasks exit, once the helpers have; from then on Slurm may end this process at any moment."""
         if self._tasks is not None:
+            self._helpers.finish()
             self._tasks.dismiss(exit_code)
 
     def _await_tasks(self) -> None:

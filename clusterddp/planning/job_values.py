@@ -26,6 +26,9 @@ _STOP_LEAD_S = 60.0
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
     """Make local paths absolute, because ranks and `rerun` read the spec in other directories; paths on hosts stay."""
+    if job.notify and job.notify.command and not job.notify.shell:
+        command = job.notify.argv(working_dir)
+        job = job.model_copy(update={"notify": job.notify.model_copy(update={"command": command})})
     if job.ssh.send:
         send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
         job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})

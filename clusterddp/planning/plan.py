@@ -15,6 +15,7 @@ from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
+from clusterddp.planning.notify import masked, notify_notes, notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
@@ -149,10 +150,10 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         spec_text=spec_text(job),
         gang=gang,
         rank0={},
-        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
-        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
+        changes=changes_of(resolved),
+        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved), *notify_notes(job)),
         snapshot=program.snapshot_summary,
-        secrets=tuple(job.secrets),
+        secrets=job.all_secrets,
         parent=request.parent,
         files=(),
         commands=(),
@@ -163,6 +164,15 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
         plan = dataclasses.replace(plan, slurm=slurm)
     return move_plan(plan, request.runs_dir / run)
+
+
+def changes_of(resolved: ResolvedSpec) -> tuple[dict[str, Any], ...]:
+    """Return the values that differ from their defaults, as they may be shown."""
+    changes = [dataclasses.asdict(change) for change in resolved.changes()]
+    return tuple(
+        change | {"value": masked(change["value"])} if change["key"] == "notify.webhook" else change
+        for change in changes
+    )
 
 
 def _plan_ranks(
@@ -203,6 +213,7 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         start=job.start,
         hang=job.hang,
         hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
+        notify=notify_of(job),
         time_limit_s=time_limit_s,
         **timeouts_of(job, len(placement.nodes)),
     )
@@ -217,8 +228,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a plan; if it names hosts, seal the part that makes clusterddp connect to them."""
-    return data | {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else data
+    """Return the JSON of a plan with a seal of the hosts that it connects to, and of the messages that it sends."""
+    hosts = {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else {}
+    return data | hosts | notify_seal(data)
 
 
 def read_plan(run: RunDir) -> Plan:
@@ -296,4 +308,4 @@ def _refuse_unplannable(job: JobSpec, request: Request) -> None:
             f"--attach is for launcher ssh, and this spec has {job.launcher}",
             hint="--follow stays with any run",
         )
-    check_secrets(tuple(job.secrets), request.environ)
+    check_secrets(job.all_secrets, request.environ)

@@ -56,8 +56,8 @@ class Cleanup:
     """
 
     cookies: tuple[str, ...]
-    descendants_but: int | None = None
-    """End the caller's descendants, too, except this pid and its own (0: no exception).
+    descendants_but: frozenset[int] | None = None
+    """End the caller's descendants, too, except these pids and their own.
 
     This finds processes that have overwritten their environment.
     """
@@ -96,7 +96,7 @@ def end_processes(*cookies: str, timeout_s: float) -> list[int]:
         time.sleep(0.02)
 
 
-def _descendants(but: int) -> dict[int, Process]:
+def _descendants(but: frozenset[int]) -> dict[int, Process]:
     found = find_descendants([os.getpid()])
-    spared = {but, *find_descendants([but])} if but else set()
+    spared = {*but, *find_descendants(but)}
     return {pid: process for pid, process in found.items() if pid not in spared}

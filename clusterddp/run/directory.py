@@ -187,6 +187,11 @@ class RunDir:
         return self.path / "launcher"
 
     @property
+    def notices(self) -> Path:
+        """The messages of `notify`: a file for each try to send one (run/notices.py)."""
+        return self.path / "notices"
+
+    @property
     def job_environment(self) -> Path:
         """On Slurm: the variables that are passed from the submitting shell to the ranks; mode 0600, as all files."""
         return self.launcher_dir / "environment.json"

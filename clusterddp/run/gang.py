@@ -80,6 +80,26 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Notify:
+    """Of which events of the run a message is sent, and where to (run/notices.py)."""
+
+    on: tuple[str, ...]
+    """`start`, `end`, `fail`, `requeue`, `hang`."""
+    command: tuple[str, ...] = ()
+    """Its words; empty: none."""
+    webhook: str | None = None
+    """Its address, or `${NAME}` of the variable that has it."""
+    mail: str | None = None
+    """The address, unless Slurm sends the mail."""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The ways by which messages are sent."""
+        ways = {"command": self.command, "webhook": self.webhook, "mail": self.mail}
+        return tuple(name for name, value in ways.items() if value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
     """One node of the gang: a slot for a supervisor and its ranks."""
 
@@ -140,6 +160,7 @@ class Gang:
     """What follows when the run shows no progress."""
     hang_after_s: float | None = None
     """After so long; None: as the steps of the run suggest."""
+    notify: Notify | None = None
 
     @property
     def give_up_s(self) -> float:
@@ -206,7 +227,8 @@ class Gang:
 
     def to_json(self) -> dict[str, Any]:
         # dataclasses.asdict copies every number, which is slow for the thousand gangs of a sweep.
-        return _fields(self) | {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
+        parts = {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
+        return _fields(self) | parts | {"notify": self.notify and _fields(self.notify)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
@@ -228,5 +250,5 @@ class Gang:
             raise ValueError("gang.entry.spawns is not a number of ranks for each node")
 
 
-def _fields(value: Gang | Entry | Node) -> dict[str, Any]:
+def _fields(value: Gang | Entry | Node | Notify) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel, Field, model_validator
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
+from clusterddp.spec.notify_section import NotifySpec
 from clusterddp.spec.section import Section, section_of, spellings
 from clusterddp.spec.shared import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.ssh_section import Ssh, SshHost
@@ -186,6 +187,10 @@ class JobSpec(Section):
         'collective), written as time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 usual '
         "distances of rows in metrics.jsonl, whichever is longest.",
     )
+    notify: NotifySpec | None = Field(
+        default=None,
+        description="Messages about the run's start, end, restarts and hangs: a command, a webhook, a mail.",
+    )
     start: Annotated[Literal["ranks", "torchrun"], Word] = Field(
         default="ranks",
         description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
@@ -218,6 +223,12 @@ class JobSpec(Section):
     sweep: Sweep | None = Field(
         default=None, description="Values that are tried in all combinations, each in a run of its own."
     )
+
+    @property
+    def all_secrets(self) -> tuple[str, ...]:
+        """The variables that are passed from the submitting shell, by name: `secrets`, and that of notify.webhook."""
+        named = self.notify.secret if self.notify else None
+        return tuple(dict.fromkeys([*self.secrets, *([named] if named else [])]))
 
     @property
     def cpu_reason(self) -> str | None:

@@ -35,8 +35,9 @@ def format_spec_error(error: SpecError) -> str:
 
 def problem_at(place: Place, message: str, hint: str | None = None, *, key: str = "") -> Problem:
     """Make a problem that points at `place`."""
-    # A line of `secrets` is not shown: a user may have written a secret's value in place of its name.
-    source_line = None if key.split(".", maxsplit=1)[0] == "secrets" else place.source_line
+    # A line of `secrets` is not shown: a user may have written a secret's value in place of its name. The address of
+    # a webhook is a secret, too.
+    source_line = None if key.split(".", maxsplit=1)[0] in {"secrets", "notify"} else place.source_line
     return Problem(
         source=place.source,
         message=message,

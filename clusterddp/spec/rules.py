@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from clusterddp.spec.entry_section import entry_conflicts
 from clusterddp.spec.model import JobSpec
+from clusterddp.spec.notify_section import notify_conflicts
 from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_section import ssh_conflicts
@@ -32,6 +33,7 @@ def conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _name_conflicts(job)
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
+    yield from notify_conflicts(job)
 
 
 def _start_conflicts(job: JobSpec) -> Iterator[Conflict]:

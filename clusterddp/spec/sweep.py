@@ -37,7 +37,9 @@ _REASONS = dict.fromkeys(
     ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
     "it is a request for machines, which all runs of a sweep share",
 ) | {
-    **dict.fromkeys(("launcher", "name", "keep", "after", "secrets", "snapshot", "stop", "sweep"), _OF_THE_SWEEP),
+    **dict.fromkeys(
+        ("launcher", "name", "keep", "after", "secrets", "notify", "snapshot", "stop", "sweep"), _OF_THE_SWEEP
+    ),
     "restarts": f"{_OF_THE_SWEEP}: Slurm restarts all tasks of a job array or none",
 }
 """Why the other keys cannot be swept."""

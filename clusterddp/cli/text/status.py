@@ -62,6 +62,8 @@ def status_lines(
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines = [each for line in lines for each in wrapped(line, columns, indent=4)]
     lines += [f"  {printable(str(run.path))}"]
+    if status.report:
+        lines.append(f"  report: {printable(status.report)}")
     if status.checkpoint:
         lines.append(f"  {checkpoint_text(status.checkpoint)}")
     lines.append("")

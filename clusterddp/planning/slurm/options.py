@@ -98,6 +98,8 @@ def _required(job: JobSpec) -> Options:
         "ntasks_per_node": str(_tasks_per_node(job)),
         "cpus_per_task": str(_cores_per_task(job)),
     }
+    if job.notify and job.notify.mail:
+        options |= {"mail_user": job.notify.mail, "mail_type": job.notify.mail_types}
     return options | ({"time": str(resources.time)} if resources.time else {})
 
 

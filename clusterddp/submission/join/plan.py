@@ -16,7 +16,7 @@ from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_p
 from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import with_one_process_each
-from clusterddp.planning.plan import Plan, move_plan, plan_gang
+from clusterddp.planning.plan import Plan, changes_of, move_plan, plan_gang
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.program import plan_program
 from clusterddp.planning.ssh.place import plan_ssh_placement
@@ -41,7 +41,7 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
     runs_dir, working_dir = runs_dir.absolute(), working_dir.absolute()
     if resolved.job.sweep:
         raise UsageError("a spec with a sweep describes many runs; join starts one", hint="~sweep drops the section")
-    check_secrets(tuple(resolved.job.secrets), environ)
+    check_secrets(resolved.job.all_secrets, environ)
     # The code and the paths are this machine's, as in a local run; nothing is uploaded.
     here = with_absolute_paths(resolved.job.model_copy(update={"launcher": "local"}), working_dir)
     shares = share_out(resolved.job)
@@ -59,12 +59,12 @@ def plan_join(resolved: ResolvedSpec, *, runs_dir: Path, working_dir: Path, envi
         working_dir=working_dir,
         spec=filled_in(here),
         spec_text=spec_text(here.model_copy(update={"launcher": resolved.job.launcher})),
-        gang=plan_gang(resolved.job, placement, entry, run=run, token=token),
+        gang=plan_gang(resolved.job.model_copy(update={"notify": here.notify}), placement, entry, run=run, token=token),
         rank0={},
-        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        changes=changes_of(resolved),
         notes=(*placement.notes, *program.notes, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
-        secrets=tuple(resolved.job.secrets),
+        secrets=resolved.job.all_secrets,
         parent=None,
         files=(),
         commands=(),

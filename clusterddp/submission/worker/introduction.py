@@ -90,4 +90,4 @@ def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
             "container: another launcher starts the ranks, and it has to start them in the container",
             hint="~container on the command line; srun --container-image=... clusterddp worker SPEC",
         )
-    check_secrets(tuple(job.secrets), environ)
+    check_secrets(job.all_secrets, environ)

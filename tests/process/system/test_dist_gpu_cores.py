@@ -118,7 +118,7 @@ def test_a_node_sets_the_cores_of_its_ranks(
     run, starter = RunDir(tmp_path / "run"), Recorder()
     run.path.mkdir()
     own_ranks = local_ranks.LocalRanks(
-        run, gang, node, first_attempt=0, starter=starter, report=lambda report: None, guard_pid=lambda: 0
+        run, gang, node, first_attempt=0, starter=starter, report=lambda report: None, spared=frozenset
     )
     own_ranks.obey({"kind": "start", "attempt": 0, "restart": 0, "master_port": 1, "networks": ()}, 0.0)
     told = [launch.values().get("CLUSTERDDP_CORES") for launch in starter.launches.values()]

@@ -62,7 +62,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "world_size",
     ]
     promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "checkpoint", "stopping"]
-    promised += ["lost_rows", "hang", "last_output"]
+    promised += ["lost_rows", "hang", "last_output", "report"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]

@@ -55,7 +55,14 @@ def test_the_head_counts_a_node_whose_connection_was_killed_after_its_join(tmp_p
     join = {"kind": "join", "node_rank": 0, "pid": os.getpid(), "missing": [0]}
     here = HeadHere(gang, selector, LIMITS, listener=listeners[0], join=join)
     here.head = Head(
-        RunDir(tmp_path), gang, first_attempt=0, rendezvous_seed="seed", guard=None, send=here.send, now=0.0
+        RunDir(tmp_path),
+        gang,
+        first_attempt=0,
+        rendezvous_seed="seed",
+        guard=None,
+        helpers=None,
+        send=here.send,
+        now=0.0,
     )
     sent = []
 

@@ -1,0 +1,113 @@
+"""The spec's section notify: its values, and what they become in a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.text.plan import masked_plan
+from clusterddp.errors import SpecError, UsageError
+from clusterddp.look.background import HIDDEN, config_texts
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.notify_section import NotifySpec
+from clusterddp.spec.sweep import load_sweep
+from tests.support.launch_runs import plan_text
+
+ENTRY = "name: a\nentry: {command: [true]}\n"
+
+
+def notify(text: str, more: str = "") -> NotifySpec:
+    spec = load_spec(f"{ENTRY}{more}notify: {text}\n", environ={}).job.notify
+    assert spec is not None
+    return spec
+
+
+def refusal(text: str, more: str = "") -> str:
+    with pytest.raises(SpecError) as refused:
+        notify(text, more)
+    return "\n".join(f"{problem.key}: {problem.message}" for problem in refused.value.problems)
+
+
+def test_the_end_is_what_a_message_is_about_by_default():
+    assert notify("{mail: ada}").on == ("end",)
+
+
+def test_one_event_needs_no_list():
+    assert notify("{on: fail, mail: ada}").on == ("fail",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{on: crash, mail: a}", "notify.on"),
+        ("{on: [], mail: a}", "notify.on"),
+        ("{on: end}", "names no command, webhook or mail"),
+        ("{mail: -t}", "expected an address"),
+        ("{mail: 'a@b, c@d'}", "expected an address"),
+        ("{webhook: ftp://a/b}", "expected https://"),
+        ("{webhook: https://}", "expected https://"),
+        ("{webhook: '${CLUSTERDDP_RUN}'}", "is set by clusterddp"),
+        ("{shell: true, command: [a, b]}", "a shell reads text"),
+    ],
+)
+def test_a_wrong_value_is_refused(text, said):
+    assert said in refusal(text)
+
+
+def test_an_address_that_is_refused_is_not_shown():
+    with pytest.raises(SpecError) as refused:
+        notify("{webhook: hooks.example.org/hunter2}")
+    assert "hunter2" not in repr(refused.value.problems)
+
+
+def test_the_mail_is_slurms_where_slurm_runs_the_job(tmp_path: Path):
+    more = "launcher: slurm\n"
+    assert notify("{on: [start, fail, hang], mail: ada@example.org}", more).mail_types == "BEGIN,FAIL"
+    assert "notify.mail sets it" in refusal("{mail: ada}", f"{more}slurm: {{mail-type: END}}\n")
+    assert "knows no hang" in refusal("{on: hang, mail: ada}", more)
+
+
+def test_a_sweep_has_one_section_for_all_its_runs():
+    with pytest.raises(SpecError) as refused:
+        load_sweep(f"{ENTRY}sweep: {{values: {{notify.mail: [a, b]}}}}\n", sweep=[], environ={})
+    assert "one for the whole sweep" in str(refused.value.problems)
+
+
+def test_the_variable_of_an_address_is_a_secret_of_the_plan(tmp_path: Path):
+    text = f"{ENTRY}notify: {{webhook: '${{HOOK}}'}}\n"
+    with pytest.raises(UsageError, match="HOOK not set"):
+        plan_text(text, tmp_path)
+    plan = plan_text(text, tmp_path, environ={"PATH": "/bin", "HOOK": "https://example.org/hunter2"})
+    assert plan.secrets == ("HOOK",)
+    assert "hunter2" not in repr(plan)
+
+
+def test_a_relative_program_is_one_from_where_the_spec_was_submitted(tmp_path: Path):
+    plan = plan_text(f"{ENTRY}notify: {{command: ./tell.sh all}}\n", tmp_path)
+    assert plan.gang.notify is not None
+    assert plan.gang.notify.command == (f"{tmp_path}/tell.sh", "all")
+    assert plan_text(plan.spec_text, Path("/")).gang.notify == plan.gang.notify
+
+
+def test_a_shell_reads_a_command_only_where_the_spec_asks_for_it(tmp_path: Path):
+    plain = plan_text(f"{ENTRY}notify: {{command: 'echo $HOME'}}\n", tmp_path).gang.notify
+    shell = plan_text(f"{ENTRY}notify: {{command: 'echo $HOME', shell: true}}\n", tmp_path).gang.notify
+    assert plain is not None
+    assert plain.command == ("echo", "$HOME")
+    assert shell is not None
+    assert shell.command == ("/bin/sh", "-c", "echo $HOME")
+
+
+def test_the_path_of_an_address_is_in_no_plan_that_is_shown(tmp_path: Path):
+    plan = plan_text(f"{ENTRY}notify: {{webhook: 'https://example.org/hunter2'}}\n", tmp_path)
+    assert "hunter2" not in json.dumps(masked_plan(plan))
+    assert "hunter2" not in repr(plan.changes)
+    assert any("notify.webhook" in note for note in plan.notes)
+
+
+def test_the_path_of_an_address_is_in_no_report():
+    shown = config_texts({"notify": {"webhook": "https://example.org/hunter2"}})
+    assert shown == {"notify.webhook": HIDDEN}
+    assert config_texts({"notify": {"webhook": "${HOOK}"}}) == {"notify.webhook": "${HOOK}"}
