@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.beside import MODULE, Beside, run_child
@@ -17,7 +17,6 @@ from clusterddp.slurm.commands import run_slurm, slurm_environment
 from clusterddp.slurm.jobs import Phase
 
 if TYPE_CHECKING:
-    from clusterddp.planning.plan import Plan
     from clusterddp.run.directory import AttemptDir, RunDir
     from clusterddp.run.record import RunRecord
 
@@ -35,19 +34,24 @@ def run_in_job(run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Besi
     job = find_job(run, record, environ)
     if job is None or job.phase is not Phase.RUNNING:
         raise ClusterddpError(f"{run.name}: its job does not run: {job.state if job else 'Slurm has none'}")
-    step = step_argv(plan, _plain_id(job.job_id, environ), beside, version=_read_version(environ))
-    _refuse_container(plan, run, beside, step)
+    assert plan.slurm is not None
+    step = step_argv(
+        _plain_id(job.job_id, environ),
+        beside,
+        cpus_per_task=str(plan.slurm.sbatch_options["cpus_per_task"]),
+        version=_read_version(environ),
+    )
+    refuse_container(run.name, plan.slurm.container, beside, step)
     argv = [*step, f"--chdir={run.launcher_dir}", sys.executable, "-m", MODULE]
     environment = slurm_environment(environ) | python_path(environ)
     return run_child([*argv, *beside.arguments(str(run.path), attempt)], environment, beside, cwd=run.launcher_dir)
 
 
-def step_argv(plan: Plan, job_id: str, beside: Beside, *, version: tuple[int, int]) -> list[str]:
+def step_argv(job_id: str, beside: Beside, *, cpus_per_task: str, version: tuple[int, int]) -> list[str]:
     """Return the argv of srun up to the command.
 
-    The step asks for what its ranks have, or for nothing where that means all of the job's: memory, GPUs.
+    The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none.
     """
-    assert plan.slurm is not None
     has_terminal = beside.keyboard is not None and beside.keyboard.terminal
     return [
         "srun",
@@ -56,7 +60,7 @@ def step_argv(plan: Plan, job_id: str, beside: Beside, *, version: tuple[int, in
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={beside.host}",
-        f"--cpus-per-task={plan.slurm.sbatch_options['cpus_per_task']}",
+        f"--cpus-per-task={cpus_per_task}",
         "--mem=0",
         "--mpi=none",
         "--export=ALL",
@@ -64,6 +68,22 @@ def step_argv(plan: Plan, job_id: str, beside: Beside, *, version: tuple[int, in
         "--quit-on-interrupt",  # else srun answers the first Ctrl-C itself
         "--pty" if has_terminal else "--unbuffered",
     ]
+
+
+def refuse_container(name: str, container: Mapping[str, Any] | None, beside: Beside, step: Sequence[str]) -> None:
+    """Refuse to run beside ranks in a container, whose files and processes the command would not see.
+
+    Raises: UsageError: they are in one; the hint has the command that starts another container of its image.
+    """
+    if container is None:
+        return
+    image = str(container["image"])
+    words = [word for word in step if word not in {"--unbuffered", "--quiet", "--quit-on-interrupt", "--pty"}]
+    enter = [f"--container-image={image}"] if container["runtime"] == "pyxis" else ["apptainer", "exec", image]
+    raise UsageError(
+        f"{name}: its ranks are in a container, in which clusterddp starts no command",
+        hint=f"another container of its image on {beside.host}: {shlex.join([*words, '--pty', *enter, '/bin/sh'])}",
+    )
 
 
 def _plain_id(job_id: str, environ: Mapping[str, str]) -> str:
@@ -77,19 +97,3 @@ def _read_version(environ: Mapping[str, str]) -> tuple[int, int]:
     """Read the release of srun: `slurm-wlm 22.05.8`; of an unknown answer the newest form is assumed."""
     match = re.search(r"(\d{1,4})\.(\d{1,4})", run_slurm(["srun", "--version"], environ=environ))
     return (int(match[1]), int(match[2])) if match else _OVERLAPS_SINCE
-
-
-def _refuse_container(plan: Plan, run: RunDir, beside: Beside, step: list[str]) -> None:
-    """Refuse to run beside ranks in a container, whose files and processes the command would not see."""
-    assert plan.slurm is not None
-    container = plan.slurm.container
-    if container is None:
-        return
-    image = str(container["image"])
-    inside = [f"--container-image={image}"] if container["runtime"] == "pyxis" else []
-    enter = [] if inside else ["apptainer", "exec", image]
-    shell = [*(word for word in step if word != "--unbuffered"), "--pty", *inside, *enter, "/bin/sh"]
-    raise UsageError(
-        f"{run.name}: its ranks are in a container, in which clusterddp starts no command",
-        hint=f"another container of its image on {beside.host}: {shlex.join(dict.fromkeys(shell))}",
-    )
