@@ -45,6 +45,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _LOOK_EVERY_S = 0.25
 _GRACE_S = 2.0
 """How long the command may take to end by itself after its signal."""
+_CLEANUP_S = 0.5
 _OF_THE_STEP = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_")
 
 
@@ -146,11 +147,9 @@ class _Commands:
                 self._end(min(ended))
             if signal.SIGINT in numbers and self._is_step:
                 self._signal(signal.SIGINT)
-            for rank in self._running.values():
-                if not rank.process.alive():
-                    sys.stderr.write(f"clusterddp: rank {rank.record.rank} has ended, and the command with it\n")
-                    self._end(signal.SIGHUP)
-                    break
+            if lost := [rank for rank in self._running.values() if not rank.process.alive()]:
+                _report_end(lost[0])
+                self._end(signal.SIGHUP)
         self._end_descendants(signal.SIGHUP)
         for pump in self._pumps:
             pump.join()
@@ -186,17 +185,23 @@ class _Commands:
 
     def _take_exits(self) -> None:
         for pid, code in reap().items():
-            if self._running.pop(pid, None) is not None:
-                self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+            rank = self._running.pop(pid, None)
+            if rank is None:
+                continue
+            # The supervisor may have killed both in its cleanup.
+            if code == -signal.SIGKILL and _ends_within(rank, _CLEANUP_S):
+                _report_end(rank)
+                code = -signal.SIGHUP
+            self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
 
     def _signal(self, number: int) -> None:
         for process in find_descendants([os.getpid()]).values():
             process.send_signal(number)
 
     def _end(self, number: int) -> None:
-        """End the commands and what they have started."""
+        """End the commands and what they have started; the exit code is that of the signal."""
         self._end_descendants(number)
-        self._exit_code = max(self._exit_code, 128 + number)
+        self._exit_code = 128 + number
 
     def _end_descendants(self, number: int) -> None:
         """Signal all descendants, orphans among them; kill those that are left after the grace."""
@@ -208,6 +213,19 @@ class _Commands:
             time.sleep(0.02)
             self._take_exits()
         self._take_exits()
+
+
+def _ends_within(rank: RankHere, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while rank.process.alive():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _report_end(rank: RankHere) -> None:
+    sys.stderr.write(f"clusterddp: rank {rank.record.rank} has ended, and the command with it\n")
 
 
 def _pump(source: IO[bytes], target: IO[bytes], label: bytes) -> None:

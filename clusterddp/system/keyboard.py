@@ -81,7 +81,7 @@ class Keyboard:
             resized = None
             if self.terminal:
                 resized = signal.signal(signal.SIGWINCH, lambda *_: os.write(waker, b"."))
-                tty.setraw(_STDIN)
+                tty.setraw(_STDIN, termios.TCSADRAIN)  # what was typed before is kept
             reader.start()
             try:
                 yield
