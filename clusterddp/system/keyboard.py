@@ -40,8 +40,9 @@ def kept_terminal() -> Iterator[None]:
         if modes is not None:
             # A process in the background is stopped when it sets the terminal, and a command may have left us there.
             stops = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-            with contextlib.suppress(OSError, termios.error):  # it was closed
+            with contextlib.suppress(OSError):  # it was closed, or the group is in another PID namespace
                 os.tcsetpgrp(_STDIN, group)
+            with contextlib.suppress(termios.error):
                 termios.tcsetattr(_STDIN, termios.TCSADRAIN, modes)
             signal.signal(signal.SIGTTOU, stops)
         for number, handler in before.items():

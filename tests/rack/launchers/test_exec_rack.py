@@ -129,4 +129,4 @@ def test_on_slurm_a_command_runs_in_the_job_and_does_not_keep_it(rack: Rack) -> 
         assert typist.await_exit() != 0
         assert typist.modes() == modes
     wait_until(lambda: person.processes(run) == [])
-    assert person.job(str(job_id))["JobState"] == "CANCELLED"
+    wait_until(lambda: person.job(str(job_id))["JobState"] == "CANCELLED", 60)
