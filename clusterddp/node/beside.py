@@ -184,15 +184,16 @@ class _Commands:
         process.returncode = 0  # `reap` collects all children
 
     def _take_exits(self) -> None:
-        for pid, code in reap().items():
+        for pid, returncode in reap().items():
             rank = self._running.pop(pid, None)
             if rank is None:
                 continue
+            code = returncode if returncode >= 0 else 128 - returncode
             # The supervisor may have killed both in its cleanup.
-            if code == -signal.SIGKILL and _ends_within(rank, _CLEANUP_S):
+            if returncode == -signal.SIGKILL and _ends_within(rank, _CLEANUP_S):
                 _report_end(rank)
-                code = -signal.SIGHUP
-            self._exit_code = max(self._exit_code, code if code >= 0 else 128 - code)
+                code = 128 + signal.SIGHUP
+            self._exit_code = max(self._exit_code, code)
 
     def _signal(self, number: int) -> None:
         for process in find_descendants([os.getpid()]).values():

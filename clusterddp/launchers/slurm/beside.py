@@ -65,7 +65,7 @@ def step_argv(job_id: str, beside: Beside, *, cpus_per_task: str, version: tuple
         "--mpi=none",
         "--export=ALL",
         "--quiet",
-        "--quit-on-interrupt",  # else srun answers the first Ctrl-C itself
+        "--disable-status",  # the first Ctrl-C goes to the command, a second one within 1 s ends srun
         "--pty" if has_terminal else "--unbuffered",
     ]
 
@@ -78,7 +78,7 @@ def refuse_container(name: str, container: Mapping[str, Any] | None, beside: Bes
     if container is None:
         return
     image = str(container["image"])
-    words = [word for word in step if word not in {"--unbuffered", "--quiet", "--quit-on-interrupt", "--pty"}]
+    words = [word for word in step if word not in {"--unbuffered", "--quiet", "--disable-status", "--pty"}]
     enter = [f"--container-image={image}"] if container["runtime"] == "pyxis" else ["apptainer", "exec", image]
     raise UsageError(
         f"{name}: its ranks are in a container, in which clusterddp starts no command",

@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from tests.support.slurm_person import SlurmPerson
-from tests.support.ssh_place import SshPlace
+from tests.support.ssh_place import SshPlace, send
 from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -71,6 +71,16 @@ def check_commands(place: Place, run: RunDir) -> None:
     assert several.returncode == 3
 
 
+def check_ctrl_c(place: Place, run: RunDir) -> None:
+    """Press Ctrl-C where the command has no terminal of its own: it goes to the command, whose exit code counts."""
+    program = "import time\nprint('up', flush=True)\ntry: time.sleep(600)\nexcept KeyboardInterrupt: exit(9)"
+    waits = place.start("exec", run.name, "--rank", "3", "--", "python3", "-c", program)
+    assert waits.stdout is not None
+    assert waits.stdout.readline() == "up\n"
+    send(waits)
+    assert waits.wait(60) == 9
+
+
 def check_shell(place: Place, run: RunDir) -> None:
     """Type into a shell: its terminal has the size of this one, Ctrl-C goes to its program, and modes are restored."""
     with typing_into(shell_of(place, run, "--node", "1")) as person:
@@ -90,6 +100,7 @@ def check_shell(place: Place, run: RunDir) -> None:
 def test_over_ssh_a_command_runs_on_the_ranks_host_and_ends_with_the_connection(ssh_place: SshPlace) -> None:
     run = start_run(ssh_place, OVER_SSH)
     check_commands(ssh_place, run)
+    check_ctrl_c(ssh_place, run)
     check_shell(ssh_place, run)
 
     def beside() -> list[str]:
@@ -112,6 +123,7 @@ def test_on_slurm_a_command_runs_in_the_job_and_does_not_keep_it(rack: Rack) -> 
     person = SlurmPerson.at(rack, "beside")
     run = start_run(person, ON_SLURM)
     check_commands(person, run)
+    check_ctrl_c(person, run)
     told = person.clusterddp(
         "exec", run.name, "--", "sh", "-c", "echo $SLURM_JOB_ID $SLURM_STEP_ID; pwd"
     ).stdout.split()
