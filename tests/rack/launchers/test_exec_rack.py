@@ -97,6 +97,13 @@ def check_shell(place: Place, run: RunDir) -> None:
     assert place.status(run)["state"] == "RUNNING"
 
 
+def cut_connections(place: SshPlace, node: str) -> None:
+    """Kill the processes of sshd that serve connections."""
+    for pid in place.rack.pids(node):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sshd: root@"):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_over_ssh_a_command_runs_on_the_ranks_host_and_ends_with_the_connection(ssh_place: SshPlace) -> None:
     run = start_run(ssh_place, OVER_SSH)
     check_commands(ssh_place, run)
@@ -109,6 +116,14 @@ def test_over_ssh_a_command_runs_on_the_ranks_host_and_ends_with_the_connection(
     left = ssh_place.start("exec", run.name, "--rank", "2", "--", "sleep", "600")
     wait_until(beside)
     os.killpg(left.pid, signal.SIGKILL)
+    wait_until(lambda: not beside())
+    with typing_into(shell_of(ssh_place, run)) as person:
+        modes = person.modes()
+        wait_until(beside)
+        cut_connections(ssh_place, "node1")
+        assert person.await_exit() == 3
+        assert "node1: ask: the connection broke, which ends the command; the run goes on" in person.look()
+        assert person.modes() == modes
     wait_until(lambda: not beside())
     with typing_into(shell_of(ssh_place, run)) as person:
         modes = person.modes()
