@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
 import select
+import struct
 import subprocess
 import termios
 import time
@@ -46,7 +48,7 @@ class Typist:
         return termios.tcgetattr(self.own_end)
 
     def resize(self, rows: int, columns: int) -> None:
-        termios.tcsetwinsize(self.terminal, (rows, columns))
+        resize(self.terminal, rows, columns)
 
     def await_exit(self, within_s: float = 30) -> int:
         deadline = time.monotonic() + PATIENCE * within_s
@@ -56,13 +58,17 @@ class Typist:
         return self.process.returncode
 
 
+def resize(terminal: int, rows: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
 @contextlib.contextmanager
 def typing_into(
     argv: Sequence[str], *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[Typist]:
     """Run a command in a terminal of 30 rows and 100 columns; it is killed at the end."""
     terminal, own_end = pty.openpty()
-    termios.tcsetwinsize(terminal, (30, 100))
+    resize(terminal, 30, 100)
     process = subprocess.Popen(
         [*_TAKE_TERMINAL, *argv], stdin=own_end, stdout=own_end, stderr=own_end, env=environ, cwd=cwd
     )
