@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.launchers.beside import Beside, Write
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankRecord, RunRecord, read_ranks, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.keyboard import Keyboard
@@ -64,14 +64,17 @@ def find_running(
 ) -> RunningRanks:
     """Find these ranks of a run, or the first rank of a node.
 
-    Raises: UsageError: one of them does not run, or the run is another user's.
+    Raises: UsageError: one of them does not run, or the run is another user's. PreflightError: its machine or Slurm
+    does not answer.
     """
     run = RunDir(run.path.absolute())
-    if is_of_another_user(run.path) or os.stat(run.path).st_uid != os.geteuid():
+    if os.stat(run.path).st_uid != os.geteuid():  # root, too, would start the command as another user than the rank's
         raise UsageError(f"{run.name} is another user's; a command runs beside your own ranks only")
     with Synchroniser([run], environ, interval_s=_FETCH_S) as sync:
         sync.update()
         view = read_state(run)
+    if view.state is RunState.UNKNOWN:
+        raise PreflightError(f"{run.name}: whether its ranks run is not known: {view.reason}")
     if view.state is not RunState.RUNNING or view.attempt is None:
         raise UsageError(f"{run.name} has no running rank: it is {view.state.value}", hint=_advise(run, view))
     attempt = run.attempt(view.attempt)
