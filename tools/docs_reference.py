@@ -64,6 +64,12 @@ NOTIFIED = {
     "CLUSTERDDP_TIME": "When it happened, in seconds since the epoch.",
 }
 """What a command of `notify` gets."""
+BESIDE = {
+    "CLUSTERDDP_EXEC_RANK": "The rank; so LOCAL_RANK, WORLD_SIZE and torchrun's other variables of a rank's place.",
+    "CLUSTERDDP_EXEC_MASTER_PORT": "MASTER_PORT of the rank; so MASTER_ADDR, and CLUSTERDDP_EXEC_INIT_METHOD.",
+    "CLUSTERDDP_EXEC_RUN_DIR": "Directory of the run; so CLUSTERDDP_EXEC_ATTEMPT and CLUSTERDDP_EXEC_STOP_FILE.",
+}
+"""What a command beside a rank gets in place of a rank's variables."""
 INTERNAL = {
     "CLUSTERDDP_COOKIE": "Names the run and the role of a process; cleanup finds the processes of a run by it.",
     "CLUSTERDDP_ALONE": "A rank under `worker` records its own end.",
@@ -126,6 +132,8 @@ def environment_page() -> str:
     lines += ["## Given to each rank", "", *filled("Besides torchrun's variables, which are below."), ""]
     lines += _variables(GIVEN)
     lines += ["## Given to a command of notify", "", *_variables(NOTIFIED)]
+    renamed = "`exec` and `shell` rename the variables by which a program would take itself for a rank of the run."
+    lines += ["## Given to a command beside a rank", "", *filled(renamed), "", *_variables(BESIDE)]
     lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
     lines += [
         "## Where each value comes from",

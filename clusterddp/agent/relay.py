@@ -1,11 +1,15 @@
-"""Runs a command of clusterddp on a login node for a laptop; its streams are those of the SSH connection.
+"""Runs a program of clusterddp for a laptop: a command on a login node, or a command beside a rank on a host.
 
-The laptop sends lines of JSON: first the order, then `{"signal": number}` when the user presses Ctrl-C, and `{}` as a
-heartbeat every ten seconds. When the connection ends or heartbeats stop, the command has 120 s to finish; then it gets
-SIGTERM.
+Its output is that of the SSH connection. The laptop sends lines of JSON: first the order, then `{"signal": number}`
+when the user presses Ctrl-C, and `{}` as a heartbeat every ten seconds. When the connection ends or heartbeats stop,
+the command has 120 s to finish; then it gets SIGTERM.
 
-order: {"arguments": [str], "variables": {str: str}, "needs": [str], "directory": str | null, "runs_dir": str,
-        "discard": str | null}
+order: {"module": str, "arguments": [str], "variables": {str: str}, "needs": [str], "directory": str | null,
+        "runs_dir": str, "discard": str | null, "input": {"terminal": {"rows": int, "columns": int} | null} | null}
+
+With `input` the command reads what the laptop sends as `{"in": base64}` and `{"eof": true}`, with `terminal` from a
+pseudoterminal, whose size follows `{"size": [rows, columns]}`. Such a command ends with the connection: it gets SIGHUP
+at once, and SIGKILL after 5 s.
 """
 
 from __future__ import annotations
@@ -23,14 +27,21 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from clusterddp.agent.streams import Streams
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S
 
 MARK = "clusterddp-agent "
 _GRACE_S = 120.0
 """How long a command may go on without a connection: sbatch waits for a busy controller."""
-_COMMAND = "import runpy, sys; sys.path.pop(0); runpy.run_module('clusterddp', run_name='__main__', alter_sys=True)"
-"""As `python -m clusterddp`, but nothing is imported from the working directory, which holds the user's own code."""
+_HANG_UP_S = 5.0
+"""How long a command that reads from the laptop has after SIGHUP."""
+_COMMAND = """\
+import runpy, sys
+sys.path.pop(0)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""As `python -m MODULE`, but nothing is imported from the working directory, which holds the user's own code."""
 _FIND_MISSING = "import sys; sys.path.pop(0); from clusterddp.agent.relay import say_missing; say_missing()"
 
 Message = dict[str, Any]
@@ -57,14 +68,13 @@ def _run() -> int:
             return 0
         sys.stderr.write(f"{MARK}\n")  # output before this line is not the command's
         sys.stderr.flush()
-        child = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, *order["arguments"]],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=order["directory"] or Path.home(),
-            start_new_session=True,
-        )
-        return _wait_for(child)
+        argv = [sys.executable, "-c", _COMMAND, order["module"], *order["arguments"]]
+        cwd = order["directory"] or str(Path.home())
+        if order["input"] is not None:
+            streams = Streams(order["input"]["terminal"])
+            return _wait_for(streams.start(argv, environment, cwd), streams)
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment, cwd=cwd, start_new_session=True)
+        return _wait_for(child, None)
     finally:
         if order["discard"]:
             shutil.rmtree(order["discard"], ignore_errors=True)
@@ -92,6 +102,8 @@ def say_missing() -> None:
 
 def _find_missing(needs: list[str], environment: dict[str, str]) -> list[str]:
     """Run `say_missing` in a Python with the command's environment, which includes packages in the user's home."""
+    if not needs:
+        return []
     done = subprocess.run(
         [sys.executable, "-c", _FIND_MISSING],
         input="\n".join(needs),
@@ -107,33 +119,51 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
 
 
-def _wait_for(child: subprocess.Popen[bytes]) -> int:
+def _wait_for(child: subprocess.Popen[bytes], streams: Streams | None) -> int:
     """Forward signals until the command has ended; return its exit code."""
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
+    threading.Thread(target=_listen, args=(inbox, streams), daemon=True).start()
     threading.Thread(target=lambda: inbox.put({"ended": child.wait()}), daemon=True).start()
-    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop sends a line every ten seconds
+    patience_s, parent = HEARTBEAT_TIMEOUT_S, os.getppid()  # the laptop sends a line every ten seconds
     while True:
         try:
             message = inbox.get(timeout=patience_s)
         except queue.Empty:
+            if streams is not None and streams.is_full and os.getppid() == parent:
+                continue  # the laptop's next line waits until the command reads
             message = None
         if message is None and patience_s == HEARTBEAT_TIMEOUT_S:
-            patience_s = _GRACE_S  # the laptop is gone
+            patience_s = _let_go(child, streams)  # the laptop is gone
         elif message is None:
-            _signal(child, signal.SIGTERM)
-            return 128 + signal.SIGTERM
+            number = signal.SIGTERM if streams is None else signal.SIGKILL
+            _signal(child, number)
+            return 128 + number
         elif "ended" in message:
-            code: int = message["ended"]
-            return code if code >= 0 else 128 - code
+            return _finish(message["ended"], streams)
         elif "signal" in message:
             _signal(child, message["signal"])
 
 
-def _listen(inbox: queue.SimpleQueue[Message | None]) -> None:
+def _let_go(child: subprocess.Popen[bytes], streams: Streams | None) -> float:
+    """End a command that reads from the laptop; return how many seconds the command may still run."""
+    if streams is None:
+        return _GRACE_S
+    _signal(child, signal.SIGHUP)
+    return _HANG_UP_S
+
+
+def _finish(code: int, streams: Streams | None) -> int:
+    if streams is not None:
+        streams.finish()
+    return code if code >= 0 else 128 - code
+
+
+def _listen(inbox: queue.SimpleQueue[Message | None], streams: Streams | None) -> None:
     with contextlib.suppress(ValueError):  # cut in the middle of a line
         for line in sys.stdin.buffer:
-            inbox.put(json.loads(line))
+            message = json.loads(line)
+            if streams is None or not streams.take(message):
+                inbox.put(message)
     inbox.put(None)
 
 

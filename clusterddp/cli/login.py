@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _STARTING = frozenset({"submit", "rerun", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
+_READING = frozenset({"exec", "shell"})
+"""Commands that read standard input."""
 _LARGE_UPLOAD_BYTES = 5_000_000
 """From this size on an upload is worth a line."""
 
@@ -192,6 +195,12 @@ def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) ->
     login_command = LoginCommand(
         arguments=given_arguments(context, changed, []), variables=_variables(context.obj, node)
     )
+    if context.info_name in _READING:
+        from clusterddp.system.keyboard import Keyboard, has_terminal
+
+        variables = {**login_command.variables, "TERM": context.obj.environ.get("TERM", "dumb")}
+        keyboard = Keyboard(terminal=has_terminal())
+        login_command = dataclasses.replace(login_command, variables=variables, keyboard=keyboard)
     return _run(node, login_command, context)
 
 
@@ -218,7 +227,9 @@ def _run(
     )
     output.finish()
     if code is None:
-        named = str(login_command.arguments[-1]) if params.get("name") or params.get("names") else None
+        words = list(login_command.arguments)
+        is_named = (params.get("name") or params.get("names")) and "--" in words
+        named = str(words[words.index("--") + 1]) if is_named else None
         raise explain_cut(node, first_line.run if first_line else named, submits=submits)
     return code
 

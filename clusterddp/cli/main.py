@@ -31,6 +31,8 @@ _COMMANDS = {
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
     "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
+    "exec": ("exec_", "Look", "run a command beside a running rank, on its machine and in its job"),
+    "shell": ("exec_", "Look", "open a shell beside a running rank"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "du": ("removal", "Look", "show how much disk runs take"),
     "rm": ("removal", "Run", "remove runs that have ended"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from clusterddp.run.attempts import Report, Started, no_report
 
 if TYPE_CHECKING:
+    from clusterddp.launchers.beside import Beside
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir, RunDir
@@ -63,6 +64,14 @@ class Launcher(Protocol):
         """Ask the head of a run where its ranks are; return the id of the report that it will write.
 
         Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
+        """
+
+    def run_beside(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    ) -> int:
+        """Run a command beside running ranks of one node, with their machine and job; return its exit code.
+
+        Raises: ClusterddpError: the machine or the job of the ranks cannot be reached.
         """
 
     def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
+from clusterddp.launchers.beside import Beside, run_here
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, find_processes
@@ -80,6 +81,12 @@ class ExternalLauncher:
             f"{run.name}: its ranks were started by another launcher, and no supervisor of clusterddp asks them",
             hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
         )
+
+    def run_beside(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    ) -> int:
+        """Run it on this machine; ranks of other machines are not found."""
+        return run_here(run, attempt, beside, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""

@@ -20,6 +20,7 @@ from clusterddp.ssh.command import Write, open_command
 from clusterddp.ssh.session import HostAccess, Session
 from clusterddp.ssh.sessions import open_sessions
 from clusterddp.system.file_set import choose_files
+from clusterddp.system.keyboard import Keyboard
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -74,6 +75,8 @@ class LoginCommand:
     files: Mapping[str, str] = field(default_factory=dict)
     discard: bool = False
     """Remove its files when it has ended."""
+    keyboard: Keyboard | None = None
+    """What it reads; None: nothing."""
 
 
 def plan_command(
@@ -166,7 +169,7 @@ def run_at_login(
             answer = command.start(_order(login, login_command, laid))
             if answer["missing"]:
                 raise _lacks(login, answer["python"], answer["missing"])
-            return command.wait(agent, write_out, write_err)
+            return command.wait(agent, write_out, write_err, login_command.keyboard)
 
 
 def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -> dict[str, Any]:
@@ -174,12 +177,14 @@ def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -
     place = laid.get("place", "")
     variables = {name: _spell(argument, place) for name, argument in login_command.variables.items()}
     return {
+        "module": "clusterddp",
         "arguments": [_spell(argument, place) for argument in login_command.arguments],
         "variables": variables | {AT_LOGIN: login.host},
         "needs": NEEDS,
         "directory": laid.get("directory"),
         "runs_dir": login.runs_dir,
         "discard": place if login_command.discard and place else None,
+        "input": login_command.keyboard.facts() if login_command.keyboard else None,
     }
 
 

@@ -21,7 +21,7 @@ from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
 from clusterddp.node.rank_watch import ConnectionWatch, LocalAttempt, LocalEnding, NcclWatch
-from clusterddp.ranks.environment import cookie
+from clusterddp.ranks.environment import rank_cookies
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import RunDir, make_attempt_dirs
@@ -105,7 +105,7 @@ class LocalRanks:
         if attempt is None:
             return
         nodes = self._gang.nodes if whole_gang else (self._node,)
-        cookies = tuple(cookie(self._gang.token, f"n{node.node_rank}") for node in nodes)
+        cookies = rank_cookies(self._gang.token, *(node.node_rank for node in nodes))
         if attempt.ending is not None:
             attempt.ending.cleanup.cookies = max(attempt.ending.cleanup.cookies, cookies, key=len)
             return

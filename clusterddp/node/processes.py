@@ -131,10 +131,10 @@ def open_for_append(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere the guard's cleanup ends it)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends (Linux; elsewhere the guard's cleanup ends it)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def signal_group(pid: int, number: int) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from clusterddp.ranks.environment import COOKIE
+from clusterddp.ranks.environment import COOKIE, PLACE_VARIABLES
 
 _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
 _TRAVELLING = frozenset(
@@ -38,12 +38,6 @@ _SECRET_VALUE = re.compile(
     r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
 )
 """The first characters of tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS, and of private keys."""
-_RANK_VARIABLES = frozenset(
-    {
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
-        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-    }
-)  # fmt: skip
 
 
 def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -55,7 +49,7 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
     kept = {
         name: value
         for name, value in environ.items()
-        if not name.startswith(_FOREIGN_PREFIXES) and name not in _RANK_VARIABLES
+        if not name.startswith(_FOREIGN_PREFIXES) and name not in PLACE_VARIABLES
     }
     return kept | python_path(environ) | {COOKIE: cookie}
 

@@ -26,8 +26,22 @@ LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
 """The inherited descriptor on which rank 0 listens at the master port; removed before the user's program runs."""
 ALONE = "CLUSTERDDP_ALONE"
 """Set for a rank without a supervisor: it records its own end."""
+BESIDE = "CLUSTERDDP_EXEC_"
+"""Begins the names under which a command beside a rank reads the variables that would make it a rank."""
 USERS = "env in the spec"
 """The origin of the user's own variables."""
+
+
+PLACE_VARIABLES = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+    }
+)  # fmt: skip
+"""The place of a rank and its rendezvous, by torchrun's names."""
+_OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE})
+_OF_THE_START = frozenset({SUPERVISOR_PID, CORES, START_AGAIN, LISTENER_FD, ALONE})
+_OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "PALS_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +69,14 @@ def cookie(token: str, role: str) -> str:
     return f"{token}.{role}"
 
 
+def rank_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
+    """Return the cookies of the ranks of nodes (`n2`) and of commands beside them (`x2`)."""
+    return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "x"))
+
+
 def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
-    """Return the cookies of the processes that end with their node: its ranks (`n2`), its torchrun (`a2`)."""
-    return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "a"))
+    """Return the cookies of the processes that end with their node: those of `rank_cookies`, its torchrun (`a2`)."""
+    return (*rank_cookies(token, *node_ranks), *(cookie(token, f"a{node_rank}") for node_rank in node_ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +124,25 @@ def rank_variables(settings: RankSettings) -> dict[str, Variable]:
             for name, value in variables.items()
         },
     }
+
+
+def environment_beside(environ: Mapping[str, str], place: Mapping[str, int], token: str) -> dict[str, str]:
+    """Compute the environment of a command beside a rank from the rank's own and its place.
+
+    The variables by which a program takes itself for a rank get names that begin with `BESIDE`: the command joins no
+    rendezvous, writes no metrics of the run, and overwrites no error file or log of the rank. Those of other launchers
+    (SLURM_PROCID, PMI_RANK) are removed for the same reason. The cookie has the role `x2`.
+    """
+    renamed = {name: value for name, value in environ.items() if name in PLACE_VARIABLES | _OF_THE_RUN}
+    renamed |= {name: str(value) for name, value in place.items()}
+    gone = {*renamed, *_OF_THE_START, *(nccl_log.VARIABLES if _logs_nccl_for_run(environ) else ())}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in gone and not name.startswith(("TORCHELASTIC_", *_OF_LAUNCHERS))
+    }
+    named = {f"{BESIDE}{name.removeprefix('CLUSTERDDP_')}": value for name, value in renamed.items()}
+    return kept | named | {COOKIE: cookie(token, f"x{place['NODE_RANK']}")}
 
 
 def inherited_environment() -> dict[str, str]:
@@ -186,3 +224,9 @@ def _chosen(settings: RankSettings) -> dict[str, Variable]:
             # NCCL reads a bare name as a prefix; "=" makes it exact. On loopback NCCL chooses by itself.
             chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={interface}", "network.interface")
     return chosen
+
+
+def _logs_nccl_for_run(environ: Mapping[str, str]) -> bool:
+    """Return whether NCCL of the rank logs into a file of the run."""
+    run_dir = environ.get("CLUSTERDDP_RUN_DIR")
+    return run_dir is not None and environ.get("NCCL_DEBUG_FILE", "").startswith(run_dir)

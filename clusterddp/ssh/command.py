@@ -1,4 +1,4 @@
-"""Runs a clusterddp command on a host: passes on its output while it is written, and sends Ctrl-C to it."""
+"""Runs a clusterddp command on a host: passes on its output while it is written, sends it Ctrl-C and its input."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.ssh.session import BOOT_TIMEOUT_S, HostAccess, Package, Session
+from clusterddp.system.keyboard import Keyboard
 
 HEARTBEAT_INTERVAL_S = 10.0
 _HEARTBEAT_TIMEOUT_S = 20.0
@@ -49,9 +50,10 @@ class Command(Session):
         self._send_line(order, BOOT_TIMEOUT_S)
         return self.read_marked({"missing": list[str], "python": str}, BOOT_TIMEOUT_S)
 
-    def wait(self, agent: Session, write_out: Write, write_err: Write) -> int | None:
+    def wait(self, agent: Session, write_out: Write, write_err: Write, keyboard: Keyboard | None = None) -> int | None:
         """Pass on the command's output until it has ended; return its exit code, None when the connection broke.
 
+        `keyboard`: what the command reads; None: nothing.
         Raises: OSError: the output cannot be written here; the command then gets SIGTERM.
         """
         self.channel.settimeout(None)
@@ -63,13 +65,18 @@ class Command(Session):
         for pump in pumps:
             pump.start()
         try:
-            self._await(pumps)
+            with keyboard.sent(self._notify) if keyboard else contextlib.nullcontext():
+                self._await(pumps)
         finally:
             ended.set()
         if failures:
             raise failures[0]
         self.channel.status_event.wait(_STATUS_TIMEOUT_S)
         return self.channel.exit_status if self.channel.exit_status >= 0 else None
+
+    def interrupt(self) -> None:
+        """Send the command Ctrl-C."""
+        self._notify({"signal": int(signal.SIGINT)})
 
     def _notify(self, message: Mapping[str, Any]) -> None:
         """Send a line to the relay that runs the command, if it still runs (agent/relay.py)."""
@@ -87,7 +94,7 @@ class Command(Session):
                 if interrupted:
                     raise
                 interrupted = True
-                self._notify({"signal": int(signal.SIGINT)})
+                self.interrupt()
 
     def _pump(self, chunks: Iterator[bytes], write: Write, failures: list[OSError]) -> None:
         try:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.launchers.beside import Beside
+from clusterddp.launchers.ssh.beside import run_on_host
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
@@ -115,6 +117,12 @@ class SshLauncher:
         wanted = new_report_id()
         _ask(run, "stacks", environ, sync, reason=wanted)
         return wanted
+
+    def run_beside(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    ) -> int:
+        """Run it on the host of the ranks; see `run_on_host`."""
+        return run_on_host(read_plan(run), attempt, beside, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.

@@ -33,17 +33,21 @@ slurm: {{partition: low{more}}}
 snapshot: false
 entry: {{script: look.py, args: [{word}]}}
 """
-LOOK = """\
+OPENS = """\
 import errno, json, os, sys, time
 def opens(path):
     try:
         os.open(path, os.O_RDWR)
     except OSError as error:
         return error.errno != errno.EPERM  # what no driver has is not there, but it is allowed
-names = sorted(os.listdir(os.environ["RACK_DEV"]))
+gpus = [opens(os.path.join(os.environ["RACK_DEV"], name)) for name in sorted(os.listdir(os.environ["RACK_DEV"]))]
+"""
+LOOK = (
+    OPENS
+    + """\
 print(json.dumps({
     "cores": sorted(os.sched_getaffinity(0)),
-    "gpus": [opens(os.path.join(os.environ["RACK_DEV"], name)) for name in names],
+    "gpus": gpus,
     "tmp": os.listdir("/tmp"),
     "master": os.environ["MASTER_ADDR"],
     "rank": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")],
@@ -58,6 +62,7 @@ if os.environ["RANK"] == "3" and open(word).read() == "fill":
 while open(word).read() != "end":
     time.sleep(0.05)
 """
+)
 
 
 def demand_confinement() -> None:
@@ -125,6 +130,8 @@ def test_ranks_have_the_cores_and_gpus_of_their_job_alone(confined):
     assert [look["gpus"] for look in looks] == [[True] * 2 + [False] * 6] * 4
     assert [look["tmp"] for look in looks] == [[]] * 4
     assert {look["master"] for look in looks} == {confined.plan.address("node1")}
+    beside = place.clusterddp("exec", run.name, "--rank", "3", "--", "python3", "-c", OPENS + "print(json.dumps(gpus))")
+    assert json.loads(beside.stdout) == looks[3]["gpus"]
     say(place, "end")
     assert end(place, run) == {}
 

@@ -7,6 +7,7 @@ from clusterddp.ranks.environment import (
     RankSettings,
     Variable,
     cookie,
+    environment_beside,
     inherited_environment,
     rank_variables,
 )
@@ -102,3 +103,30 @@ def test_child_processes_inherit_the_environment_without_clusterddps_variables(m
     monkeypatch.setenv("CLUSTERDDP_COOKIE", "another run")
     assert inherited_environment()["SOMETHING"] == "1"
     assert "CLUSTERDDP_COOKIE" not in inherited_environment()
+
+
+def test_a_command_beside_a_rank_reads_its_variables_by_other_names() -> None:
+    rank = {
+        "RANK": "5",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "a",
+        "TORCHELASTIC_ERROR_FILE": "/run/error",
+        "SLURM_PROCID": "5",
+        "CLUSTERDDP_RUN_DIR": "/run",
+        "CLUSTERDDP_COOKIE": "t.n1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": "/run/attempts/0/logs/rank-005.nccl",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "MY_OWN": "value",
+    }
+    assert environment_beside(rank, {"RANK": 5, "NODE_RANK": 1}, "t") == {
+        "CLUSTERDDP_EXEC_RANK": "5",
+        "CLUSTERDDP_EXEC_NODE_RANK": "1",
+        "CLUSTERDDP_EXEC_MASTER_PORT": "29500",
+        "CLUSTERDDP_EXEC_RUN_DIR": "/run",
+        "CLUSTERDDP_COOKIE": "t.x1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "MY_OWN": "value",
+    }
+    users = {"CLUSTERDDP_RUN_DIR": "/run", "NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/home/ana/nccl.log"}
+    assert environment_beside(users, {"NODE_RANK": 0}, "t").items() >= {("NCCL_DEBUG", "WARN")}
