@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import write_json
-from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+from tests.support.handmade_runs import complete, fail, make_run, opens_of, start_attempt, train
 
 
 @pytest.fixture
@@ -28,20 +26,6 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         complete(run, start_attempt(run))
         write_json(run.record, json.loads(run.record.read_text()) | {"name": "mine"})
     return tmp_path / "runs"
-
-
-def files_opened(action: Callable[[], object], directory: Path) -> list[str]:
-    """Return the files below a directory that an action opens."""
-    opened, is_on = [], True
-
-    def hear(event: str, arguments: tuple[object, ...]) -> None:
-        if is_on and event == "open" and str(arguments[0]).startswith(str(directory)):
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(hear)
-    action()
-    is_on = False
-    return opened
 
 
 def listed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], str]:
@@ -99,7 +83,7 @@ def test_runs_are_sorted_by_the_time_that_is_shown(runs_dir: Path, capfd: pytest
 
 
 def test_runs_that_are_only_counted_are_not_read_whole(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    opened = files_opened(lambda: listed(capfd, "--state", "COMPLETED", "-n", "1"), runs_dir)
+    opened = opens_of(lambda: listed(capfd, "--state", "COMPLETED", "-n", "1"), runs_dir)
     assert [path for path in opened if path.endswith("metrics.jsonl")] == [str(runs_dir / "done-1/metrics.jsonl")]
 
 
