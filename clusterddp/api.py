@@ -73,7 +73,7 @@ class Run:
             sync.want_logs([rank], None)
             sync.update_logs()
         attempts = run.attempts()
-        pieces: Iterable[Any] = read_logs(run, (rank,), attempt=None, tail_lines=None) if attempts else ()
+        pieces: Iterable[Any] = read_logs(run, (rank,)) if attempts else ()
         return b"".join(piece.data for piece in pieces).decode("utf-8", errors="replace")
 
     def cancel(self, *, save: bool = False) -> str:

@@ -79,13 +79,16 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def _build_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    found = _found(value, where)
+    if value is None and type(None) in kinds:
+        return None
+    errors = []
     for kind in kinds:
         try:
             return build(kind, value, where)
         except ValueError as error:
-            found = error if str(found) == str(_found(value, where)) else found
-    raise found
+            errors.append(error)
+    whole = _found(value, where)
+    raise next((error for error in errors if str(error) != str(whole)), whole)
 
 
 def _build_items(origin: Any, kinds: tuple[Any, ...], value: Any, where: str) -> list[Any]:

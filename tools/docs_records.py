@@ -58,6 +58,7 @@ def json_page() -> str:
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
     lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]
+    lines += ["### diagnosis", "", *_fields(status.Diagnosis)]
     lines += ["### nccl", "", *_fields(status.NodeTransport)]
     lines += ["## list -o json", "", "An array of:", "", *_fields(status.RunSummary)]
     lines += ["## States of a run", "", *items(_attribute_docs(RunState)), ""]
@@ -74,7 +75,7 @@ def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
             continue
         if inspect.signature(target).return_annotation != "Path":
             continue
-        arguments = {"rank": 3, "tag": "TAG", "number": 0}
+        arguments = {"rank": 3, "node_rank": 0, "tag": "TAG", "number": 0}
         values = [arguments[parameter] for parameter in list(inspect.signature(target).parameters)[1:]]
         path = target(place, *values).relative_to(place.path)
         rows.append(f"| `{path}` | {cell(inspect.cleandoc(target.__doc__).split(chr(10) * 2)[0])} |")

@@ -46,6 +46,24 @@ class RunName(click.types.StringParamType):
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
 
 
+class KeyValue(click.types.StringParamType):
+    """`KEY=VALUE`: completed with the keys of a spec, then with the values of a key that has a fixed choice."""
+
+    name = "key=value"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from clusterddp.spec.keys import complete_override
+
+        # bash takes = for the end of a word: key, = and value come apart, click leaves out a = that is the last, and
+        # bash replaces the value only.
+        before: tuple[str, ...] = ctx.params.get(param.name or "") or ()
+        words = [word for word in before[-2:] if word != "="]
+        is_parted = bool(before) and (before[-1] == "=" or not ("=" in before[-1] or before[-1].startswith("~")))
+        parted = f"{words[-1]}=" if is_parted and words else ""
+        found = complete_override(parted + incomplete)
+        return [CompletionItem(text.removeprefix(parted), help=help_text or None) for text, help_text in found]
+
+
 class SpecPath(click.Path):
     """The path of a spec; `-` is standard input."""
 
@@ -136,7 +154,7 @@ def spec_arguments(function: _F) -> _F:
     return _declare(
         function,
         click.argument("spec", type=SpecPath()),
-        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue()),
     )
 
 

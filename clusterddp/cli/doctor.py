@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import Place, collected, command, output_option, place_options, runs_option
+from clusterddp.cli.arguments import KeyValue, Place, collected, command, output_option, place_options, runs_option
 from clusterddp.cli.login import profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
@@ -40,7 +40,7 @@ class Depth:
 
 @command("doctor")
 @click.argument("spec", required=False, type=click.Path(dir_okay=False))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--job", "with_job", is_flag=True, help="Also look at nodes of the cluster, in a job of half a minute.")
 @click.option(
     "--timeout", "timeout_s", metavar="S", type=click.FloatRange(min=1), default=120.0, show_default=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from clusterddp.cli.arguments import RunName, collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
@@ -30,6 +31,7 @@ from clusterddp.run.sweep import find_sweep
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
     from clusterddp.run.record import RunRecord
+    from clusterddp.run.view import RunView
 
 _TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
@@ -46,9 +48,11 @@ class Selection:
     spec_name: str | None
     order: str | None
 
-    def has(self, summary: RunSummary) -> bool:
-        of_name = self.spec_name is None or summary.name == self.spec_name
-        return of_name and (not self.states or summary.state.value in self.states)
+    def has_name(self, record: RunRecord) -> bool:
+        return self.spec_name is None or record.name == self.spec_name
+
+    def has_state(self, view: RunView) -> bool:
+        return not self.states or view.state.value in self.states
 
     @property
     def selects(self) -> bool:
@@ -71,6 +75,12 @@ def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, 
     return tuple(dict.fromkeys(state.upper() for state in states))
 
 
+def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from clusterddp.run.view import RunState
+
+    return [CompletionItem(state.value) for state in RunState if state.value.startswith(incomplete.upper())]
+
+
 @command("list")
 @works_at_login
 @click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
@@ -80,6 +90,7 @@ def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, 
     multiple=True,
     metavar="STATE",
     callback=_state_words,
+    shell_complete=_complete_state,
     help="Only runs in this state; may be repeated.",
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")
@@ -125,33 +136,42 @@ def _select(
     runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, limit: int, counts: bool
 ) -> tuple[list[RunSummary], int]:
     """Read the runs that are shown, and count those that are selected; `counts` False: only as far as is needed."""
+    from clusterddp.look.status import read_summary
+
     at_once = max(limit, _RUNS_AT_ONCE) if selection.selects or selection.order else limit
     selected: list[RunSummary] = []
-    for summary in _summaries(runs, terminal, at_once=at_once):
-        if selection.has(summary):
-            selected.append(summary)
+    num_found = 0
+    for run, record, view in _selected(runs, selection, terminal, at_once=at_once):
+        num_found += 1
+        # The runs that are only counted need no more than their state.
+        if selection.order or len(selected) < limit:
+            try:
+                selected.append(read_summary(run, record=record, view=view))
+            except (ClusterddpError, OSError, TypeError) as error:
+                say(printable(f"{run.path}: {error}"))
+                num_found -= 1
         if len(selected) == limit and not selection.order and not (counts and selection.selects):
             break
     if selection.order:
-        selected = sort_summaries(selected, selection.order, now=time.time())
-    return selected[:limit], len(selected)
+        selected = sort_summaries(selected, selection.order)
+    return selected[:limit], num_found
 
 
-def _summaries(runs: Iterator[RunDir], terminal: Terminal, *, at_once: int) -> Iterator[RunSummary]:
-    """Yield the summary of each run; Slurm is asked once for `at_once` of them, and each host once."""
+def _selected(
+    runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, at_once: int
+) -> Iterator[tuple[RunDir, RunRecord, RunView]]:
+    """Yield the runs that are selected; Slurm is asked once for `at_once` of them, and each host once."""
     from clusterddp.launchers.state import announce
-    from clusterddp.look.status import read_summary
 
     while batch := list(itertools.islice(runs, at_once)):
         with Synchroniser(batch, terminal.environ, report=say_note) as sync:
             sync.update(timeout_s=_TIMEOUT_S)
-        records = list(_with_records(batch))
+        records = [(run, record) for run, record in _with_records(batch) if selection.has_name(record)]
         announce(records)
         for run, record in records:
-            try:
-                yield read_summary(run, record=record, view=read_state(run, record=record))
-            except (ClusterddpError, OSError, TypeError) as error:
-                say(printable(f"{run.path}: {error}"))
+            view = read_state(run, record=record)
+            if selection.has_state(view):
+                yield run, record, view
 
 
 def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:

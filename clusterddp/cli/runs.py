@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
+from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
+from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error
@@ -23,7 +26,6 @@ from clusterddp.cli.watch import (
     states_until,
     staying_with,
     watch_until_ended,
-    write_logs,
 )
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
@@ -37,6 +39,7 @@ from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
+    from clusterddp.look.log_pieces import LogQuery
     from clusterddp.look.status import RunStatus
 
 
@@ -82,38 +85,67 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
     return PreflightError.exit_code if is_unknown(run, state.state) else 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogOptions:
+    """Which lines `logs` shows."""
+
+    attempt: int | None
+    tail_lines: int | None
+    since: str | None
+    grep: str | None
+    timestamps: bool
+    no_fold: bool
+
+    def query(self) -> LogQuery:
+        """Return them as a query.
+
+        Raises: UsageError: --since or --grep is not understood.
+        """
+        from clusterddp.look.log_pieces import LogQuery, parse_pattern, parse_since
+
+        return LogQuery(
+            attempt=self.attempt,
+            tail_lines=self.tail_lines,
+            since=None if self.since is None else parse_since(self.since, now=time.time()),
+            matches=None if self.grep is None else parse_pattern(self.grep),
+            timestamps=self.timestamps,
+            folds=not self.no_fold,
+        )
+
+
 @command("logs")
 @works_at_login
 @run_argument()
 @click.option("--rank", "ranks", metavar="RANKS", default="0", help="0 (default), 0,3-5, all, or failed.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, over restarts and requeues.")
 @click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="The newest one by default.")
 @click.option("--tail", "tail_lines", type=click.IntRange(min=0), metavar="N", help="The last N lines of each file.")
+@click.option("--since", metavar="TIME", help="Lines since then: 90s, 10m, 2h, 1d ago, or 2026-01-31T14:30.")
+@click.option("--grep", metavar="PATTERN", help="Of these, the lines that match a regular expression (of Python).")
+@click.option("--timestamps", is_flag=True, help="Begin each line with the time when it was written.")
+@click.option("--no-fold", is_flag=True, help="Show equal lines of several ranks one by one.")
 @click.option("--raw", is_flag=True, help="Do not escape control characters on a terminal.")
 @runs_option
+@collected("log_options", LogOptions)
 @click.pass_obj
 def logs(
-    terminal: Terminal,
-    *,
-    name: str,
-    ranks: str,
-    follow: bool,
-    attempt: int | None,
-    tail_lines: int | None,
-    raw: bool,
-    runs_dir: Path,
+    terminal: Terminal, *, name: str, ranks: str, follow: bool, log_options: LogOptions, raw: bool, runs_dir: Path
 ) -> None:
     """Show what ranks wrote to standard output and standard error.
 
-    With several ranks each line begins with its rank and host. The files are RUN/attempts/N/logs/rank-000.out and .err.
+    With several ranks each line begins with its rank and host, and a line that several wrote with their numbers. The
+    files are RUN/attempts/N/logs/rank-000.out and .err; times are exact to 5 seconds.
     """
+    query = log_options.query()
     run = find_run(runs_dir, name)
     escape = False if raw else None
     with staying_with(run, terminal) as sync:
-        anything = write_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines, escape=escape)
+        anything = write_logs(run, ranks, terminal, sync, follow=follow, query=query, escape=escape)
     if not anything:
         raise_if_unknown(run, read_state(run))
-    if not anything and tail_lines != 0:
+    if not anything and (query.matches or query.since is not None):
+        say(f"rank {ranks} of {run.name} has no such line")
+    elif not anything and query.tail_lines != 0:
         record = read_run(run)
         what = "has written nothing"
         if record.launcher == FOREIGN:
@@ -122,7 +154,7 @@ def logs(
             )
         say(f"rank {ranks} of {run.name} {what}")
     if not follow and ranks == "0":
-        _say_failed_rank(run, attempt, terminal)
+        _say_failed_rank(run, query.attempt, terminal)
 
 
 @command("wait")

@@ -15,6 +15,7 @@ import click
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
     PLANNED_NAME,
+    KeyValue,
     Place,
     RunName,
     StartOptions,
@@ -98,7 +99,7 @@ def submit(
 @command("rerun")
 @works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @place_options
 @plan_options
 @start_options
@@ -123,7 +124,7 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
 @command("resume")
 @works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--from-start", is_flag=True, help="Do not ask where no checkpoint of the program is found.")
 @start_options
 @click.pass_obj

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import StartOptions, address
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, writing_stdout
+from clusterddp.cli.log_output import write_logs
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
 from clusterddp.cli.text.next_steps import next_steps
 from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.states import state_text
@@ -56,7 +57,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
             with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
                 if options.follow:
                     stream = sys.stderr if options.output == "json" else sys.stdout
-                    write_logs(run, "0", sync, follow=True, stream=stream)
+                    write_logs(run, "0", terminal, sync, follow=True, stream=stream)
                 view = watch_until_ended(run, terminal, sync)
             return say_ending(run, view, terminal, sync)
 
@@ -157,48 +158,6 @@ def states_until(
         time.sleep(pause_s)
 
 
-def write_logs(
-    run: RunDir,
-    ranks: str,
-    sync: Synchroniser = NO_HOSTS,
-    *,
-    follow: bool,
-    attempt: int | None = None,
-    tail_lines: int | None = None,
-    escape: bool | None = None,
-    stream: TextIO | None = None,
-) -> bool:
-    """Write the logs of ranks to `stream`, or to stdout; return whether there was anything.
-
-    `escape` None: escape control characters when the stream is a terminal.
-    """
-    from clusterddp.look.logs import LogPiece, NewAttempt, follow_logs, format_piece, read_logs
-
-    chosen = _fetch_logs(run, ranks, sync, follow=follow, attempt=attempt, tail_lines=tail_lines)
-    stream = stream or sys.stdout
-    escape = stream.isatty() if escape is None else escape
-    if follow:
-        pieces = follow_logs(run, chosen, attempt=attempt, tail_lines=tail_lines, sync=sync)
-    else:
-        pieces = read_logs(run, chosen, attempt=attempt, tail_lines=tail_lines)
-    out = stream.buffer
-    last = b""
-    for piece in pieces:
-        with writing_stdout():
-            if isinstance(piece, LogPiece):
-                last = piece.data
-                out.write(format_piece(piece, prefix=len(chosen) > 1, escape=escape))
-            else:  # no more output now
-                out.flush()
-        if isinstance(piece, NewAttempt):
-            say(f"attempt {piece.number} of {run.name} starts")
-    with writing_stdout():
-        out.flush()
-    if escape and last and not last.endswith((b"\n", b"\r")):
-        say()  # the next message begins on a line of its own
-    return bool(last)
-
-
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return its exit code."""
     from clusterddp.cli.report import write_fetched_report
@@ -237,23 +196,6 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
 def exit_code_of(view: RunView) -> int:
     """Return the exit code for the state in which a run ended."""
     return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
-
-
-def _fetch_logs(
-    run: RunDir, ranks: str, sync: Synchroniser, *, follow: bool, attempt: int | None, tail_lines: int | None
-) -> tuple[int, ...]:
-    """Choose the ranks whose logs are shown, and copy those of remote hosts here; return the ranks."""
-    from clusterddp.look.logs import choose_ranks
-
-    if follow or ranks == "failed":
-        sync.update()
-    chosen = choose_ranks(run, ranks, attempt=attempt, follow=follow)
-    attempts = run.attempts()
-    newest = attempts[-1].number if follow and attempts else None
-    sync.want_logs(chosen, newest if attempt is None else attempt)
-    if not follow or tail_lines is not None:  # --follow without --tail shows the beginning while the rest is copied
-        sync.update_logs()
-    return chosen
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp.cli.arguments import command, runs_option
+from clusterddp.cli.arguments import KeyValue, command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.rendezvous.handshake import JOIN_KEY
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @command("worker")
 @click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo.")
 @click.option("--resume", metavar="RUN", help="Go on with an earlier run, from its newest checkpoint.")
 @runs_option

@@ -11,21 +11,26 @@ from clusterddp.look.printable import printable
 
 PIECE_BYTES = 64 * 1024
 """A longer line is returned in pieces, so that no line is too long for memory."""
-_TURN_BYTES = 16 * PIECE_BYTES
+TURN_BYTES = 16 * PIECE_BYTES
 """How much of one file is read before the next one is."""
 
 
 class LogFile:
     """One growing file, read from a position onwards; it is open only while it is read."""
 
-    def __init__(self, path: Path, *, tail_lines: int | None = None) -> None:
+    def __init__(self, path: Path, *, tail_lines: int | None = None, start: int = 0) -> None:
+        """Read from the line on that has the byte at `start`, of it and what follows at most the last `tail_lines`."""
         self.path = path
-        self._position = 0 if tail_lines is None else position_of_last_lines(path, tail_lines)
+        self._position = _position_of_line(path, start) if start else 0
+        if tail_lines is not None:
+            self._position = max(self._position, position_of_last_lines(path, tail_lines))
+        self.end = self._position
+        """Where the piece ends that was yielded last."""
         self._begun = b""  # the beginning of a line whose end has not been written yet
         self._inode: int | None = None
 
-    def read(self) -> Iterator[bytes]:
-        """Yield the lines that were finished since the last call; about 1 MB a call at most.
+    def read(self, turn_bytes: int = TURN_BYTES) -> Iterator[bytes]:
+        """Yield the lines that were finished since the last call; about `turn_bytes` a call at most.
 
         A carriage return ends a line too: progress bars write nothing else for minutes.
         """
@@ -33,12 +38,12 @@ class LogFile:
             found = os.stat(self.path)
             size, inode, self._inode = found.st_size, self._inode, found.st_ino
             if size < self._position or inode not in {None, found.st_ino}:  # emptied, or another one: begin anew
-                self._position, self._begun = 0, b""
+                self._position, self.end, self._begun = 0, 0, b""
             if size == self._position:
                 return
             with open(self.path, "rb") as file:
                 file.seek(self._position)
-                for _ in range(_TURN_BYTES // PIECE_BYTES):
+                for _ in range(turn_bytes // PIECE_BYTES):
                     if not (block := file.read(PIECE_BYTES)):
                         return
                     self._position += len(block)
@@ -54,20 +59,23 @@ class LogFile:
             if self._position == position:
                 break
         if self._begun:
-            yield self._begun
-            self._begun = b""
+            begun, self._begun = self._begun, b""
+            self.end += len(begun)
+            yield begun
 
     def _split(self, block: bytes) -> Iterator[bytes]:
         *lines, last = (self._begun + block).splitlines(keepends=True)
-        yield from lines
         if last.endswith(b"\n"):
-            yield last
+            lines.append(last)
             last = b""
         elif len(last) >= PIECE_BYTES:
             cut = _character_boundary(last)
-            yield last[:cut]
+            lines.append(last[:cut])
             last = last[cut:]
         self._begun = last
+        for line in lines:
+            self.end += len(line)
+            yield line
 
 
 def position_of_last_lines(path: Path, count: int) -> int:
@@ -89,6 +97,23 @@ def position_of_last_lines(path: Path, count: int) -> int:
                     count -= 1
                     if count == 0:
                         return position + end + 1
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+def _position_of_line(path: Path, offset: int) -> int:
+    """Find where the line begins that has the byte at `offset`; the end of a file that is shorter."""
+    try:
+        with open(path, "rb") as file:
+            position = offset = min(offset, file.seek(0, os.SEEK_END))
+            while position > 0:
+                block_bytes = min(PIECE_BYTES, position)
+                position -= block_bytes
+                file.seek(position)
+                block = file.read(block_bytes)
+                if (end := max(block.rfind(b"\n"), block.rfind(b"\r"))) >= 0:
+                    return position + end + 1
     except FileNotFoundError:
         pass
     return 0

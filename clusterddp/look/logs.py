@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
-from clusterddp.look.log_file import LogFile
-from clusterddp.look.printable import printable
+from clusterddp.look.log_file import PIECE_BYTES, TURN_BYTES, LogFile
+from clusterddp.look.log_folding import Folding, fold
+from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
 from clusterddp.run.outcome import read_end
-from clusterddp.run.record import read_gang, read_ranks
+from clusterddp.run.record import read_gang, read_ranks, read_start
 from clusterddp.system.files import read_json
 
-
-@dataclass(frozen=True, slots=True)
-class LogPiece:
-    """A line of one rank with its end, or part of a line that is too long or not finished."""
-
-    rank: int
-    host: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NewAttempt:
-    """The pieces after it belong to another attempt."""
-
-    number: int
+ALL_LINES = LogQuery()
+_FOLDED_TURN_BYTES = PIECE_BYTES
+"""Of each log, when several are compared."""
+_LOOK_EVERY_S = 0.1
+"""How often it is looked when a log was changed, while lines of it are read."""
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
@@ -61,22 +58,6 @@ def failed_ranks(attempt: AttemptDir) -> tuple[int, ...]:
     return tuple(dict.fromkeys(first + others))
 
 
-def format_piece(piece: LogPiece, *, prefix: bool, escape: bool) -> bytes:
-    """Return what to write for a piece: `[r3 host] ` before it, and its control characters escaped.
-
-    Without either, the bytes are exactly those of the file.
-    """
-    if not prefix and not escape:
-        return piece.data
-    body = piece.data.rstrip(b"\r\n")
-    ending = piece.data[len(body) :]
-    if not body and ending == b"\r":
-        return b""  # how progress bars begin a line
-    text = printable(body).encode() if escape else body
-    head = f"[r{piece.rank} {printable(piece.host)}] ".encode() if prefix else b""
-    return head + text + (b"\n" if ending or prefix else b"")
-
-
 def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -> tuple[int, ...]:
     """Return the ranks that `--rank TEXT` selects; `attempt` None: of the newest one.
 
@@ -94,40 +75,41 @@ def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -
     return failed
 
 
-def read_logs(
-    run: RunDir, ranks: tuple[int, ...], *, attempt: int | None, tail_lines: int | None
-) -> Iterator[LogPiece]:
+def read_logs(run: RunDir, ranks: tuple[int, ...], query: LogQuery = ALL_LINES) -> Iterator[LogPiece]:
     """Yield the present content of the logs, rank after rank, each rank's standard output before its standard error.
 
-    `attempt` None means the newest one.
+    Folded, the standard output of all ranks comes before their standard error.
     Raises: UsageError: the run has no such attempt.
     """
     newest = _newest_attempt(run)
-    if attempt is not None and attempt > (-1 if newest is None else newest):
-        raise UsageError(f"--attempt {attempt}: the newest attempt of {run.name} is {newest}")
-    number = newest if attempt is None else attempt
+    if query.attempt is not None and query.attempt > (-1 if newest is None else newest):
+        raise UsageError(f"--attempt {query.attempt}: the newest attempt of {run.name} is {newest}")
+    number = newest if query.attempt is None else query.attempt
     if number is None:
         return
-    for log in _open_logs(run, read_gang(run), number, ranks, tail_lines):
-        for data in log.file.read_all():
-            yield LogPiece(log.rank, log.host(), data)
+    logs = _open_logs(run, read_gang(run), number, ranks, query)
+    if not query.folds or len(ranks) == 1:
+        for log in logs:
+            yield from log.read_all()
+        return
+    for stream in (0, 1):
+        yield from fold({log.rank: log.read_all() for log in logs[stream::2]})
 
 
 def follow_logs(
     run: RunDir,
     ranks: tuple[int, ...],
+    query: LogQuery = ALL_LINES,
     *,
-    attempt: int | None,
-    tail_lines: int | None,
     poll_interval_s: float = 0.2,
     sync: Synchroniser = NO_HOSTS,
 ) -> Iterator[LogPiece | NewAttempt | None]:
-    """Yield the content of the logs and what is added, until the run ends; with `attempt`, until that attempt does.
+    """Yield the content of the logs and what is added, until the run ends; with an attempt, until that one does.
 
     Yields None when there is no more output now.
     """
     gang = read_gang(run)
-    number = attempt
+    number = query.attempt
     while number is None:
         sync.update()
         over = read_state(run).finished  # read first: an attempt that ends meanwhile is still found
@@ -137,31 +119,33 @@ def follow_logs(
                 return  # it was never started
             yield None
             time.sleep(poll_interval_s)
+    wanted = query
     while True:
-        logs = _open_logs(run, gang, number, ranks, tail_lines)
-        yield from _follow_attempt(run, logs, number, poll_interval_s, sync)
+        logs = _open_logs(run, gang, number, ranks, wanted)
+        yield from _follow_attempt(run, logs, number, poll_interval_s, sync, folds=query.folds and len(ranks) > 1)
         later = [found.number for found in run.attempts() if found.number > number]
-        if attempt is not None or not later:
+        if query.attempt is not None or not later:
             return
-        number, tail_lines = later[0], None
+        number, wanted = later[0], dataclasses.replace(query, tail_lines=None, since=None)
         yield NewAttempt(number)
 
 
 def _follow_attempt(
-    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float, sync: Synchroniser
+    run: RunDir, logs: list[_RankLog], number: int, poll_interval_s: float, sync: Synchroniser, *, folds: bool
 ) -> Iterator[LogPiece | None]:
     """Yield the pieces of one attempt until the run is finished or a later attempt exists, then what is left."""
-    while True:
+    foldings = (Folding(len(logs) // 2), Folding(len(logs) // 2)) if folds else None
+    for turn in itertools.count():
         sync.update()
         # Read before the logs: what was written before the end is then read after it.
         over = (_newest_attempt(run) or 0) > number or read_state(run).finished
         if over:
             sync.update_logs()
         idle = True
-        for log in logs:
-            for data in log.file.read_all() if over else log.file.read():
-                idle = False
-                yield LogPiece(log.rank, log.host(), data)
+        pieces = _read_turn(logs, over=over) if foldings is None else _fold_turn(logs, foldings, turn, over=over)
+        for piece in pieces:
+            idle = False
+            yield piece
         if over:
             return
         if idle:
@@ -169,22 +153,85 @@ def _follow_attempt(
             time.sleep(poll_interval_s)
 
 
+def _read_turn(logs: list[_RankLog], *, over: bool) -> Iterator[LogPiece]:
+    for log in logs:
+        yield from log.read_all() if over else log.read(TURN_BYTES)
+
+
+def _fold_turn(logs: list[_RankLog], foldings: Sequence[Folding], turn: int, *, over: bool) -> Iterator[LogPiece]:
+    """Yield the lines that all ranks have, and those of the last turn: a rank that is late by one joins the others."""
+    for stream, folding in enumerate(foldings):
+        if over:
+            yield from fold({log.rank: log.read_all() for log in logs[stream::2]}, folding)
+            continue
+        for log in logs[stream::2]:
+            for piece in log.read(_FOLDED_TURN_BYTES):
+                folding.add(piece, turn)
+        while (taken := folding.take(until=turn - 1)) is not None:
+            yield taken
+
+
+def lacks_times(run: RunDir, ranks: tuple[int, ...], attempt: int | None) -> bool:
+    """Return whether the supervisors of an attempt have not recorded when lines were written, as older ones do not."""
+    number = _newest_attempt(run) if attempt is None else attempt
+    if number is None:
+        return False
+    directory, gang = run.attempt(number), read_gang(run)
+    started = None
+    with contextlib.suppress(ClusterddpError):
+        started = (read_start(directory) or {}).get("started")
+    if started is None or time.time() - started < 2 * NOTE_EVERY_S:
+        return False
+    return not all(directory.log_times(gang.node_of(rank).node_rank).exists() for rank in ranks)
+
+
 def _newest_attempt(run: RunDir) -> int | None:
     attempts = run.attempts()
     return attempts[-1].number if attempts else None
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class _RankLog:
-    """One of the two log files of a rank."""
+    """One of the two log files of a rank, and the lines of it that are wanted."""
 
     rank: int
     file: LogFile
+    query: LogQuery
+    times: LogTimesReader
     attempt: AttemptDir
     planned_host: str
     known_host: str | None = None
+    changed: float | None = None
+    """When the log was changed last, as far as that is the time of lines after the last note."""
+    look_at: float = 0.0
 
-    def host(self) -> str:
+    def read(self, turn_bytes: int) -> Iterator[LogPiece]:
+        """Yield the wanted lines that were finished since the last call."""
+        return self._select(self.file.read(turn_bytes))
+
+    def read_all(self) -> Iterator[LogPiece]:
+        """Yield all wanted lines that are left, with an unfinished last one."""
+        return self._select(self.file.read_all())
+
+    def _select(self, lines: Iterator[bytes]) -> Iterator[LogPiece]:
+        matches, host = self.query.matches, None
+        for data in lines:
+            if matches is None or matches(data):
+                host = host or self._host()
+                yield LogPiece(self.rank, host, data, self._time_of(self.file.end) if self.query.timestamps else None)
+
+    def _time_of(self, end: int) -> float | None:
+        """Return when the line that ends at an offset was written, as far as it is known."""
+        marks = self.times.marks(self.file.path.name)
+        known = marks.time_of(end)
+        if known is None and (now := time.monotonic()) >= self.look_at:
+            self.look_at = now + _LOOK_EVERY_S
+            self.times.update()
+            known = marks.time_of(end)
+            self.changed = _changed(self.file.path) if self.times.exists else None
+        return self.changed if known is None else known
+
+    def _host(self) -> str:
         """Return the rank's host: by its record, which exists when it has printed anything, before that by the plan."""
         if self.known_host is None:
             record = read_json(self.attempt.rank_record(self.rank)) or {}
@@ -192,10 +239,35 @@ class _RankLog:
         return self.known_host
 
 
-def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], tail_lines: int | None) -> list[_RankLog]:
+def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], query: LogQuery) -> list[_RankLog]:
+    """Open the logs of an attempt: two of each rank, standard output before standard error."""
     attempt = run.attempt(number)
-    return [
-        _RankLog(rank, LogFile(path, tail_lines=tail_lines), attempt, gang.node_of(rank).host)
-        for rank in ranks
-        for path in (attempt.stdout(rank), attempt.stderr(rank))
-    ]
+    logs = []
+    readers: dict[int, LogTimesReader] = {}
+    for rank in ranks:
+        node = gang.node_of(rank)
+        times = readers.setdefault(node.node_rank, LogTimesReader(attempt.log_times(node.node_rank)))
+        for path in (attempt.stdout(rank), attempt.stderr(rank)):
+            file = _open_log(path, times, query)
+            logs.append(
+                _RankLog(rank=rank, file=file, query=query, times=times, attempt=attempt, planned_host=node.host)
+            )
+    return logs
+
+
+def _open_log(path: Path, times: LogTimesReader, query: LogQuery) -> LogFile:
+    """Open a log at the first line that is wanted."""
+    if query.since is None:
+        return LogFile(path, tail_lines=query.tail_lines)
+    if (_changed(path) or query.since) < query.since:
+        return LogFile(path, tail_lines=0)
+    times.update()
+    return LogFile(path, tail_lines=query.tail_lines, start=times.marks(path.name).size_before(query.since))
+
+
+def _changed(path: Path) -> float | None:
+    """Return when a log was changed last; None when there is none."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import RankRecord, Start, read_ranks
 from clusterddp.run.view import RunState, RunView
 
-if TYPE_CHECKING:
-    pass
-
-
+_RECORD = re.compile(r"\d+\.json")
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
 """PENDING: not started yet. RUNNING: started, and its end is not recorded. COMPLETED: ended with exit code 0.
 FAILED: ended by itself with another exit code. KILLED: ended by a signal, as all ranks are when one fails.
@@ -55,6 +54,14 @@ def stopped_ranks(attempt: AttemptDir) -> list[str]:
         for record in read_ranks(attempt)
         if record.stopped is not None and record.ended is None
     ]
+
+
+def count_started(attempt: AttemptDir) -> int:
+    """Count the ranks of an attempt that have started, by the names of their records alone."""
+    try:
+        return sum(_RECORD.fullmatch(name) is not None for name in os.listdir(attempt.ranks))
+    except OSError:
+        return 0
 
 
 def rank_statuses(

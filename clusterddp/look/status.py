@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.checkpoints import Checkpoint, newest_checkpoint
+from clusterddp.look.diagnosis import Diagnosis, diagnose
 from clusterddp.look.events import (
     HangEvent,
     NodeTransport,
@@ -90,6 +91,8 @@ class RunStatus:
     """The path of its report, once it is written: at the end of each attempt."""
     lost_rows: int = 0
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
+    diagnosis: Diagnosis | None = None
+    """The kind of the root cause, by its words."""
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
@@ -111,6 +114,7 @@ class RunStatus:
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
+            "diagnosis": self.diagnosis and dataclasses.asdict(self.diagnosis),
             "start_phases": self.start_phases,
             "nccl": [dataclasses.asdict(transport) for transport in self.transports],
             "warning": self.warning,
@@ -187,6 +191,7 @@ def read_status(run: RunDir) -> RunStatus:
         progress=_progress(run, view),
         ranks=rank_statuses(gang, attempt, start, view, unreached),
         root_cause=end.root_cause if end else None,
+        diagnosis=diagnose(end.root_cause) if end and end.root_cause else None,
         created=_created(record),
         ended=end.ended if end else None,
         checkpoint=newest_checkpoint(run) if view.finished else None,
@@ -211,7 +216,7 @@ def _last_output(attempt: AttemptDir | None) -> float | None:
     times = []
     if attempt is not None:
         with contextlib.suppress(OSError):
-            for entry in os.scandir(attempt.logs):
+            for entry in (each for each in os.scandir(attempt.logs) if not each.name.endswith(".times")):
                 found = entry.stat()
                 times += [found.st_mtime] if found.st_size else []
     return max(times, default=None)

@@ -63,7 +63,7 @@ class LocalRanks:
         self._attempt: LocalAttempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()
-        self._stacks = NodeStacks(node.host, report)
+        self._stacks = NodeStacks(node.host, node.node_rank, report)
 
     @property
     def idle(self) -> bool:

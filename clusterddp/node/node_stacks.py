@@ -1,5 +1,7 @@
 """What a node reports of where its ranks are: their stacks when the head asks, and for how long they show no progress.
 
+It also notes when their logs grow.
+
 Signs of progress are new output, bytes read or written, and a further collective. All of it is read from outside the
 ranks, so it holds for scripts that know nothing of clusterddp; collectives are asked for while all else is silent.
 """
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping
 from clusterddp.node.rank_probe import AskedRank, Probes, children_of, find_memory
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
+from clusterddp.run.log_times import LogTimesWriter
 from clusterddp.system.processes import read_usage
 
 LOOK_EVERY_S = 2.5
@@ -28,11 +31,12 @@ _MIN_BYTES = 64 * 1024
 class NodeStacks:
     """The ranks of one node: their stacks, and their signs of progress."""
 
-    def __init__(self, host: str, report: Callable[[Message], None]) -> None:
+    def __init__(self, host: str, node_rank: int, report: Callable[[Message], None]) -> None:
         self._host = host
+        self._node_rank = node_rank
         self._report = report
         self._probes: Probes | None = None
-        self._signs = _Signs()
+        self._signs = _Signs(node_rank)
 
     @property
     def asking(self) -> bool:
@@ -41,7 +45,7 @@ class NodeStacks:
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
-        self._probes, self._signs = None, _Signs()
+        self._probes, self._signs = None, _Signs(self._node_rank)
 
     def ask(self, report_id: str, pids: Mapping[int, int]) -> None:
         """Ask ranks (rank -> pid) for their stacks; `tick` reports them."""
@@ -62,13 +66,16 @@ class NodeStacks:
 class _Signs:
     """The signs of progress of a node's ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_rank: int) -> None:
+        self._node_rank = node_rank
         self.cpus: dict[int, float] = {}
         """The cores that each rank, and what it started, used between the last two looks."""
         self._look_at = 0.0
         self._looked_at = -math.inf
         self._sign_at = math.nan
-        self._output = -1
+        self._sizes: dict[str, int] = {}
+        """Of the logs, by name."""
+        self._log_times = LogTimesWriter()
         self._used: dict[int, tuple[float, int]] = {}
         """By pid."""
         self._collectives: dict[int, int] = {}
@@ -84,11 +91,13 @@ class _Signs:
         if now < self._look_at:
             return None
         self._look_at = now + LOOK_EVERY_S
-        output = sum(_size(path) for rank in pids for path in (attempt.stdout(rank), attempt.stderr(rank)))
+        logs = (path for rank in pids for path in (attempt.stdout(rank), attempt.stderr(rank)))
+        sizes = {path.name: _size(path) for path in logs}
+        self._log_times.note(attempt.log_times(self._node_rank), sizes, now)
         moved = self._read_usage(pids, now)
-        if math.isnan(self._sign_at) or output != self._output or moved >= _MIN_BYTES:
+        if math.isnan(self._sign_at) or sizes != self._sizes or moved >= _MIN_BYTES:
             self._sign_at = now
-        self._output = output
+        self._sizes = sizes
         silent_s = now - self._sign_at
         if silent_s > 0:
             self._ask_for_collectives(pids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +32,7 @@ _END = re.compile(r"attempts/\d+/end\.json")
 _RANK = re.compile(
     r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl))"
 )
+_LOG_TIMES = re.compile(r"attempts/(?P<attempt>\d+)/logs/node-(?P<node>\d+)\.times")
 _NODE_LOG = re.compile(r"launcher/(?:supervisor|torchrun)-(\d+)\.log")
 
 
@@ -92,6 +93,9 @@ class HostRun:
         rank = _RANK.fullmatch(path)
         if rank:
             return self._kind_of_rank_file(rank)
+        times = _LOG_TIMES.fullmatch(path)
+        if times and int(times["node"]) in self.nodes:
+            return "grows" if self._wants_logs(self.ranks, int(times["attempt"])) else None
         log = _NODE_LOG.fullmatch(path)
         if log:
             return "grows" if int(log[1]) in self.nodes and self.fetches("logs") else None
@@ -102,8 +106,12 @@ class HostRun:
             return None
         if match["record"]:
             return "whole"
-        wanted = int(match["log"]) in self.wants.logs and int(match["attempt"]) >= (self.wants.first_attempt or 0)
-        return "grows" if wanted or self.fetches("logs") else None
+        return "grows" if self._wants_logs({int(match["log"])}, int(match["attempt"])) else None
+
+    def _wants_logs(self, ranks: Set[int], attempt: int) -> bool:
+        """Return whether a log of one of these ranks is wanted of an attempt."""
+        is_wanted = bool(ranks & self.wants.logs) and attempt >= (self.wants.first_attempt or 0)
+        return is_wanted or self.fetches("logs")
 
     def _kind_of_head_file(self, path: str) -> Kind | None:
         if _END.fullmatch(path):

@@ -101,6 +101,10 @@ class AttemptDir:
         """Standard error of one rank."""
         return self.logs / f"rank-{rank:03d}.err"
 
+    def log_times(self, node_rank: int) -> Path:
+        """How long the logs of a node's ranks were at which time (run/log_times.py)."""
+        return self.logs / f"node-{node_rank:03d}.times"
+
     def nccl(self, rank: int) -> Path:
         """NCCL's own log, unless the user sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS or NCCL_DEBUG_FILE."""
         return self.logs / f"rank-{rank:03d}.nccl"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from pydantic import BaseModel
 
 from clusterddp.errors import Problem
-from clusterddp.spec.model import JobSpec
+from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.problems import closest, did_you_mean, problem_at
 from clusterddp.spec.section import section_of, spellings
 from clusterddp.spec.tree import ListNode, Mapping, Node
@@ -54,6 +55,49 @@ def with_one_spelling(
     """
     problems: list[Problem] = []
     return _section(tree, model, path, problems), problems
+
+
+def complete_override(typed: str) -> list[tuple[str, str]]:
+    """Return how a `key=value` argument can go on, each with a description.
+
+    A key ends with `=`, a section with a dot; a key that is reset, `~key`, ends with nothing. Values are those of keys
+    with a fixed choice.
+    """
+    schema = json_schema()
+    mark = typed[:1] if typed[:1] in {"+", "~"} else ""
+    key, equals, value = typed.removeprefix(mark).partition("=")
+    *sections, name = key.split(".")
+    fields = schema["properties"]
+    for section in sections:
+        fields = _facts(fields.get(section, {}), schema).get("properties", {})
+    if equals:
+        values = _values(_facts(fields.get(name, {}), schema))
+        return [(f"{mark}{key}={each}", "") for each in values if each.startswith(value)]
+    found = []
+    for each, field in fields.items():
+        facts = _facts(field, schema)
+        end = "." if facts.keys() & {"properties", "patternProperties"} else "" if mark == "~" else "="
+        if each.startswith(name):
+            words = " ".join(field.get("description", "").split())
+            found.append((mark + ".".join([*sections, each]) + end, words.split(". ")[0]))
+    return found
+
+
+def _facts(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field's value, without the null of a field that may be left out."""
+    choices = [each for each in field.get("anyOf", ()) if each.get("type") != "null"]
+    found = choices[0] if len(choices) == 1 else field
+    if "$ref" in found:
+        return dict(schema["$defs"][found["$ref"].rpartition("/")[2]])
+    return found
+
+
+def _values(facts: dict[str, Any]) -> list[str]:
+    """Return the values of a field that has a fixed choice."""
+    if facts.get("type") == "boolean":
+        return ["true", "false"]
+    choices = [facts, *facts.get("anyOf", ()), facts.get("items", {})]
+    return [str(value) for choice in choices for value in (*choice.get("enum", ()), *[choice.get("const")]) if value]
 
 
 def _section(tree: Mapping, model: type[BaseModel], path: tuple[str, ...], problems: list[Problem]) -> Mapping:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +147,17 @@ def train(run: RunDir, *, steps: int, of_steps: int = 100, epochs: int = 4, atte
 
 def rows_of(text: str) -> Any:
     return json.loads(text)
+
+
+def opens_of(action: Callable[[], object], directory: Path) -> list[str]:
+    """Return the files below a directory that an action opens."""
+    opened, is_on = [], True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if is_on and event == "open" and str(arguments[0]).startswith(str(directory)):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hear)
+    action()
+    is_on = False
+    return opened

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 _KEYS = ("accuracy", "created", "name", "time")
 SORT_KEYS = [*_KEYS, *(f"-{key}" for key in _KEYS)]
-SORT_HELP = "accuracy (best first), created (newest first), time (longest first) or name; -KEY reverses."
+SORT_HELP = (
+    "accuracy (best first), created (newest first), time (that of its ranks, longest first) or name; -KEY reverses."
+)
 
 
-def sort_summaries(summaries: Sequence[RunSummary], order: str, *, now: float) -> list[RunSummary]:
-    """Sort runs by one of `SORT_KEYS`; runs without a value come last either way."""
+def sort_summaries(summaries: Sequence[RunSummary], order: str) -> list[RunSummary]:
+    """Sort runs by one of `SORT_KEYS`, by `time` as the column TIME shows it; runs without a value come last."""
     reverses, key = order.startswith("-"), order.removeprefix("-")
     if key == "name":
         return sorted(summaries, key=lambda run: run.run, reverse=reverses)
     value_of: dict[str, Callable[[RunSummary], Any]] = {
         "accuracy": lambda run: run.progress.accuracy if run.progress else None,
         "created": lambda run: run.created,
-        "time": lambda run: (
-            (now if run.ended is None and not run.state.finished else run.ended or run.created) - run.created
-        ),
+        "time": lambda run: run.times.running_s or None,
     }
 
     def place(run: RunSummary) -> float:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.look.checkpoints import has_checkpoint
 from clusterddp.run.record import FOREIGN
-from clusterddp.system.files import read_json
+from clusterddp.system.files import is_file, read_json
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import RunDir
@@ -45,7 +45,8 @@ def next_steps(
 def _again(run: RunDir, address: str) -> tuple[str, str]:
     """Return the command that continues a run that has ended, or repeats it."""
     launcher = (read_json(run.record) or {}).get("launcher")
-    goes_on = has_checkpoint(run)
+    # A program that stopped when it was asked to has saved what it needs, wherever that lies.
+    goes_on = has_checkpoint(run) or any(is_file(attempt.stopped) for attempt in run.attempts()[-1:])
     if launcher in _BY_HAND:
         command, where = _BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"

@@ -108,12 +108,15 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
 
 def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = None) -> list[str]:
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
+    from clusterddp.look.diagnosis import diagnose
     from clusterddp.look.log_file import read_log_tail
 
     known = cause.exit_code is None or f"exit code {cause.exit_code}" in cause.error
     code = "" if known else f"  (exit code {cause.exit_code})"
     what = f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"
+    kind = diagnose(cause)
     lines = wrapped(what, columns, indent=2)
+    lines += wrapped("; ".join(filter(None, [f"  category: {kind.text}", kind.hint])), columns, indent=4)
     tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
     if not tail and cause.traceback:
         tail = [printable(line) for line in cause.traceback.rstrip().split("\n")[-10:]]

@@ -317,3 +317,16 @@ def test_wait_and_cancel_answer_in_json_too(place: Path) -> None:
     cancelled = json.loads(clusterddp(place, "cancel", name, "nobody", "-o", "json").stdout)
     assert [(each["run"], each["error"] is None) for each in cancelled["runs"]] == [(name, True), ("nobody", False)]
     assert cancelled["runs"][0]["result"].startswith("has already ended: FAILED")
+
+
+def test_supervisors_note_when_lines_were_written(place: Path) -> None:
+    assert clusterddp(place, "submit", "job.yaml", 'entry.args=["6", none]', "--wait").returncode == 0
+    notes = [path.name for path in newest(place).attempt(0).logs.glob("*.times")]
+    assert sorted(notes) == ["node-000.times", "node-001.times"]
+    now = time.time()
+    lines = clusterddp(place, "logs", "--rank", "all", "--timestamps", "--since", "2m").stdout.splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        written = time.mktime(time.strptime(line.split()[0], "%Y-%m-%dT%H:%M:%S"))
+        assert now - PATIENCE * 60 < written <= now
+    assert clusterddp(place, "logs", "--rank", "all", "--grep", "rank 3 of").stdout.endswith("rank 3 of 4\n")

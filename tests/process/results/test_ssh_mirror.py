@@ -17,6 +17,8 @@ from clusterddp.agent import results as host_results
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
+from clusterddp.look.log_pieces import LogQuery
+from clusterddp.look.logs import read_logs
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end
@@ -59,6 +61,17 @@ def test_only_the_logs_that_are_wanted_are_downloaded(hosts: Hosts) -> None:
         attempts[rank // 2].stdout(rank).write_bytes(b"of rank %d" % rank)
     hosts.logs(2)
     assert [path.name for path in sorted(hosts.run.attempt(0).logs.iterdir())] == ["rank-002.out"]
+
+
+def test_the_times_of_lines_come_with_the_logs_that_are_wanted(hosts: Hosts) -> None:
+    for node, attempt in enumerate(hosts.start()):
+        log = attempt.stdout(2 * node)
+        log.write_bytes(b"a line\n")
+        append_jsonl(attempt.log_times(node), {"time": 1e9, "sizes": {log.name: 7}})
+    hosts.logs(2)
+    assert sorted(path.name for path in hosts.run.attempt(0).logs.iterdir()) == ["node-001.times", "rank-002.out"]
+    pieces = read_logs(hosts.run, (2,), LogQuery(timestamps=True))
+    assert [piece.written for piece in pieces] == [1e9]
 
 
 def test_what_grows_is_downloaded_piece_by_piece(hosts: Hosts) -> None:

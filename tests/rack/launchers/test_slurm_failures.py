@@ -1,7 +1,9 @@
 """What breaks under Slurm, on a real one: ranks, tasks, supervisors, hosts; what is recorded and what is left."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -9,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.look.logs import parse_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.gang_runs import processes_with
 from tests.support.launch_runs import IMPATIENT, read_plan
+from tests.support.paths import ROOT
 from tests.support.slurm_runs import await_final_end, make_slurm_run, start_run
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -226,8 +230,15 @@ def test_a_requeued_job_goes_on_with_the_next_attempt(rack):
     run = make_slurm_run(rack, "requeue", "import clusterddp\n" + code, more="restarts: 1", resources=TWO_BY_TWO)
     job = start_run(rack, run)
     await_up(run, 0)
-    rack.run(HEAD, ["scontrol", "requeue", job])
-    assert await_final_end(run, 60).outcome == "COMPLETED"
+    argv = [sys.executable, "-m", "clusterddp", "logs", "-f", "--rank", "all", str(run.path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(rack.argv(HEAD, argv, env={"PYTHONPATH": str(ROOT)}), **pipes) as following:
+        rack.run(HEAD, ["scontrol", "requeue", job])
+        assert await_final_end(run, 60).outcome == "COMPLETED"
+        out, err = following.communicate(timeout=60)
+    shown = re.findall(r"\[(?:ranks ([\d, -]+)|r(\d) \S+)\] up\n", out)
+    assert sum(len(parse_ranks(several or one, 4)) for several, one in shown) == 8
+    assert f"attempt 1 of {run.name} starts\n" in err
     first = read_end(run.attempt(0))
     assert (first.outcome, first.reason, first.needs_job) == ("STOPPED", "the job was requeued", True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from clusterddp.cli.main import main
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import write_json
-from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
+from tests.support.handmade_runs import complete, fail, make_run, opens_of, start_attempt, train
 
 
 @pytest.fixture
@@ -65,6 +66,25 @@ def test_a_state_that_does_not_exist_is_a_wrong_usage(runs_dir: Path, capfd: pyt
 def test_sorted_runs_are_chosen_from_all_of_them(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names, said = listed(capfd, "--sort", "accuracy", "-n", "1")
     assert (names, said) == (["done-1"], "the first 1 of 5 runs; -n 5 shows all\n")
+
+
+def test_runs_are_sorted_by_the_time_that_is_shown(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    for name, created, started, ended in (("done-0", 900, 10, 0), ("done-1", 500, 400, 0), ("failed-0", 300, 200, 100)):
+        run = RunDir(runs_dir / name)
+        attempt = run.attempt(0)
+        for path, values in (
+            (run.record, {"created_ns": int((now - created) * 1e9)}),
+            (attempt.start, {"started": now - started}),
+            (attempt.end, {"ended": now - ended}),
+        ):
+            write_json(path, json.loads(path.read_text()) | values)
+    assert listed(capfd, "--sort", "time")[0][:3] == ["done-1", "failed-0", "done-0"]
+
+
+def test_runs_that_are_only_counted_are_not_read_whole(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    opened = opens_of(lambda: listed(capfd, "--state", "COMPLETED", "-n", "1"), runs_dir)
+    assert [path for path in opened if path.endswith("metrics.jsonl")] == [str(runs_dir / "done-1/metrics.jsonl")]
 
 
 def test_the_name_column_is_there_when_names_differ(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from clusterddp.cli.main import main
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.system.files import write_json
-from tests.support.handmade_runs import HOST, complete, fail, make_run, start_attempt, train
+from tests.support.handmade_runs import HOST, complete, fail, make_run, opens_of, start_attempt, train
 
 
 @pytest.fixture
@@ -32,20 +32,6 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def opens_of(action: Callable[[], object], directory: Path) -> list[str]:
-    """Return the files below a directory that an action opens."""
-    opened, is_on = [], True
-
-    def hear(event: str, arguments: tuple[object, ...]) -> None:
-        if is_on and event == "open" and str(arguments[0]).startswith(str(directory)):
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(hear)
-    action()
-    is_on = False
-    return opened
 
 
 def command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

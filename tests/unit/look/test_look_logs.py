@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
 from clusterddp.look.log_file import PIECE_BYTES, LogFile, position_of_last_lines
-from clusterddp.look.logs import (
-    LogPiece,
-    NewAttempt,
-    choose_ranks,
-    follow_logs,
-    format_piece,
-    parse_ranks,
-    read_logs,
-)
+from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt, format_piece
+from clusterddp.look.logs import choose_ranks, follow_logs, parse_ranks, read_logs
 from clusterddp.look.printable import printable
 from tests.support.handmade_runs import HOST, complete, fail, make_run, start_attempt
 
@@ -134,7 +127,7 @@ def test_both_streams_of_the_chosen_ranks_are_read(tmp_path: Path) -> None:
     attempt = start_attempt(run)
     attempt.stdout(1).write_text("out\n")
     attempt.stderr(1).write_text("err")
-    pieces = list(read_logs(run, (0, 1), attempt=None, tail_lines=None))
+    pieces = list(read_logs(run, (0, 1)))
     assert pieces == [LogPiece(1, HOST, b"out\n"), LogPiece(1, HOST, b"err")]
 
 
@@ -142,7 +135,7 @@ def test_an_attempt_that_is_not_there_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     start_attempt(run)
     with pytest.raises(UsageError, match="newest attempt of brisk-otter-3 is 0"):
-        list(read_logs(run, (0,), attempt=1, tail_lines=None))
+        list(read_logs(run, (0,), LogQuery(attempt=1)))
 
 
 def test_failed_names_the_rank_that_failed_first(tmp_path: Path) -> None:
@@ -175,7 +168,7 @@ def test_following_goes_on_over_a_restart_and_ends_with_the_run(tmp_path: Path) 
 
     thread = threading.Thread(target=live)
     thread.start()
-    seen = [piece for piece in follow_logs(run, (0,), attempt=None, tail_lines=None, poll_interval_s=0.02) if piece]
+    seen = [piece for piece in follow_logs(run, (0,), poll_interval_s=0.02) if piece]
     thread.join()
     assert seen == [
         LogPiece(0, HOST, b"first\n"),

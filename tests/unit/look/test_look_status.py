@@ -61,8 +61,8 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "times",
         "world_size",
     ]
-    promised += ["progress", "ranks", "root_cause", "start_phases", "nccl", "warning", "checkpoint", "stopping"]
-    promised += ["lost_rows", "hang", "last_output", "report"]
+    promised += ["progress", "ranks", "root_cause", "diagnosis", "start_phases", "nccl", "warning", "checkpoint"]
+    promised += ["stopping", "lost_rows", "hang", "last_output", "report"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]

@@ -1,0 +1,125 @@
+"""What `logs` shows of time, patterns and equal lines, and its line on a terminal before there is output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.log_output import starting_text
+from clusterddp.cli.main import main
+from clusterddp.launchers.state import read_state
+from clusterddp.run.directory import RunDir
+from clusterddp.system.files import append_jsonl, write_json
+from tests.support.handmade_runs import complete, make_run, start_attempt
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def shown(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["logs", *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def make_log(run: RunDir) -> None:
+    """Write a line by an hour ago, one by now, and note both."""
+    attempt, now = start_attempt(run), time.time()
+    for rank in (0, 1):
+        attempt.stdout(rank).write_text("old\nnew\n")
+        for ago_s, size in ((3600, 4), (0, 8)):
+            note = {"time": now - ago_s, "sizes": {attempt.stdout(rank).name: size}}
+            append_jsonl(attempt.log_times(0), note)
+
+
+def test_lines_are_chosen_by_time_and_pattern(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_log(make_run(runs_dir))
+    assert shown(capfd, "--since", "10m")[1] == "new\n"
+    assert shown(capfd, "--grep", "^o")[1] == "old\n"
+    assert shown(capfd, "--since", "10m", "--grep", "^o") == (0, "", "rank 0 of brisk-otter-3 has no such line\n")
+
+
+def test_lines_begin_with_their_times(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_log(make_run(runs_dir))
+    stamp = shown(capfd, "--timestamps", "--tail", "1")[1].split()[0]
+    assert abs(time.mktime(time.strptime(stamp, "%Y-%m-%dT%H:%M:%S")) - time.time()) < 60
+
+
+def test_equal_lines_of_ranks_are_folded_unless_they_are_not_to_be(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_log(make_run(runs_dir))
+    assert shown(capfd, "--rank", "all")[1] == "[ranks 0-1] old\n[ranks 0-1] new\n"
+    assert len(shown(capfd, "--rank", "all", "--no-fold")[1].splitlines()) == 4
+
+
+@pytest.mark.parametrize("arguments", [("--since", "soon"), ("--grep", "(")])
+def test_a_time_or_pattern_that_is_none_is_a_wrong_usage(
+    arguments: tuple[str, str], runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_log(make_run(runs_dir))
+    assert shown(capfd, *arguments)[0] == 2
+
+
+def test_an_attempt_without_notes_says_so(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(runs_dir)
+    make_log(run)
+    attempt = run.attempt(0)
+    attempt.log_times(0).unlink()
+    write_json(attempt.start, {"attempt": 0, "started": time.time() - 60})
+    _, out, err = shown(capfd, "--timestamps")
+    assert out.splitlines()[0] == f"{'-':<19} old"
+    assert "were not recorded" in err
+
+
+def test_ranks_that_have_started_are_counted(runs_dir: Path) -> None:
+    run = make_run(runs_dir, nodes=2)
+    attempt = start_attempt(run, ranks=3)
+    assert starting_text(run, read_state(run)).endswith("3 of 4 ranks started")
+    for path in attempt.ranks.iterdir():
+        path.unlink()
+    assert "STARTING" not in starting_text(run, read_state(run))
+
+
+@contextlib.contextmanager
+def following() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Follow the newest run; standard error is a terminal, whose other end is returned, too."""
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "clusterddp", "logs", "-f"]
+    environ = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def test_a_line_has_the_state_until_there_is_output(runs_dir: Path) -> None:
+    run = make_run(runs_dir)
+    with following() as (process, terminal):
+        seen = b""
+        while b"PENDING" not in seen:
+            seen += os.read(terminal, 4096)
+        attempt = start_attempt(run)
+        while b"2 ranks started, no output yet" not in seen:
+            seen += os.read(terminal, 4096)
+        attempt.stdout(0).write_text("one\n")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"one\n"
+        while not seen.endswith(b"\r\x1b[K"):
+            seen += os.read(terminal, 4096)
+        complete(run, attempt)
+        assert (process.stdout.read(), process.wait()) == (b"", 0)
