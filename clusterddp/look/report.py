@@ -140,7 +140,7 @@ def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline)
     train_seconds = first_number(summary.get("train_seconds"), curves.newest.get("train_seconds"))
     since_start_s = timeline.since_first_start_s
     gang = read_gang(run)
-    num_ranks = sum(gang.entry.spawns) or gang.world_size
+    num_ranks = gang.num_ranks
     return Results(
         accuracy=first_number(summary.get("accuracy"), curves.accuracy.last),
         best_accuracy=first_number(best and best[0], summary.get("best_accuracy")),

@@ -187,7 +187,7 @@ def read_status(run: RunDir) -> RunStatus:
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
-        world_size=sum(gang.entry.spawns) or gang.world_size,
+        world_size=gang.num_ranks,
         progress=_progress(run, view),
         ranks=rank_statuses(gang, attempt, start, view, unreached),
         root_cause=end.root_cause if end else None,

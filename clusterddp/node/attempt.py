@@ -153,7 +153,7 @@ class Attempt:
             return ""
         if gang.entry.init == "file" or gang.start == "torchrun":
             return ""
-        num_ranks = sum(gang.entry.spawns) or gang.world_size
+        num_ranks = gang.num_ranks
         return f"no rank connected to {address}:{port}; each of the {num_ranks} ranks may have trained alone"
 
     def _stopped(self, reason: str) -> AttemptEnd:
@@ -203,17 +203,13 @@ class Restarts:
         """Return how many restarts lie before an attempt."""
         return self._first_restart + attempt.number - self._first_attempt
 
-    def left_after(self, attempt: Attempt) -> bool:
-        """Return whether another restart is allowed after an attempt."""
-        return self.before(attempt) < self._gang.restarts
-
     def after(self, attempt: Attempt, end: AttemptEnd, *, all_gone: bool) -> Restart:
-        """Decide what follows `end`, when the run still has restarts and no user has cancelled it.
+        """Decide what follows `end`, when no user has cancelled the run.
 
         `all_gone`: all supervisors have confirmed that nothing of the attempt is left.
         """
         able = all_gone and not self.incomplete
-        if end.outcome in {"COMPLETED", "CANCELLED"}:
+        if end.outcome in {"COMPLETED", "CANCELLED"} or self.before(attempt) >= self._gang.restarts:
             return "none"
         if attempt.job_ends:
             # Slurm ends the job: a failure meanwhile follows from that, or comes again.

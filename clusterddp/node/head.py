@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.attempt import Attempt, Restart, Restarts
+from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes, reported_failure
 from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
@@ -168,9 +168,10 @@ class Head:
     def _look_for_hang(self, attempt: Attempt, now: float) -> None:
         """Do what the spec asks for where ranks show no progress; their stacks are written by then."""
         hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
-        if hang is not None:
-            self._helpers.on_event("hang", attempt.number, hang.text)
-        if hang is not None and self._gang.hang != "report":
+        if hang is None:
+            return
+        self._helpers.on_event("hang", attempt.number, hang.text)
+        if self._gang.hang != "report":
             self._restarts.final |= self._gang.hang == "fail"
             attempt.fail(failure_of_hang(hang, self._gang), now)
 
@@ -202,9 +203,7 @@ class Head:
     def _record_start(self, now: float) -> None:
         error = self._start.write(now, last_try=self._ending is not None)
         if error is None and self._start.written:
-            self._helpers.on_event(
-                "start", self._attempt.number, f"{sum(self._gang.entry.spawns) or self._gang.world_size} ranks run"
-            )
+            self._helpers.on_event("start", self._attempt.number, f"{self._gang.num_ranks} ranks run")
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
@@ -273,9 +272,9 @@ class Head:
         if attempt.begun is not None and not self._start.written:
             self._record_start(now)
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
-        restart: Restart = "none"
-        if not is_file(self._run.cancel_file) and self._restarts.left_after(attempt):
-            restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
+        restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
+        if is_file(self._run.cancel_file):
+            restart = "none"
         if restart == "here" and not make_next_attempt(self._run, attempt.number + 1):
             restart = "none"
         if restart != "none":

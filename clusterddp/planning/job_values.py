@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from clusterddp.planning.notify import masked
 from clusterddp.spec.image_sets import GENERATED
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
+    from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
 _START_S = 60.0
@@ -93,3 +96,12 @@ def spec_text(job: JobSpec) -> str:
     from clusterddp.spec.load import resolved_yaml
 
     return resolved_yaml(job)
+
+
+def changes_of(resolved: ResolvedSpec) -> tuple[dict[str, Any], ...]:
+    """Return the values that differ from their defaults, as they may be shown."""
+    changes = [dataclasses.asdict(change) for change in resolved.changes()]
+    return tuple(
+        change | {"value": masked(change["value"])} if change["key"] == "notify.webhook" else change
+        for change in changes
+    )

@@ -12,10 +12,10 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import local
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
-from clusterddp.planning.job_values import filled_in, spec_text, timeouts_of, with_absolute_paths
+from clusterddp.planning.job_values import changes_of, filled_in, spec_text, timeouts_of, with_absolute_paths
 from clusterddp.planning.memory import fit_memory
 from clusterddp.planning.names import choose_run_name
-from clusterddp.planning.notify import masked, notify_notes, notify_of, notify_seal
+from clusterddp.planning.notify import notify_notes, notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
@@ -164,15 +164,6 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
         plan = dataclasses.replace(plan, slurm=slurm)
     return move_plan(plan, request.runs_dir / run)
-
-
-def changes_of(resolved: ResolvedSpec) -> tuple[dict[str, Any], ...]:
-    """Return the values that differ from their defaults, as they may be shown."""
-    changes = [dataclasses.asdict(change) for change in resolved.changes()]
-    return tuple(
-        change | {"value": masked(change["value"])} if change["key"] == "notify.webhook" else change
-        for change in changes
-    )
 
 
 def _plan_ranks(

@@ -174,6 +174,11 @@ class Gang:
     def world_size(self) -> int:
         return sum(len(node.ranks) for node in self.nodes)
 
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the run, also of those that a program starts itself."""
+        return sum(self.entry.spawns) or self.world_size
+
     def node_of(self, rank: int) -> Node:
         """Return the node that `rank` belongs to."""
         return next(node for node in self.nodes if rank in node.ranks)

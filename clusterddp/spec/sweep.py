@@ -38,7 +38,7 @@ _REASONS = dict.fromkeys(
     "it is a request for machines, which all runs of a sweep share",
 ) | {
     **dict.fromkeys(
-        ("launcher", "name", "keep", "after", "secrets", "notify", "snapshot", "stop", "sweep"), _OF_THE_SWEEP
+        ["launcher", "name", "keep", "after", "secrets", "notify", "snapshot", "stop", "sweep"], _OF_THE_SWEEP
     ),
     "restarts": f"{_OF_THE_SWEEP}: Slurm restarts all tasks of a job array or none",
 }

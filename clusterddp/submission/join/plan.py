@@ -12,11 +12,11 @@ from clusterddp.errors import PreflightError, UsageError
 from clusterddp.network.interface import Interface, interface_towards, loopback, named_interface
 from clusterddp.network.port import walk_ports
 from clusterddp.planning.entry import plan_entry
-from clusterddp.planning.job_values import filled_in, spec_text, with_absolute_paths
+from clusterddp.planning.job_values import changes_of, filled_in, spec_text, with_absolute_paths
 from clusterddp.planning.local import read_machine
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import with_one_process_each
-from clusterddp.planning.plan import Plan, changes_of, move_plan, plan_gang
+from clusterddp.planning.plan import Plan, move_plan, plan_gang
 from clusterddp.planning.prerequisites import check_secrets, secret_notes
 from clusterddp.planning.program import plan_program
 from clusterddp.planning.ssh.place import plan_ssh_placement
