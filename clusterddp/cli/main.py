@@ -38,6 +38,7 @@ _COMMANDS = {
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
     "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
     "compare": ("report", "Look", "show what differs between runs, and what they came to"),
+    "relay": ("relay", "Look", "copy a run to an experiment tracker: wandb, trackio, mlflow, tensorboard"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and those without a supervisor"),
     "gc": ("ps", "Run", "kill orphaned processes of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -16,6 +16,53 @@ def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from flat_numbers({f"{name}_{key}": each for key, each in value.items()})
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
+
+
+def hparams_summary(hparams: Mapping[str, str | float], metrics: Sequence[str], *, group: str, started: float) -> Any:
+    """Return the summary that shows a run in TensorBoard's table of hyperparameters, beside `metrics`, which are tags.
+
+    `group`: the name in the table; `started`: seconds since the epoch.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    kinds = {key: "DATA_TYPE_STRING" if isinstance(value, str) else "DATA_TYPE_FLOAT64" for key, value in hparams.items()}
+    experiment = api_pb2.Experiment(
+        hparam_infos=[
+            api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(kind)) for key, kind in kinds.items()
+        ],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
+    )
+    start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=started)
+    for key, value in hparams.items():
+        if isinstance(value, str):
+            start.hparams[key].string_value = value
+        else:
+            start.hparams[key].number_value = value
+    parts = {
+        metadata.EXPERIMENT_TAG: plugin_data_pb2.HParamsPluginData(experiment=experiment),
+        metadata.SESSION_START_INFO_TAG: plugin_data_pb2.HParamsPluginData(session_start_info=start),
+    }
+    return Summary(value=[_hparams_value(tag, data) for tag, data in parts.items()])
+
+
+def hparams_end(status: str, *, ended: float) -> Any:
+    """Return the summary of the end of a run in that table; `status`: SUCCESS, FAILURE or RUNNING."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    end = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.Status.Value(f"STATUS_{status}"), end_time_secs=ended
+    )
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
+    return Summary(value=[_hparams_value(metadata.SESSION_END_INFO_TAG, data)])
+
+
+def _hparams_value(tag: str, data: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata
+
+    return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
 
 
 class EventWriter:
