@@ -34,6 +34,7 @@ _COMMANDS = {
     "wait": ("runs", "Look", "wait until a run has ended"),
     "du": ("removal", "Look", "show how much disk runs take"),
     "rm": ("removal", "Run", "remove runs that have ended"),
+    "share": ("share", "Run", "let a group read a run, or take it back"),
     "list": ("list_", "Look", "show all runs, newest first"),
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
     "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
